@@ -11,7 +11,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from IPython.core.error import UsageError
 from IPython.core.getipython import get_ipython
@@ -35,6 +35,8 @@ _COMPARED = 2
 _CLEAN = "--clean"
 _JSON = "--json"
 _STEPS = "--steps"
+_MEMORY = "--memory"
+_PROFILED_STEPS = 5
 _WITH_VALUES = ("--run=", f"{_STEPS}=")
 
 
@@ -55,8 +57,8 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
     %distributed doctor          check this machine for problems that a launch would meet
 
     The first six take --run NAME (or its number), to choose among several runs or to name an earlier one.
-    why takes --json, which prints the figures as data; profile takes --steps, the number of steps (5 by default); runs
-    takes --clean, which removes the runs that have ended.
+    why takes --json, which prints the figures as data; profile takes --steps, the number of steps (5 by default), and
+    --memory, which shows what holds memory at its peak; runs takes --clean, which removes the runs that have ended.
 
     Examples:
       %distributed                       the same as %distributed status
@@ -66,6 +68,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
       %distributed why --json            the reason and the phases of a step, as JSON
       %distributed compare one two       say why two ranks (the run "two") aren't twice as fast as one
       %distributed profile --steps 3     a timeline of the next three steps of all ranks; the value is the Profile
+      %distributed profile --memory      the lines that hold most memory, on each rank
       %distributed stop --run long       stop the run named "long"
       %distributed attach night          attach to the run that %%distributed --detach --name night has started
 
@@ -80,18 +83,27 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
             f"%distributed: there is no command {command!r}; there are {', '.join(dict.fromkeys([*COMMANDS, *also]))}. "
             "%distributed? says what they do."
         )
-    return COMMANDS[command](*_read(command, words))
+    return COMMANDS[command](_read(command, words))
 
 
-def _read(command: str, words: list[str]) -> tuple[str, int | None]:
-    """Parse the words after the command.
+class _Given(NamedTuple):
+    """The words after a command.
 
-    Returns:
-        A run's name or number, empty for the only one in progress or the last one, and a rank, ``None`` for all. For
-        ``runs``, the flag. In place of the rank, ``why`` has 1 if the answer is to be JSON, ``profile`` the steps.
-        ``compare`` has one or two names, as a shell's words.
+    Attributes:
+        name: A run's name or number, empty for the only one in progress or the last one; one or two names, as a
+            shell's words, for ``compare``.
+        number: A rank, or a number of steps; ``None`` if there is none.
+        flags: The flags.
     """
-    name, rank = "", None
+
+    name: str
+    number: int | None
+    flags: frozenset[str]
+
+
+def _read(command: str, words: list[str]) -> _Given:
+    """Parse the words after the command."""
+    name, number, flags = "", None, set()
     waiting = [part for word in words for part in (word.split("=", 1) if word.startswith(_WITH_VALUES) else [word])]
     while waiting:
         word = waiting.pop(0)
@@ -99,26 +111,26 @@ def _read(command: str, words: list[str]) -> tuple[str, int | None]:
             if not waiting:
                 raise UsageError(f"%distributed {command}: --run needs a run's name or number.")
             name = waiting.pop(0)
-        elif word == _JSON and command == "why":
-            rank = 1
+        elif word in _FLAGS.get(command, ()) and word != _STEPS:
+            flags.add(word)
         elif word == _STEPS and command == "profile":
             if not (waiting and waiting[0].isdecimal()):
                 raise UsageError("%distributed profile: --steps needs a number.")
-            rank = int(waiting.pop(0))
+            number = int(waiting.pop(0))
         elif command == "compare" and word[:1] != "-" and len(shlex.split(name)) < _COMPARED:
             name = shlex.join([*shlex.split(name), word])
-        elif word.isdecimal() and command in _OF_A_RANK and rank is None:
-            rank = int(word)
-        elif word == _CLEAN if command == "runs" else command in _OF_A_DETACHED_RUN and not name and word[:1] != "-":
+        elif word.isdecimal() and command in _OF_A_RANK and number is None:
+            number = int(word)
+        elif command in _OF_A_DETACHED_RUN and not name and word[:1] != "-":
             name = word
         else:
             hint = f" A run is named with --run {shlex.quote(word)}." if command in _OF_A_RUN else ""
             raise UsageError(f"%distributed {command}: unexpected argument {word!r}.{hint}")
-    return name, rank
+    return _Given(name, number, frozenset(flags))
 
 
-def _status(name: str, _: int | None) -> None:
-    entries = [registry.find(name)] if name else registry.latest()
+def _status(given: _Given) -> None:
+    entries = [registry.find(given.name)] if given.name else registry.latest()
     if not entries:
         print("No run has been started.")
     for entry in entries:
@@ -152,8 +164,8 @@ def _print_run(entry: registry.Entry) -> None:
             print(f"  rank {info.rank} {does}" + (f", at {info.silent.at}" if info.silent.at else ""))
 
 
-def _stop(name: str, _: int | None) -> None:
-    job = _running(name)
+def _stop(given: _Given) -> None:
+    job = _running(given.name)
     job.stop()
     job.wait(_STOP_DEADLINE_S)
     print(repr(job))
@@ -167,12 +179,12 @@ def _running(name: str) -> Job:
     return job
 
 
-def _logs(name: str, chosen: int | None) -> None:
-    entry = registry.find(name)
+def _logs(given: _Given) -> None:
+    entry = registry.find(given.name)
     if not entry.log_files:
         raise NotebookAccelError(f"The run {entry.name!r} has no log files.")
     job = entry.job  # knows whether a rank hasn't started yet
-    for rank in _ranks(chosen, entry.name, len(entry.log_files)):
+    for rank in _ranks(given.number, entry.name, len(entry.log_files)):
         text = logs.read(entry.log_files[rank], _LAST_LINES) if job is None else job.logs(rank, _LAST_LINES)
         text = text.rstrip("\n")
         yet = "" if job is None or job.done else " yet"
@@ -181,9 +193,9 @@ def _logs(name: str, chosen: int | None) -> None:
         print("\n".join(plain_lines(text)), end="\n" if text else "")
 
 
-def _stacks(name: str, chosen: int | None) -> None:
-    job = _running(name)
-    ranks = _ranks(chosen, job.name, job.world_size)
+def _stacks(given: _Given) -> None:
+    job = _running(given.name)
+    ranks = _ranks(given.number, job.name, job.world_size)
     stacks = job.stacks()
     print("\n".join(str(stacks[rank]) for rank in ranks))
     if stacks.disagreement:
@@ -199,9 +211,9 @@ def _ranks(chosen: int | None, name: str, world_size: int) -> Sequence[int]:
     return [chosen]
 
 
-def _why(name: str, as_json: int | None) -> None:
-    found = _diagnosis(registry.find(name))
-    print(json.dumps(found.to_dict()) if as_json else found)
+def _why(given: _Given) -> None:
+    found = _diagnosis(registry.find(given.name))
+    print(json.dumps(found.to_dict()) if _JSON in given.flags else found)
 
 
 def _diagnosis(entry: registry.Entry) -> Diagnosis:
@@ -209,13 +221,13 @@ def _diagnosis(entry: registry.Entry) -> Diagnosis:
     return entry.ending.diagnosis if job is None else job.diagnosis()
 
 
-def _profile(name: str, steps: int | None) -> Profile:
-    job = _running(name)
-    return job.profile() if steps is None else job.profile(steps)
+def _profile(given: _Given) -> Profile:
+    steps = _PROFILED_STEPS if given.number is None else given.number
+    return _running(given.name).profile(steps, memory=_MEMORY in given.flags)
 
 
-def _compare(words: str, _: int | None) -> None:
-    entries = [registry.find(name) for name in shlex.split(words)]
+def _compare(given: _Given) -> None:
+    entries = [registry.find(name) for name in shlex.split(given.name)]
     missing = _COMPARED - len(entries)
     if missing:
         others = [entry for entry in registry.latest(_COMPARED) if entry not in entries]
@@ -225,16 +237,16 @@ def _compare(words: str, _: int | None) -> None:
     print(compare_sides(*(Side(entry.name, _diagnosis(entry)) for entry in entries)))
 
 
-def _runs(flag: str, _: int | None) -> None:
-    print("\n".join(runs_command.table(clean=flag == _CLEAN)))
+def _runs(given: _Given) -> None:
+    print("\n".join(runs_command.table(clean=_CLEAN in given.flags)))
 
 
-def _attach(name: str, _: int | None) -> Job:
-    return detached.attach_and_show(name, set_variables=_push)
+def _attach(given: _Given) -> Job:
+    return detached.attach_and_show(given.name, set_variables=_push)
 
 
-def _again(name: str, _: int | None) -> Job:
-    return detached.again(name, set_variables=_push)
+def _again(given: _Given) -> Job:
+    return detached.again(given.name, set_variables=_push)
 
 
 def _push(variables: dict[str, Any]) -> None:
@@ -243,11 +255,11 @@ def _push(variables: dict[str, Any]) -> None:
         shell.push(variables)
 
 
-def _doctor(*_: object) -> None:
+def _doctor(_: _Given) -> None:
     print(launcher.diagnosis(configuration.resolve({}, file=configuration.default_path()))[0])
 
 
-COMMANDS: dict[str, Callable[[str, int | None], ConfigForm | Job | Profile | None]] = {
+COMMANDS: dict[str, Callable[[_Given], ConfigForm | Job | Profile | None]] = {
     "status": _status,
     "stop": _stop,
     "logs": _logs,
@@ -258,7 +270,7 @@ COMMANDS: dict[str, Callable[[str, int | None], ConfigForm | Job | Profile | Non
     "runs": _runs,
     "attach": _attach,
     "again": _again,
-    "config": lambda *_: ConfigForm(),
+    "config": lambda _: ConfigForm(),
     "doctor": _doctor,
 }
 """The commands by name, for completion."""
@@ -266,11 +278,11 @@ COMMANDS: dict[str, Callable[[str, int | None], ConfigForm | Job | Profile | Non
 _OF_A_RUN = ("status", "stop", "logs", "stacks", "why", "profile")
 _OF_A_DETACHED_RUN = ("attach", "again")
 _OF_A_RANK = ("logs", "stacks")
-_FLAGS = {"why": _JSON, "profile": _STEPS, "runs": _CLEAN}
+_FLAGS = {"why": (_JSON,), "profile": (_STEPS, _MEMORY), "runs": (_CLEAN,)}
 
 
 def options_of(command: str) -> dict[str, list[str]]:
     """Return the options that a command takes, each with its possible values."""
     names = dict.fromkeys(entry.name for entry in registry.latest(_LISTED_RUNS))
-    flags: dict[str, list[str]] = {_FLAGS[command]: []} if command in _FLAGS else {}
+    flags: dict[str, list[str]] = {flag: [] for flag in _FLAGS.get(command, ())}
     return flags | ({"--run": list(names)} if command in _OF_A_RUN else {})

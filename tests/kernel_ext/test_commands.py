@@ -173,7 +173,7 @@ def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kern
         ("compare first first first", "%distributed compare: unexpected argument 'first'."),
         ("profile --steps", "%distributed profile: --steps needs a number."),
         ("profile --steps many", "%distributed profile: --steps needs a number."),
-        ("profile --memory", "%distributed profile: unexpected argument '--memory'."),
+        ("profile --clean", "%distributed profile: unexpected argument '--clean'."),
         ("stacks 0 --run first", "There is no run 'first' that goes on."),
     ],
 )
