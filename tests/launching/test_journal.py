@@ -109,6 +109,21 @@ def test_samples_of_a_week_are_some_thousand_and_the_last_one_is_there(book: Boo
     assert max(later - earlier for earlier, later in itertools.pairwise(curve)) < steps / 100
 
 
+def test_each_of_many_ranks_has_some_hundred_samples_of_an_hour(tmp_path: pathlib.Path) -> None:
+    kept = {}
+    for world_size in (1, 64):
+        book = Book(tmp_path / str(world_size), world_size)
+        for step in range(5 * 3600):
+            book.clock.now_s = 0.2 * step
+            book.tell(events.Metrics(step=step, values={"loss": float(step)}))
+        book.tell(events.Finished(result_bytes=1))
+        kept[world_size] = [event.step for event in book.kept() if isinstance(event, events.Metrics)]
+        os.close(book.descriptor)
+    assert len(kept[1]) > 1500
+    assert 256 < len(kept[64]) < 500  # at least as many as a curve of the panel has points
+    assert kept[64][-1] == kept[1][-1] == 5 * 3600 - 1
+
+
 def test_metric_that_was_reported_between_two_written_samples_is_not_lost(book: Book) -> None:
     book.clock.now_s = 100_000.0
     book.tell(events.Metrics(step=1, values={"loss": 1.0}))
