@@ -1,20 +1,17 @@
-"""The line of a magic: parse and complete it. Also completion and ``?`` in a session's cells, by rank 0's variables."""
+"""The line of a magic: parse and complete it."""
 
 from __future__ import annotations
 
 import argparse
-import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from notebook_accel import config
-
-if TYPE_CHECKING:
-    from notebook_accel.sessions.kernel.session import Session
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,8 +29,9 @@ class Parser(argparse.ArgumentParser):
         self._magic = magic
 
     def error(self, message: str) -> NoReturn:
+        shown_by = f"{self._magic.split()[0]}?"
         raise UsageError(
-            f"{self._magic}: {message}{'' if message.endswith('?') else '.'} {self._magic}? shows every option."
+            f"{self._magic}: {message}{'' if message.endswith('?') else '.'} {shown_by} shows every option."
         )
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
@@ -42,10 +40,13 @@ class Parser(argparse.ArgumentParser):
         Raises:
             UsageError: A word can't be understood.
         """
-        given, rest = self.parse_known_args(words)
-        if rest:
-            close = config.closest_flag(rest[0], self._option_string_actions)
-            self.error(f"there is no option {rest[0]}" + (f"; is it {close}?" if close else ""))
+        given, rest = self.parse_known_intermixed_args(words)
+        for word in rest:
+            if word.startswith("-"):
+                close = config.closest_flag(word, self._option_string_actions)
+                self.error(f"there is no option {word}" + (f"; is it {close}?" if close else ""))
+            hint = f"; a run is named with --run {shlex.quote(word)}" if "--run" in self.flags else ""
+            self.error(f"unexpected argument {word!r}{hint}")
         return given
 
     @property
@@ -99,12 +100,6 @@ def split(line: str, magic: str) -> list[str]:
     return [word for word in [*words, word] if word]
 
 
-_CELL = re.compile(r"%%(distributed(?!.*--fresh)|rank)\b[^\n]*\n")
-_BEFORE = re.compile(r"(?:[^\W\d]\w*\.)*(?:[^\W\d]\w*)?$")
-_AFTER = re.compile(r"\w*")
-_ASKED = re.compile(r"\s*(?:\?\s*([\w.]+)|([\w.]+)\s*\?)\s*")
-
-
 def register(
     shell: InteractiveShell,
     magic: str,
@@ -136,58 +131,3 @@ def unregister(shell: InteractiveShell, magic: str) -> None:
     dispatcher = shell.strdispatchers.get("complete_command")
     if dispatcher is not None:
         dispatcher.strs.pop(magic, None)
-
-
-class SessionHelp:
-    """Answers a kernel's completion and inspection requests in cells of a session.
-
-    It wraps the kernel's two methods, since IPython's own completers aren't told which cell they complete. In a shell
-    without a kernel, such as a terminal's, it does nothing.
-    """
-
-    def __init__(self, shell: InteractiveShell, session: Callable[[], Session | None]) -> None:
-        self._kernel = getattr(shell, "kernel", None)
-        self._session = session
-
-    def start(self) -> None:
-        if self._kernel is not None:
-            self._complete, self._inspect = self._kernel.do_complete, self._kernel.do_inspect
-            self._kernel.do_complete, self._kernel.do_inspect = self.complete, self.inspect
-
-    def stop(self) -> None:
-        if self._kernel is not None:
-            del self._kernel.do_complete, self._kernel.do_inspect
-
-    def complete(self, code: str, cursor_pos: int) -> Any:
-        """Answer a completion request, with rank 0's names first."""
-        reply = self._complete(code, cursor_pos)
-        session = self._session_of(code, cursor_pos)
-        found = _BEFORE.search(code[:cursor_pos])
-        matches = [] if session is None or found is None else session.complete(found[0])
-        if not matches or found is None or not isinstance(reply, dict):
-            return reply
-        start = cursor_pos - len(found[0])
-        others = reply["matches"] if reply.get("cursor_start") == start else []
-        shown = {"matches": list(dict.fromkeys([*matches, *others])), "cursor_start": start, "cursor_end": cursor_pos}
-        return {**shown, "metadata": {}, "status": "ok"}
-
-    def inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
-        """Answer an inspection request, from rank 0 if it knows the name."""
-        session = self._session_of(code, cursor_pos)
-        before, after = _BEFORE.search(code[:cursor_pos]), _AFTER.match(code, cursor_pos)
-        name = (before[0] if before else "") + (after[0] if after else "")
-        lines = None if session is None or not name else session.describe(name)
-        if lines:
-            return {"status": "ok", "found": True, "data": {"text/plain": "\n".join(lines)}, "metadata": {}}
-        return self._inspect(code, cursor_pos, detail_level, omit_sections)
-
-    def _session_of(self, code: str, cursor_pos: int) -> Session | None:
-        """Return the session, if the cursor is in the body of a cell that runs in it."""
-        cell = _CELL.match(code)
-        return self._session() if cell is not None and cursor_pos >= cell.end() else None
-
-
-def asked_about(cell: str) -> str:
-    """Return the name in a cell that is nothing but ``name?`` or ``?name``; empty for any other cell."""
-    found = _ASKED.fullmatch(cell)
-    return "" if found is None else found[1] or found[2]

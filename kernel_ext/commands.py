@@ -1,21 +1,22 @@
 """The line magic ``%distributed``: show, stop and inspect runs.
 
-``%distributed status | stop | logs | stacks | why | profile | compare | runs | attach | again | config | doctor``. The
-first six take ``--run`` and a run's name or number; ``logs`` and ``stacks`` take a rank too, ``attach`` and ``again`` a
-detached run's name, ``compare`` two names.
+Each command has a parser of its own, ``COMMANDS`` has them all.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.getipython import get_ipython
 
+from kernel_ext.arguments import Parser
 from kernel_ext.config_form import ConfigForm
 from notebook_accel import config as configuration
 from notebook_accel import runs_command
@@ -26,18 +27,13 @@ from notebook_accel.launching.kernel import detached, launcher, registry
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.state.comparison import Side, compare_sides
 from notebook_accel.launching.state.diagnosis import Diagnosis
-from notebook_accel.launching.state.profiles import Profile
+from notebook_accel.launching.state.profiles import DEFAULT_STEPS, Profile
+from notebook_accel.launching.state.rank import RankState
 
 _LAST_LINES = 20
 _STOP_DEADLINE_S = 30.0
 _LISTED_RUNS = 10
 _COMPARED = 2
-_CLEAN = "--clean"
-_JSON = "--json"
-_STEPS = "--steps"
-_MEMORY = "--memory"
-_PROFILED_STEPS = 5
-_WITH_VALUES = ("--run=", f"{_STEPS}=")
 
 
 def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | None:
@@ -57,8 +53,9 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
     %distributed doctor          check this machine for problems that a launch would meet
 
     The first six take --run NAME (or its number), to choose among several runs or to name an earlier one.
-    why takes --json, which prints the figures as data; profile takes --steps, the number of steps (5 by default), and
-    --memory, which shows what holds memory at its peak; runs takes --clean, which removes the runs that have ended.
+    status, why, runs and doctor take --json, which prints data for programs; profile takes --steps, the number of steps
+    (5 by default), and --memory, which shows what holds memory at its peak; runs takes --clean, which removes the runs
+    that have ended.
 
     Examples:
       %distributed                       the same as %distributed status
@@ -83,58 +80,49 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
             f"%distributed: there is no command {command!r}; there are {', '.join(dict.fromkeys([*COMMANDS, *also]))}. "
             "%distributed? says what they do."
         )
-    return COMMANDS[command](_read(command, words))
+    return COMMANDS[command].run(COMMANDS[command].parser.parse(words))
 
 
-class _Given(NamedTuple):
-    """The words after a command.
-
-    Attributes:
-        name: A run's name or number, empty for the only one in progress or the last one; one or two names, as a
-            shell's words, for ``compare``.
-        number: A rank, or a number of steps; ``None`` if there is none.
-        flags: The flags.
-    """
-
-    name: str
-    number: int | None
-    flags: frozenset[str]
-
-
-def _read(command: str, words: list[str]) -> _Given:
-    """Parse the words after the command."""
-    name, number, flags = "", None, set()
-    waiting = [part for word in words for part in (word.split("=", 1) if word.startswith(_WITH_VALUES) else [word])]
-    while waiting:
-        word = waiting.pop(0)
-        if word == "--run" and command in _OF_A_RUN:
-            if not waiting:
-                raise UsageError(f"%distributed {command}: --run needs a run's name or number.")
-            name = waiting.pop(0)
-        elif word in _FLAGS.get(command, ()) and word != _STEPS:
-            flags.add(word)
-        elif word == _STEPS and command == "profile":
-            if not (waiting and waiting[0].isdecimal()):
-                raise UsageError("%distributed profile: --steps needs a number.")
-            number = int(waiting.pop(0))
-        elif command == "compare" and word[:1] != "-" and len(shlex.split(name)) < _COMPARED:
-            name = shlex.join([*shlex.split(name), word])
-        elif word.isdecimal() and command in _OF_A_RANK and number is None:
-            number = int(word)
-        elif command in _OF_A_DETACHED_RUN and not name and word[:1] != "-":
-            name = word
-        else:
-            hint = f" A run is named with --run {shlex.quote(word)}." if command in _OF_A_RUN else ""
-            raise UsageError(f"%distributed {command}: unexpected argument {word!r}.{hint}")
-    return _Given(name, number, frozenset(flags))
-
-
-def _status(given: _Given) -> None:
-    entries = [registry.find(given.name)] if given.name else registry.latest()
+def _status(given: argparse.Namespace) -> None:
+    entries = [registry.find(given.run)] if given.run else registry.latest()
+    if given.json:
+        print(json.dumps([_facts(entry) for entry in entries]))
+        return
     if not entries:
         print("No run has been started.")
     for entry in entries:
         _print_run(entry)
+
+
+def _facts(entry: registry.Entry) -> dict[str, Any]:
+    """Return a run as JSON has it: times in seconds, those of day since the epoch, and memory in bytes."""
+    job = entry.job
+    ended = entry.ending.status
+    return {
+        "number": entry.number,
+        "name": entry.name,
+        "status": ended or ("running" if job is None else job.status),
+        "devices": entry.devices,
+        "began": entry.began,
+        "took_s": entry.ending.took_s if ended else None,
+        "why": entry.ending.why,
+        "log_files": [str(path) for path in entry.log_files],
+        "ranks": [] if job is None else [_rank_facts(rank) for rank in job.ranks],
+    }
+
+
+def _rank_facts(rank: RankState) -> dict[str, Any]:
+    return {
+        "rank": rank.rank,
+        "state": rank.word,
+        "pid": rank.pid,
+        "device": rank.device,
+        "step": rank.steps,
+        "memory_bytes": rank.memory_used_bytes,
+        "metrics": rank.metrics,
+        "waits_in": rank.silent.waits_in if rank.silent else None,
+        "at": rank.silent.at if rank.silent else None,
+    }
 
 
 def _print_run(entry: registry.Entry) -> None:
@@ -164,8 +152,8 @@ def _print_run(entry: registry.Entry) -> None:
             print(f"  rank {info.rank} {does}" + (f", at {info.silent.at}" if info.silent.at else ""))
 
 
-def _stop(given: _Given) -> None:
-    job = _running(given.name)
+def _stop(given: argparse.Namespace) -> None:
+    job = _running(given.run)
     job.stop()
     job.wait(_STOP_DEADLINE_S)
     print(repr(job))
@@ -179,12 +167,12 @@ def _running(name: str) -> Job:
     return job
 
 
-def _logs(given: _Given) -> None:
-    entry = registry.find(given.name)
+def _logs(given: argparse.Namespace) -> None:
+    entry = registry.find(given.run)
     if not entry.log_files:
         raise NotebookAccelError(f"The run {entry.name!r} has no log files.")
     job = entry.job  # knows whether a rank hasn't started yet
-    for rank in _ranks(given.number, entry.name, len(entry.log_files)):
+    for rank in _ranks(given.rank, entry.name, len(entry.log_files)):
         text = logs.read(entry.log_files[rank], _LAST_LINES) if job is None else job.logs(rank, _LAST_LINES)
         text = text.rstrip("\n")
         yet = "" if job is None or job.done else " yet"
@@ -193,9 +181,9 @@ def _logs(given: _Given) -> None:
         print("\n".join(plain_lines(text)), end="\n" if text else "")
 
 
-def _stacks(given: _Given) -> None:
-    job = _running(given.name)
-    ranks = _ranks(given.number, job.name, job.world_size)
+def _stacks(given: argparse.Namespace) -> None:
+    job = _running(given.run)
+    ranks = _ranks(given.rank, job.name, job.world_size)
     stacks = job.stacks()
     print("\n".join(str(stacks[rank]) for rank in ranks))
     if stacks.disagreement:
@@ -211,9 +199,9 @@ def _ranks(chosen: int | None, name: str, world_size: int) -> Sequence[int]:
     return [chosen]
 
 
-def _why(given: _Given) -> None:
-    found = _diagnosis(registry.find(given.name))
-    print(json.dumps(found.to_dict()) if _JSON in given.flags else found)
+def _why(given: argparse.Namespace) -> None:
+    found = _diagnosis(registry.find(given.run))
+    print(json.dumps(found.to_dict()) if given.json else found)
 
 
 def _diagnosis(entry: registry.Entry) -> Diagnosis:
@@ -221,13 +209,14 @@ def _diagnosis(entry: registry.Entry) -> Diagnosis:
     return entry.ending.diagnosis if job is None else job.diagnosis()
 
 
-def _profile(given: _Given) -> Profile:
-    steps = _PROFILED_STEPS if given.number is None else given.number
-    return _running(given.name).profile(steps, memory=_MEMORY in given.flags)
+def _profile(given: argparse.Namespace) -> Profile:
+    return _running(given.run).profile(given.steps, memory=given.memory)
 
 
-def _compare(given: _Given) -> None:
-    entries = [registry.find(name) for name in shlex.split(given.name)]
+def _compare(given: argparse.Namespace) -> None:
+    if len(given.names) > _COMPARED:
+        raise UsageError(f"%distributed compare: it compares two runs, and {len(given.names)} names were given.")
+    entries = [registry.find(name) for name in given.names]
     missing = _COMPARED - len(entries)
     if missing:
         others = [entry for entry in registry.latest(_COMPARED) if entry not in entries]
@@ -237,15 +226,15 @@ def _compare(given: _Given) -> None:
     print(compare_sides(*(Side(entry.name, _diagnosis(entry)) for entry in entries)))
 
 
-def _runs(given: _Given) -> None:
-    print("\n".join(runs_command.table(clean=_CLEAN in given.flags)))
+def _runs(given: argparse.Namespace) -> None:
+    runs_command.print_runs(clean=given.clean, as_json=given.json)
 
 
-def _attach(given: _Given) -> Job:
+def _attach(given: argparse.Namespace) -> Job:
     return detached.attach_and_show(given.name, set_variables=_push)
 
 
-def _again(given: _Given) -> Job:
+def _again(given: argparse.Namespace) -> Job:
     return detached.again(given.name, set_variables=_push)
 
 
@@ -255,34 +244,61 @@ def _push(variables: dict[str, Any]) -> None:
         shell.push(variables)
 
 
-def _doctor(_: _Given) -> None:
-    print(launcher.diagnosis(configuration.resolve({}, file=configuration.default_path()))[0])
+def _doctor(given: argparse.Namespace) -> None:
+    found = launcher.examine(configuration.resolve({}, file=configuration.default_path()))
+    print(json.dumps(found.to_dict()) if given.json else found)
 
 
-COMMANDS: dict[str, Callable[[_Given], ConfigForm | Job | Profile | None]] = {
-    "status": _status,
-    "stop": _stop,
-    "logs": _logs,
-    "stacks": _stacks,
-    "why": _why,
-    "profile": _profile,
-    "compare": _compare,
-    "runs": _runs,
-    "attach": _attach,
-    "again": _again,
-    "config": lambda _: ConfigForm(),
-    "doctor": _doctor,
-}
-"""The commands by name, for completion."""
+@dataclasses.dataclass(frozen=True)
+class _Command:
+    run: Callable[[argparse.Namespace], ConfigForm | Job | Profile | None]
+    parser: Parser
 
-_OF_A_RUN = ("status", "stop", "logs", "stacks", "why", "profile")
-_OF_A_DETACHED_RUN = ("attach", "again")
-_OF_A_RANK = ("logs", "stacks")
-_FLAGS = {"why": (_JSON,), "profile": (_STEPS, _MEMORY), "runs": (_CLEAN,)}
+
+def _commands() -> dict[str, _Command]:
+    functions: dict[str, Callable[[argparse.Namespace], ConfigForm | Job | Profile | None]] = {
+        "status": _status,
+        "stop": _stop,
+        "logs": _logs,
+        "stacks": _stacks,
+        "why": _why,
+        "profile": _profile,
+        "compare": _compare,
+        "runs": _runs,
+        "attach": _attach,
+        "again": _again,
+        "config": lambda _: ConfigForm(),
+        "doctor": _doctor,
+    }
+    parsers = {name: Parser(f"%distributed {name}") for name in functions}
+    for name in ("status", "stop", "logs", "stacks", "why", "profile"):
+        parsers[name].add_argument("--run", default="", metavar="NAME")
+    for name in ("logs", "stacks"):
+        parsers[name].add_argument("rank", nargs="?", type=_rank)
+    for name in ("status", "why", "runs", "doctor"):
+        parsers[name].add_argument("--json", action="store_true")
+    for name in ("attach", "again"):
+        parsers[name].add_argument("name", nargs="?", default="")
+    parsers["profile"].add_argument("--steps", type=int, default=DEFAULT_STEPS)
+    parsers["profile"].add_argument("--memory", action="store_true")
+    parsers["compare"].add_argument("names", nargs="*", metavar="NAME")
+    parsers["runs"].add_argument("--clean", action="store_true")
+    return {name: _Command(function, parsers[name]) for name, function in functions.items()}
+
+
+def _rank(word: str) -> int:
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r} is not a rank; a run is named with --run {shlex.quote(word)}")
+    return int(word)
+
+
+COMMANDS = _commands()
+"""The commands by name."""
 
 
 def options_of(command: str) -> dict[str, list[str]]:
     """Return the options that a command takes, each with its possible values."""
-    names = dict.fromkeys(entry.name for entry in registry.latest(_LISTED_RUNS))
-    flags: dict[str, list[str]] = {flag: [] for flag in _FLAGS.get(command, ())}
-    return flags | ({"--run": list(names)} if command in _OF_A_RUN else {})
+    if command not in COMMANDS:
+        return {}
+    runs = list(dict.fromkeys(entry.name for entry in registry.latest(_LISTED_RUNS)))
+    return {flag: runs if flag == "--run" else [] for flag in COMMANDS[command].parser.flags}

@@ -1,4 +1,7 @@
-"""The magics of a session: ``%distributed start | stop | restart | debug``, its cells, ``%push`` and ``%pull``."""
+"""The magics of a session: ``%distributed start | stop | restart | debug``, its cells, ``%push`` and ``%pull``.
+
+In its cells, completion and ``?`` are answered by rank 0.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from kernel_ext.arguments import Parser, SessionHelp, asked_about, name, split
+from kernel_ext.arguments import Parser, name, split
 from notebook_accel import config as configuration
 from notebook_accel.errors import CellError, ResultError, RunError
 from notebook_accel.launching.kernel import registry
@@ -51,7 +54,7 @@ class SessionMagics:
         configuration.add_flags(self._start_parser)
         self._names_parsers = {magic: _names_parser(magic) for magic in ("%push", "%pull")}
         self.session: Session | None = None
-        self.help = SessionHelp(shell, lambda: self.session)
+        self.help = _CellHelp(shell, lambda: self.session)
 
     def all(self) -> list[tuple[str, str, Callable[..., Any]]]:
         return [("cell", "rank", self.rank), ("line", "push", self.push), ("line", "pull", self.pull)]
@@ -141,7 +144,7 @@ class SessionMagics:
                 "%distributed start; --fresh launches this cell by itself."
             )
         session = self._needed("%%distributed")
-        asked = asked_about(cell)
+        asked = _asked_about(cell)
         if asked:
             lines = session.describe(asked, _ASKED_DEADLINE_S)
             print("\n".join(lines or [_why_nothing_is_known(session, asked, has_answered=lines is not None)]))
@@ -261,3 +264,66 @@ def parse_ranks(text: str) -> list[int]:
             raise UsageError(f"{text.strip()!r} names no ranks. Write 0, or 0,2-3.")
         ranks += range(int(found[1]), int(found[2] or found[1]) + 1)
     return sorted(set(ranks))
+
+
+# Completion and ? in cells --------------------------------------------------------------------------------------------
+
+_CELL = re.compile(r"%%(distributed(?!.*--fresh)|rank)\b[^\n]*\n")
+_BEFORE = re.compile(r"(?:[^\W\d]\w*\.)*(?:[^\W\d]\w*)?$")
+_AFTER = re.compile(r"\w*")
+_ASKED = re.compile(r"\s*(?:\?\s*([\w.]+)|([\w.]+)\s*\?)\s*")
+
+
+class _CellHelp:
+    """Answers a kernel's completion and inspection requests in cells of a session.
+
+    It wraps the kernel's two methods, since IPython's own completers aren't told which cell they complete. In a shell
+    without a kernel, such as a terminal's, it does nothing.
+    """
+
+    def __init__(self, shell: InteractiveShell, session: Callable[[], Session | None]) -> None:
+        self._kernel = getattr(shell, "kernel", None)
+        self._session = session
+
+    def start(self) -> None:
+        if self._kernel is not None:
+            self._complete, self._inspect = self._kernel.do_complete, self._kernel.do_inspect
+            self._kernel.do_complete, self._kernel.do_inspect = self.complete, self.inspect
+
+    def stop(self) -> None:
+        if self._kernel is not None:
+            del self._kernel.do_complete, self._kernel.do_inspect
+
+    def complete(self, code: str, cursor_pos: int) -> Any:
+        """Answer a completion request, with rank 0's names first."""
+        reply = self._complete(code, cursor_pos)
+        session = self._session_of(code, cursor_pos)
+        found = _BEFORE.search(code[:cursor_pos])
+        matches = [] if session is None or found is None else session.complete(found[0])
+        if not matches or found is None or not isinstance(reply, dict):
+            return reply
+        start = cursor_pos - len(found[0])
+        others = reply["matches"] if reply.get("cursor_start") == start else []
+        shown = {"matches": list(dict.fromkeys([*matches, *others])), "cursor_start": start, "cursor_end": cursor_pos}
+        return {**shown, "metadata": {}, "status": "ok"}
+
+    def inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
+        """Answer an inspection request, from rank 0 if it knows the name."""
+        session = self._session_of(code, cursor_pos)
+        before, after = _BEFORE.search(code[:cursor_pos]), _AFTER.match(code, cursor_pos)
+        name = (before[0] if before else "") + (after[0] if after else "")
+        lines = None if session is None or not name else session.describe(name)
+        if lines:
+            return {"status": "ok", "found": True, "data": {"text/plain": "\n".join(lines)}, "metadata": {}}
+        return self._inspect(code, cursor_pos, detail_level, omit_sections)
+
+    def _session_of(self, code: str, cursor_pos: int) -> Session | None:
+        """Return the session, if the cursor is in the body of a cell that runs in it."""
+        cell = _CELL.match(code)
+        return self._session() if cell is not None and cursor_pos >= cell.end() else None
+
+
+def _asked_about(cell: str) -> str:
+    """Return the name in a cell that is nothing but ``name?`` or ``?name``; empty for any other cell."""
+    found = _ASKED.fullmatch(cell)
+    return "" if found is None else found[1] or found[2]

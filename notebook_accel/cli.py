@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import pathlib
 import platform
 import signal
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     env.set_defaults(run=_env, parser=env)
     doctor = commands.add_parser("doctor", help="print the obstacles to a launch here; exit 1 if it would be refused")
     doctor.add_argument("--trial", action="store_true", help="also start ranks that meet and use their devices")
+    doctor.add_argument("--json", action="store_true", help="for programs: an object with the findings")
     config.add_flags(doctor)
     doctor.set_defaults(run=_doctor, parser=doctor)
     asking = commands.add_parser("config", help="ask for options and write the configuration file")
@@ -133,9 +135,9 @@ def _config(parsed: argparse.Namespace) -> int:
 
 def _doctor(parsed: argparse.Namespace) -> int:
     asked = config.resolve(config.given_flags(parsed), file=config.default_path())
-    text, is_refused = launcher.diagnosis(asked, tries=parsed.trial)
-    print(f"{text}")
-    return int(is_refused)
+    found = launcher.examine(asked, tries=parsed.trial)
+    print(json.dumps(found.to_dict(), indent=2) if parsed.json else found)
+    return int(found.is_refused)
 
 
 _USUAL = (*BASIC, "gradient_accumulation_steps", "num_nodes")

@@ -112,7 +112,9 @@ class Finding:
     refuses: bool = True
 
     def __str__(self) -> str:
-        return f"{self.what}\n  Why: {self.why}\n  Fix: {self.fix}"
+        return "\n".join(
+            [self.what, *(f"  {word}: {text}" for word, text in (("Why", self.why), ("Fix", self.fix)) if text)]
+        )
 
 
 class PreflightError(LaunchError):

@@ -48,19 +48,23 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     stop.add_argument("name", help=_NAME)
 
 
-def table(*, clean: bool = False) -> list[str]:
-    """Return the lines that list this user's detached runs on this machine.
+def print_runs(*, clean: bool = False, as_json: bool = False) -> None:
+    """Print this user's detached runs on this machine, as a table or as a list of JSON objects.
 
     Args:
         clean: Whether to remove the runs that have ended first.
+        as_json: Whether to print JSON.
     """
     removed = run_folders.remove_old(all_ended=clean)
     found = detached_runs.summaries()
-    lines = [f"Removed: {', '.join(removed)}"] if clean and removed else []
-    if not found:
-        return [*lines, "You have no detached run on this machine."]
+    if as_json:
+        print(json.dumps([dataclasses.asdict(summary) for summary in found], indent=2))
+        return
+    if clean and removed:
+        print(f"Removed: {', '.join(removed)}")
     rows = [("name", "state", "since", "step", "metrics", "folder"), *map(_row, found)]
-    return [*lines, *aligned(rows), *(f"{summary.name}: {summary.why}" for summary in found if summary.why)]
+    lines = aligned(rows) if found else ["You have no detached run on this machine."]
+    print("\n".join([*lines, *(f"{summary.name}: {summary.why}" for summary in found if summary.why)]))
 
 
 def _row(summary: RunSummary) -> tuple[str, ...]:
@@ -72,11 +76,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 
 
 def _runs(parsed: argparse.Namespace) -> int:
-    if parsed.json:
-        run_folders.remove_old(all_ended=parsed.clean)
-        print(json.dumps([dataclasses.asdict(summary) for summary in detached_runs.summaries()], indent=2))
-    else:
-        print("\n".join(table(clean=parsed.clean)))
+    print_runs(clean=parsed.clean, as_json=parsed.json)
     return 0
 
 

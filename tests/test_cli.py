@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import json
 import os
 import pathlib
 import signal
@@ -71,6 +72,12 @@ def test_every_doctor_says_what_a_launch_would(
     commands.run("doctor")
     assert capsys.readouterr().out == in_terminal
     assert in_terminal.startswith(expected) and status == int(expected.startswith("refused"))
+    assert cli.main(["doctor", "--json"]) == status
+    as_data = json.loads(capsys.readouterr().out)
+    commands.run("doctor --json")
+    assert json.loads(capsys.readouterr().out) == as_data
+    assert as_data["is_refused"] == bool(status)
+    assert all(finding["what"] in in_terminal for finding in as_data["findings"])
     if status:
         with pytest.raises(NotebookAccelError) as refused:
             launcher.launch_function(print, (), {}, asked)

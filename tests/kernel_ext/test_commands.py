@@ -107,6 +107,27 @@ def test_two_runs_are_compared_also_after_their_end(
         assert "Most of the difference is exchanging gradients: 80 ms of a step of 100 ms in '2 ranks'" in shown
 
 
+def test_status_is_data_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(registry, "_entries", collections.deque())
+    commands.run("status --json")
+    assert json.loads(capsys.readouterr().out) == []
+    job = make_job()
+    registry.add(job)
+    job.deliver(1, events.Progress(step=20, steps=20))
+    job.deliver(1, events.Metrics(step=20, values={"loss": 0.5}))
+    commands.run("status --json")
+    [going] = json.loads(capsys.readouterr().out)
+    assert (going["number"], going["name"], going["status"]) == (1, job.name, job.status)
+    assert [rank["rank"] for rank in going["ranks"]] == [0, 1]
+    assert going["ranks"][1] | {"step": 20, "metrics": {"loss": 0.5}} == going["ranks"][1]
+    job.end("stopped")
+    del job
+    gc.collect()
+    commands.run("status --json")
+    [ended] = json.loads(capsys.readouterr().out)
+    assert ended["status"] == "stopped" and ended["took_s"] >= 0 and ended["ranks"] == []
+
+
 def test_ranks_that_are_still_to_come_have_printed_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
@@ -164,16 +185,18 @@ def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kern
         ("help", "%distributed? says what they do."),
         ("logs 0 --run nowhere", "There is no run 'nowhere'."),
         ("logs 7 --run=first", "has no rank 7: it has 2 ranks"),
-        ("stop one", "%distributed stop: unexpected argument 'one'. A run is named with --run one."),
-        ("stop 1", "unexpected argument '1'. A run is named with --run 1."),
+        ("stop one", "%distributed stop: unexpected argument 'one'; a run is named with --run one."),
+        ("stop 1", "unexpected argument '1'; a run is named with --run 1."),
         ("logs 1 2", "unexpected argument '2'"),
-        ("logs --run", "--run needs a run's name or number"),
+        ("logs first", "'first' is not a rank; a run is named with --run first."),
+        ("logs --run", "%distributed logs: argument --run: expected one argument"),
         ("logs 'first", "a quote is not closed"),
         ("doctor 1", "%distributed doctor: unexpected argument '1'."),
-        ("compare first first first", "%distributed compare: unexpected argument 'first'."),
-        ("profile --steps", "%distributed profile: --steps needs a number."),
-        ("profile --steps many", "%distributed profile: --steps needs a number."),
-        ("profile --clean", "%distributed profile: unexpected argument '--clean'."),
+        ("compare first first first", "%distributed compare: it compares two runs, and 3 names were given."),
+        ("profile --steps", "%distributed profile: argument --steps: expected one argument."),
+        ("profile --steps many", "%distributed profile: argument --steps: invalid int value: 'many'."),
+        ("profile --memry", "%distributed profile: there is no option --memry; is it --memory?"),
+        ("runs --cleen", "%distributed runs: there is no option --cleen; is it --clean? %distributed? shows"),
         ("stacks 0 --run first", "There is no run 'first' that goes on."),
     ],
 )

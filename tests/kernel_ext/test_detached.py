@@ -87,7 +87,7 @@ def test_wrong_words_are_answered(tmp_path: pathlib.Path) -> None:
     kernel = new_kernel(tmp_path / "kernel")
     try:
         assert "no detached run of yours" in kernel.run("%distributed attach").traceback
-        assert "unexpected argument '--cleen'" in kernel.run("%distributed runs --cleen").error_value
+        assert "there is no option --cleen; is it --clean?" in kernel.run("%distributed runs --cleen").error_value
         assert "unexpected argument 'day'" in kernel.run("%distributed attach night day").error_value
         assert kernel.run("%distributed start -n 1", _LONG_S).status == "ok"
         assert "--detach goes with --fresh here" in kernel.run("%%distributed --detach\n1").stderr

@@ -29,7 +29,7 @@ from notebook_accel.launching.kernel.engine import LaunchRequest, RunControl
 from notebook_accel.launching.results import ResultFiles, Results
 from notebook_accel.launching.state import failures, profiles
 from notebook_accel.launching.state.diagnosis import Diagnosis, diagnose
-from notebook_accel.launching.state.profiles import Profile, ProfileRequest
+from notebook_accel.launching.state.profiles import DEFAULT_STEPS, Profile, ProfileRequest
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.stacks import RankStack, Silence, StackRequest, Stacks
@@ -356,7 +356,7 @@ class Job(Handle):
             why="The agent, the process that supervises the ranks, doesn't answer: it may be stopped.",
         )
 
-    def profile(self, steps: int = 5, timeout_s: float = 60.0, *, memory: bool = False) -> Profile:
+    def profile(self, steps: int = DEFAULT_STEPS, timeout_s: float = 60.0, *, memory: bool = False) -> Profile:
         """Profile the next steps on all ranks with torch's profiler, while the run goes on, and wait for the result.
 
         Steps are counted by torch's hooks, so nothing in the code needs to change.

@@ -151,32 +151,52 @@ def try_out(config: LaunchConfig) -> float:
     return _run_smoke_test(lambda request: _start(request, devices, cluster), config)
 
 
-def diagnosis(config: LaunchConfig, *, tries: bool = False) -> tuple[str, bool]:
+@dataclasses.dataclass(frozen=True)
+class Examination:
+    """The answer of ``doctor``, which prints it as text.
+
+    Attributes:
+        findings: The findings of the checks.
+        notes: Whole sentences about things that are no finding.
+    """
+
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_refused(self) -> bool:
+        """True if a launch would be refused."""
+        return any(finding.refuses for finding in self.findings)
+
+    def __str__(self) -> str:
+        said = [f"{'refused' if finding.refuses else 'warning'}: {finding}" for finding in self.findings]
+        return "\n".join([*(said or ["Nothing speaks against a launch."]), *self.notes])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer as plain data, for JSON."""
+        return {"is_refused": self.is_refused, **dataclasses.asdict(self)}
+
+
+def examine(config: LaunchConfig, *, tries: bool = False) -> Examination:
     """Check a launch with these options, here or on their cluster, without starting it.
 
     Args:
         config: The options.
         tries: Whether to hold a trial run too, if nothing refuses the launch.
-
-    Returns:
-        What every ``doctor`` prints, and whether the launch would be refused.
     """
     findings: tuple[Finding, ...] = ()
-    lines = []
+    notes = []
     try:
         _, _, findings = _checked(config, {})
         if tries and not any(finding.refuses for finding in findings):
-            lines.append(f"The trial run went well, in {try_out(config):.1f} s.")
+            notes.append(f"The trial run went well, in {try_out(config):.1f} s.")
     except PreflightError as error:
         findings += error.findings
     except NotebookAccelError as error:  # which a launch would raise before it has started anything
-        return f"refused: {error}", True
-    findings += detached_runs.logout_findings()
+        return Examination((Finding(error.what, error.why, error.fix),))
     if going := detached_runs.going_in_words():
-        lines.append(f"note: {going} It takes a part of the devices and of the memory.")
-    said = [f"{'refused' if finding.refuses else 'warning'}: {finding}" for finding in findings]
-    text = "\n".join([*(said or ["Nothing speaks against a launch."]), *lines])
-    return text, any(finding.refuses for finding in findings)
+        notes.append(f"note: {going} It takes a part of the devices and of the memory.")
+    return Examination(findings + detached_runs.logout_findings(), tuple(notes))
 
 
 def _checked(

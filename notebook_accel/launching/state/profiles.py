@@ -20,6 +20,7 @@ from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.uninterruptible import Latch
 
+DEFAULT_STEPS = 5
 MOST_STEPS = 100
 _LEAD_S = 1.0  # until every rank has the request, so that all begin at the same step
 _SHOWN = 10
@@ -253,7 +254,7 @@ def check_steps(steps: int) -> None:
         raise ConfigError(
             f"A profile of steps={steps!r} can't be made.",
             why="A trace of so many steps would be too large to look at." if steps > MOST_STEPS else "",
-            fix=f"steps=5, or another number from 1 to {MOST_STEPS}",
+            fix=f"steps={DEFAULT_STEPS}, or another number from 1 to {MOST_STEPS}",
         )
 
 
