@@ -95,7 +95,7 @@ def test_text_for_language_models_has_every_page_in_order() -> None:
     pages = re.findall(r"^- \[[^]]+\]\(([^)]+)\.html\): \S", short, re.MULTILINE)
     assert pages == [page for page in _LISTED if "*" not in page] + [f"example_notebooks/{name}" for name in _NOTEBOOKS]
     for shown in (
-        "# Command line",
+        "# Commands and magics",
         "notebook-accel launch [flags] script [arguments ...]",
         "notebook_accel.notebook_launcher(",
         "%%distributed",
