@@ -122,7 +122,7 @@ def test_flags_of_a_cell_that_is_not_run_exist() -> None:
     assert lines
     for line in lines:
         magic, words = line.split(maxsplit=1)
-        magics._make_parser().parse(arguments.split(words, magic))  # raises for a flag that isn't there
+        magics.make_parser().parse(arguments.split(words, magic))  # raises for a flag that isn't there
 
 
 @pytest.mark.parametrize(
