@@ -17,6 +17,7 @@ from notebook_accel.launching.state import rank
 _ROOT = pathlib.Path(__file__).parents[1]
 _README = _ROOT / "README.md"
 _MOST_LINES = 200
+_MOST_PICTURE_BYTES = 2_000_000
 _PAGES = [_README, *sorted(_ROOT.glob("docs/*.md"))]
 
 of_each_page = pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
@@ -55,6 +56,12 @@ def _default(option: config.Option) -> str:
 
 def _choices(option: config.Option) -> str:
     return f" One of {', '.join(f'`{choice}`' for choice in option.choices)}." if option.choices else ""
+
+
+def test_pictures_of_the_readme_exist_and_are_small() -> None:
+    named = re.findall(r'(?:src|srcset)="([^"]+)"', _README.read_text(encoding="utf-8"))
+    assert {pathlib.PurePath(name).suffix for name in named} == {".gif", ".png"}
+    assert [name for name in named if (_ROOT / name).stat().st_size > _MOST_PICTURE_BYTES] == []
 
 
 def test_table_of_states_has_the_words_of_the_code() -> None:
