@@ -69,6 +69,17 @@ def test_pictures_of_the_readme_exist_and_are_small() -> None:
     assert [name for name in named if (_ROOT / name).stat().st_size > _MOST_PICTURE_BYTES] == []
 
 
+def test_contributors_read_of_every_lane() -> None:
+    script = (_ROOT / ".ci/run").read_text(encoding="utf-8")
+    page = (_ROOT / "docs/contributing.md").read_text(encoding="utf-8")
+    always, _, with_all = script.partition("if [[ ${1-} == --all ]]")
+    lanes = re.findall(r"^lane '([\w ]+)'", always, re.MULTILINE)
+    assert re.findall(r"^\| ([\w ]+) \| ", page, re.MULTILINE)[: len(lanes)] == lanes
+    by_hand = re.findall(r"^    lane '[\w ]+' (.*)$", with_all, re.MULTILINE)
+    assert by_hand
+    assert [command for command in by_hand if f"`{command}`" not in page] == []
+
+
 def test_table_of_states_has_the_words_of_the_code() -> None:
     text = (_ROOT / "docs/panel.md").read_text(encoding="utf-8")
     _, _, table = text.partition("| word | colour | meaning |\n| --- | --- | --- |\n")
