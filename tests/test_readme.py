@@ -10,6 +10,7 @@ import re
 import typing
 
 import pytest
+import yaml
 
 from notebook_accel import config, errors
 from notebook_accel.launching.state import rank
@@ -67,6 +68,15 @@ def test_pictures_of_the_readme_exist_and_are_small() -> None:
     named = re.findall(r'(?:src|srcset)="([^"]+)"', _README.read_text(encoding="utf-8"))
     assert {pathlib.PurePath(name).suffix for name in named} == {".gif", ".png"}
     assert [name for name in named if (_ROOT / name).stat().st_size > _MOST_PICTURE_BYTES] == []
+
+
+def test_issue_forms_ask_for_the_facts_that_env_prints() -> None:
+    forms = [path for path in _ROOT.glob(".github/ISSUE_TEMPLATE/*.yml") if path.name != "config.yml"]
+    assert forms
+    for form in forms:
+        fields = yaml.safe_load(form.read_text(encoding="utf-8"))["body"]
+        asked = [field for field in fields if "notebook-accel env" in field["attributes"].get("label", "")]
+        assert [field["validations"]["required"] for field in asked] == [True], form.name
 
 
 def test_contributors_read_of_every_lane() -> None:
