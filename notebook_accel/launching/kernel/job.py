@@ -304,13 +304,13 @@ class Job(Handle):
 
     @property
     def ranks(self) -> list[RankState]:
-        """A copy of each rank's state: process, device, memory, steps, metrics."""
+        """A copy of each rank's state, with its process, device, memory, steps and metrics."""
         with self.state_lock:
             return [rank.copy() for rank in self.state.ranks]
 
     @property
     def restarts(self) -> tuple[str, ...]:
-        """The reason of each restart of all ranks: the rank that failed first and its failure."""
+        """The reason of each restart of all ranks, which names the rank that failed first and its failure."""
         with self.state_lock:
             return tuple(event.why for event in self.state.restartings if event.number)
 

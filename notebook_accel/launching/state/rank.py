@@ -188,7 +188,7 @@ class RankState:
 
     @property
     def note(self) -> str:
-        """A remark in one line: why the rank ended, or that it compiles; else empty."""
+        """A remark in one line on why the rank ended, or that it compiles; else empty."""
         return self.reason or (_COMPILING if self.is_compiling and not self.has_ended else "")
 
     @property
