@@ -55,7 +55,8 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
 
     The first six, and detach, take --run NAME (or its number), to choose among several runs or to name an earlier one.
     status, why, runs and doctor take --json, which prints data for programs; profile takes --steps, the number of steps
-    (5 by default); runs takes --clean, which removes the runs that have ended.
+    (5 by default), and --memory, which shows what holds memory at its peak; runs takes --clean, which removes the runs
+    that have ended.
 
     Examples:
       %distributed                       the same as %distributed status
@@ -65,6 +66,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
       %distributed why --json            the reason and the phases of a step, as JSON
       %distributed compare one two       say why two ranks (the run "two") aren't twice as fast as one
       %distributed profile --steps 3     a timeline of the next three steps of all ranks; the value is the Profile
+      %distributed profile --memory      the lines that hold most memory, on each rank
       %distributed stop --run long       stop the run named "long"
       %distributed attach night          attach to the run that %%distributed --detach --name night has started
 
@@ -209,7 +211,7 @@ def _diagnosis(entry: registry.Entry) -> Diagnosis:
 
 
 def _profile(given: argparse.Namespace) -> Profile:
-    return _running(given.run).profile(given.steps)
+    return _running(given.run).profile(given.steps, memory=given.memory)
 
 
 def _compare(given: argparse.Namespace) -> None:
@@ -285,6 +287,7 @@ def _commands() -> dict[str, _Command]:
     for name in ("attach", "again", "detach"):
         parsers[name].add_argument("name", nargs="?", default="")
     parsers["profile"].add_argument("--steps", type=int, default=DEFAULT_STEPS)
+    parsers["profile"].add_argument("--memory", action="store_true")
     parsers["compare"].add_argument("names", nargs="*", metavar="NAME")
     parsers["runs"].add_argument("--clean", action="store_true")
     return {name: _Command(function, parsers[name]) for name, function in functions.items()}

@@ -167,6 +167,8 @@ def _about_run(facts: RunFacts, state: RunState) -> list[str]:
         about.append(f"{sharded.share} a rank")
     if state.restarts:
         about.append(counted(state.restarts, "restart"))
+    if facts.status == "succeeded" and state.early_end:
+        about.append(state.early_end)
     return about
 
 

@@ -32,9 +32,10 @@ _STRIP_NAMES: dict[SpanKind, str] = {"collective": "collectives", "operator": "o
 
 def profile_html(profile: Profile) -> str:
     """Return a profile as HTML that needs nothing else on the page."""
+    took = f"{format_milliseconds(profile.step_s)} each" if profile.step_s else ""
     head = (
         f'<div class="nba-top"><div class="nba-header"><span class="nba-name">{html.escape(profile.title)}</span> '
-        f'<span class="nba-faint">{format_milliseconds(profile.step_s)} each</span></div></div>'
+        f'<span class="nba-faint">{took}</span></div></div>'
     )
     return f'<div class="nba-panel"><style>{STYLE}</style>{head}{body_html(profile)}</div>'
 
@@ -140,16 +141,20 @@ def _tables_html(profile: Profile) -> str:
         tables.append(_table_html(("a step", "calls", head), rows))
     lines = [(f"{line.share:.0%}", line.place, line.text) for line in profile.lines]
     tables.append(_table_html(("of the time", "line", ""), lines))
+    if profile.memory:
+        heads, *held = profile.memory
+        tables.append(_table_html(heads, held, numbers=len(heads) - 2))
     return f'<div class="nba-costliest">{"".join(tables)}</div>'
 
 
-def _table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first column has numbers; nothing without rows."""
+def _table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int = 1) -> str:
+    """Return a table whose first columns, or one, have numbers; nothing without rows."""
     if not rows:
         return ""
-    head = "".join(f'<th scope="col"{_number(index)}>{name}</th>' for index, name in enumerate(heads))
+    kinds = [' class="nba-number"' if index < numbers else "" for index in range(len(heads))]
+    head = "".join(f'<th scope="col"{kind}>{name}</th>' for kind, name in zip(kinds, heads, strict=True))
     body = "".join(
-        f"<tr>{''.join(f'<td{_number(index)}>{html.escape(cell)}</td>' for index, cell in enumerate(row))}</tr>"
+        f"<tr>{''.join(f'<td{kind}>{html.escape(cell)}</td>' for kind, cell in zip(kinds, row, strict=True))}</tr>"
         for row in rows
     )
     return (
@@ -160,7 +165,3 @@ def _table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _time(time_us: float) -> str:
     return format_milliseconds(time_us / 1e6) if time_us >= 1000 else f"{time_us:,.0f} µs"
-
-
-def _number(column: int) -> str:
-    return ' class="nba-number"' if column == 0 else ""

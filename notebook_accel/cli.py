@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Return the exit status: 0 for success, 1 for failure, 2 for a command line that can't be parsed.
     """
-    parsed, unknown = _parser().parse_known_args(arguments)
+    parsed, unknown = make_parser().parse_known_args(arguments)
     if unknown:
         parsed.parser.refuse(unknown[0])
     run: Callable[[argparse.Namespace], int] = parsed.run
@@ -72,7 +72,8 @@ class _DashParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: there is no option {word}; {known}{self.prog} --help shows every option\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = _DashParser(
         prog="notebook-accel", description="Train on every accelerator of this machine, from a notebook cell."
     )

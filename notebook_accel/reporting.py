@@ -267,6 +267,10 @@ class Reporter:
         """Send the memory that the rank's models take, with the fields of ``ModelMemory``, without a wait."""
         self.post(events.ModelMemory(**fields))
 
+    def report_time_limit(self, limit: float) -> None:
+        """Send that the rank was told to stop before its time limit, in seconds since the epoch, without a wait."""
+        self.post(events.TimeLimitReached(limit=limit))
+
     def position(self) -> str:
         """Return the shown counter's position, such as ``step 12 of 40, epoch 2``; empty if there is no counter."""
         progress = self._progress()

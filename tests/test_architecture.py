@@ -1,4 +1,4 @@
-"""The architecture page: its files and folders exist, and the arrows of its picture are the imports."""
+"""The architecture page: its files, folders and names exist, and the arrows of its picture are the imports."""
 
 from __future__ import annotations
 
@@ -45,20 +45,29 @@ def test_arrows_are_the_imports(graph: grimp.ImportGraph) -> None:
     assert drawn == found, f"the picture should have these arrows: {sorted(found)}"
 
 
-def test_every_folder_is_in_the_table() -> None:
-    named = set(re.findall(r"`((?:kernel_ext|notebook_accel)/[\w/]*)`", _PAGE))
-    folders = {
-        f"{folder.parent.relative_to(_ROOT).as_posix()}/"
-        for package in _PACKAGES
-        for folder in (_ROOT / package).rglob("*.py")
-    }
-    parents = {name for name in folders if any(other != name and other.startswith(name) for other in folders)}
-    missing = folders - parents - named - {"notebook_accel/sessions/ranks/", "notebook_accel/training/backends/"}
-    assert not missing
+def test_table_has_the_folders_that_there_are() -> None:
+    rows = re.findall(r"^\| `((?:kernel_ext|notebook_accel)/[\w/]*)` \|", _PAGE, flags=re.MULTILINE)
+    modules = (path for package in _PACKAGES for path in (_ROOT / package).rglob("*.py"))
+    assert sorted(rows) == sorted({f"{path.parent.relative_to(_ROOT).as_posix()}/" for path in modules})
 
 
-def test_every_file_that_is_named_exists() -> None:
-    files = {path.relative_to(_ROOT).as_posix() for package in _PACKAGES for path in (_ROOT / package).rglob("*.py")}
-    named = set(re.findall(r"`([\w/]+\.py)`", _PAGE))
-    assert named
-    assert not [name for name in named if not any(file == name or file.endswith(f"/{name}") for file in files)]
+def test_every_file_and_folder_that_is_named_exists() -> None:
+    here = {path.relative_to(_ROOT).as_posix() + "/" * path.is_dir() for path in _files()}
+    named = set(re.findall(r"`([\w./-]+(?:\.(?:py|txt|toml)|/))`", _PAGE))
+    assert len(named) > len(_PACKAGES)
+    assert [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in here)] == []
+
+
+def test_every_name_of_the_code_is_in_the_code() -> None:
+    classes_and_functions = re.findall(r"`(?:\w+\.)*([A-Z]\w+|_[A-Za-z]\w+|\w+(?=\())[^`/]*`", _PAGE)
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in _files() if path.suffix == ".py")
+    defined = set(re.findall(r"^ *(?:class|def) (\w+)|^(\w+)(?:: .*)? = ", sources, flags=re.MULTILINE))
+    known = {name for pair in defined for name in pair if name}
+    assert "RunState" in classes_and_functions
+    assert [name for name in classes_and_functions if name not in known | {"None"}] == []
+
+
+def _files() -> list[pathlib.Path]:
+    """Return the project's files, and its folders."""
+    folders = [_ROOT / name for name in (*_PACKAGES, ".ci", "benchmarks", "docs", "example_notebooks", "tests")]
+    return [*folders, *_ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*"))]

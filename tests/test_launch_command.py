@@ -202,7 +202,7 @@ def test_flags_for_what_is_not_done_here_are_named_all_at_once(
 
 
 def test_every_flag_of_accelerates_is_understood() -> None:
-    ours = cli._parser()
+    ours = cli.make_parser()
     for action in launch_command_parser()._actions:
         value = ["7"] if action.nargs is None else []
         for flag in action.option_strings:

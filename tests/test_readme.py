@@ -11,30 +11,35 @@ import typing
 
 import pytest
 
-from notebook_accel import config
+from notebook_accel import config, errors
 from notebook_accel.launching.state import rank
+from tests import pages
+from tests.pages import README as _README
+from tests.pages import ROOT as _ROOT
 
-_ROOT = pathlib.Path(__file__).parents[1]
-_README = _ROOT / "README.md"
 _MOST_LINES = 200
-_PAGES = [_README, *sorted(_ROOT.glob("docs/*.md"))]
 
-of_each_page = pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+of_each_page = pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
 
 
 def test_readme_is_short() -> None:
     assert len(_README.read_text(encoding="utf-8").splitlines()) <= _MOST_LINES
 
 
-def test_readme_lists_every_page() -> None:
-    text = _README.read_text(encoding="utf-8")
-    pages = [page.relative_to(_ROOT).as_posix() for page in _PAGES if page != _README]
-    assert pages
-    assert [page for page in pages if f"]({page})" not in text] == []
+def test_every_page_can_be_reached_from_the_readme_by_links() -> None:
+    reached, unread = set[pathlib.Path](), [_README]
+    while unread:
+        page = unread.pop()
+        reached.add(page)
+        targets = {
+            (page.parent / link).resolve() for link in re.findall(r"\]\(([^):#]+\.md)", pages.without_blocks(page))
+        }
+        unread += [target for target in targets if target not in reached and target.exists()]
+    assert [page.name for page in pages.PAGES if page not in reached] == []
 
 
 def test_first_block_is_the_two_commands() -> None:
-    main_job, tests = _blocks(_README)[0][1].splitlines()
+    main_job, tests = pages.blocks(_README)[0].text.splitlines()
     for command in (main_job, tests):
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install ")
         assert " -c constraints.txt " in command
@@ -64,15 +69,17 @@ def test_table_of_states_has_the_words_of_the_code() -> None:
     assert re.findall(r"^\| (\w+) ", rows, re.MULTILINE) == list(typing.get_args(rank.StateWord))
 
 
-def test_there_are_python_blocks() -> None:
-    assert _python_blocks(_README)
+def test_every_error_has_a_section_with_its_name() -> None:
+    names = [name for name in errors.__all__ if issubclass(getattr(errors, name), errors.NotebookAccelError)]
+    headings = re.findall(r"^#+ (\w+)$", pages.without_blocks(_ROOT / "docs/errors.md"), re.MULTILINE)
+    assert len(names) > 10
+    assert [name for name in names if headings.count(name) != 1] == []
 
 
 @of_each_page
 def test_every_python_block_compiles_and_imports_what_exists(page: pathlib.Path) -> None:
-    for block in _python_blocks(page):
-        source = "\n".join(line for line in block.splitlines() if not line.startswith("%"))
-        tree = ast.parse(source, page.name)
+    for block in pages.python_blocks(page):
+        tree = ast.parse(block.python, page.name)
         compile(tree, page.name, "exec")
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("notebook_accel"):
@@ -82,7 +89,7 @@ def test_every_python_block_compiles_and_imports_what_exists(page: pathlib.Path)
 
 @of_each_page
 def test_links_inside_the_repository_lead_somewhere(page: pathlib.Path) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)]+)\)", _without_blocks(page))
+    links = re.findall(r"\]\((?!https?:)([^)]+)\)", pages.without_blocks(page))
     assert links
     for link in links:
         path, _, anchor = link.partition("#")
@@ -94,19 +101,5 @@ def test_links_inside_the_repository_lead_somewhere(page: pathlib.Path) -> None:
 @functools.cache
 def _anchors(page: pathlib.Path) -> set[str]:
     """Return the anchors that GitHub makes of a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", _without_blocks(page), flags=re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", pages.without_blocks(page), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
-
-
-def _blocks(page: pathlib.Path) -> list[tuple[str, str]]:
-    """Return the language and the text of each fenced block."""
-    return re.findall(r"^```([a-z]*)\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-
-
-def _python_blocks(page: pathlib.Path) -> list[str]:
-    return [text for language, text in _blocks(page) if language == "python"]
-
-
-def _without_blocks(page: pathlib.Path) -> str:
-    text = page.read_text(encoding="utf-8")
-    return re.sub(r"^```[a-z]*\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)

@@ -5,9 +5,9 @@ agent has told, so that a kernel that attaches again leaves out what it knows. A
 isn't whole, such as the last one of a machine that has lost its power.
 
 The journal is bounded, however long the run is. Samples are written less and less often, as a curve in the panel has
-only so many points: in a run of a week, some thousand of each kind. Times of steps are added up meanwhile, so that
-their sums stay right. Output and displays have an allowance, after which
-only their latest is kept. What isn't written is kept in memory, the latest of each kind, until it may be written.
+only so many points: in a run of a week, some thousand of each kind, or some hundred for each of many ranks. Times of
+steps are added up meanwhile, so that their sums stay right. Output and displays have an allowance, after which only
+their latest is kept. What isn't written is kept in memory, the latest of each kind, until it may be written.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ FIRST_AFTER_HISTORY = 1 << 32
 _HEADER = struct.Struct("!IIQ")
 _NUMBER = struct.Struct("!Q")
 _READ_BYTES = 1 << 20
-_PERIOD_SHARE = 1 / 500  # of the time that the run has taken, between two samples of one kind of a rank
+# Parts of the time that the run has taken, between two samples of one kind of a rank: at least, for each rank of the
+# run, and at most. The curve of one of many ranks has fewer points, and who attaches reads all of them.
+_LEAST_PERIOD, _PERIOD_PER_RANK, _LONGEST_PERIOD = 1 / 500, 1 / 4000, 1 / 30
 _OUTPUT_BYTES = 32 << 20  # of all ranks together
 _LAST_OUTPUT_BYTES = 1 << 16  # of a rank that has used up its share
 _DISPLAY_BYTES = 64 << 20
-_KEPT_KINDS = (events.Started, *events.SAMPLES, events.Failed, events.Finished, events.Ended)
+_END_KINDS = (events.TimeLimitReached, events.Failed, events.Finished, events.Ended)
+_KEPT_KINDS = (events.Started, *events.SAMPLES, *_END_KINDS)
 _NO_MORE_DISPLAYS = (
     "[figures and other displays of this run have reached {limit} MiB: later ones are shown where somebody is "
     "attached, and not kept]"
@@ -108,6 +111,7 @@ class Journal:
         self._job_id = job_id
         self._clock = clock
         self._began_s = clock()
+        self._period_share = min(max(world_size * _PERIOD_PER_RANK, _LEAST_PERIOD), _LONGEST_PERIOD)
         self._output_left = [max(_OUTPUT_BYTES // world_size, _LAST_OUTPUT_BYTES)] * world_size
         self._display_left = _DISPLAY_BYTES
         self._written_s: dict[_Key, float] = {}
@@ -160,7 +164,7 @@ class Journal:
 
     def _note(self, number: int, message: messages.Said, event: events.Event) -> None:
         if isinstance(event, events.Started):
-            for kind in (events.Failed, events.Finished, events.Ended):
+            for kind in _END_KINDS:
                 self._latest.pop((message.rank, kind), None)
         if isinstance(event, events.Metrics):
             known = self._latest.get((message.rank, events.Metrics))
@@ -184,7 +188,7 @@ class Journal:
 
     def _write_if_due(self, key: _Key) -> None:
         now_s = self._clock()
-        period_s = (now_s - self._began_s) * _PERIOD_SHARE
+        period_s = (now_s - self._began_s) * self._period_share
         if now_s - self._written_s.get(key, float("-inf")) >= period_s:
             self._written_s[key] = now_s
             self._write(*self._waiting.pop(key), is_needed=False)

@@ -156,6 +156,7 @@ class Profile(_AgentMessage, frozen=True, kw_only=True):
             that all profile the same steps. Ranks on another machine, with another clock, begin soon.
         deadline_s: Seconds after which a rank that has not done these steps gives up.
         trace: Path of the rank's trace file, filled in by the agent; empty for none.
+        memory: True to find out what holds memory, in place of where time goes. That makes no trace.
     """
 
     job_id: str
@@ -164,6 +165,7 @@ class Profile(_AgentMessage, frozen=True, kw_only=True):
     begin_s: float
     deadline_s: float
     trace: str = ""
+    memory: bool = False
 
 
 class Detach(_AgentMessage, frozen=True, kw_only=True):

@@ -183,6 +183,20 @@ class OperatorTime(msgspec.Struct, frozen=True, array_like=True):
     is_kernel: bool = False
 
 
+class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
+    """The memory of the tensors that one line had made and that were there when a profile's memory was at its peak.
+
+    Attributes:
+        place: The user's line, such as ``In[7], line 12``; empty for what was made before the profile.
+        text: The line's text.
+        size_bytes: Their size.
+    """
+
+    place: str
+    text: str
+    size_bytes: int
+
+
 class Profiled(_Event, frozen=True, kw_only=True):
     """The rank's answer to a request for a profile of its next steps.
 
@@ -196,6 +210,8 @@ class Profiled(_Event, frozen=True, kw_only=True):
         lines: The lines of the user's code that were seen most.
         samples: Number of looks at the main thread.
         trace: Path of the trace on the rank's machine; empty if there is none.
+        peak_bytes: Most bytes that tensors took at one time, where memory was asked for.
+        held: The lines that held most of them at that time.
     """
 
     number: str
@@ -207,6 +223,8 @@ class Profiled(_Event, frozen=True, kw_only=True):
     lines: list[SampledLine] = []
     samples: int = 0
     trace: str = ""
+    peak_bytes: int = 0
+    held: list[HeldMemory] = []
 
 
 class Metrics(_Event, frozen=True, kw_only=True):
@@ -333,6 +351,16 @@ class Finished(_Event, frozen=True, kw_only=True):
     result_bytes: int
 
 
+class TimeLimitReached(_Event, frozen=True, kw_only=True):
+    """The rank was told to stop training, since the run's time limit is near.
+
+    Attributes:
+        limit: The time limit in seconds since the epoch.
+    """
+
+    limit: float
+
+
 class MemoryShortage(msgspec.Struct, frozen=True, kw_only=True):
     """The shortage of host memory in the seconds before a rank's end.
 
@@ -450,6 +478,7 @@ Event: TypeAlias = (
     | ModelMemory
     | Failed
     | Finished
+    | TimeLimitReached
     | Ended
     | Silent
     | Respawning

@@ -162,7 +162,7 @@ class Accelerator(ProcessState):
         self.trackers: list[Any] = []
         self._open_project(project_dir, project_config, log_with)
         self._save_on_end = stopping.check_folder(save_on_end, self.project_configuration)
-        self._stopping = stopping.of_rank(self._backend, self)
+        self._stopping = stopping.of_rank(self._backend, self, saves_on_end=self._save_on_end is not None)
         self._precision = Precision(
             mixed_precision,
             self._backend.device,
@@ -456,7 +456,7 @@ class Accelerator(ProcessState):
             raise
 
     def _warn_of_unprepared(self) -> None:
-        self._has_begun = True
+        self._has_begun = self._stopping.has_backward = True
         if self.is_main_process:
             window = self.gradient_accumulation_steps if self.gradient_state.is_counting else 1
             scales = self._precision.scaler is not None

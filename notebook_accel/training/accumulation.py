@@ -212,7 +212,7 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """True: a state works as soon as it is made."""
+        """True, since a state works as soon as it is made."""
         return True
 
     @property

@@ -157,7 +157,7 @@ class ProcessState:
 
     @property
     def backend(self) -> str | None:
-        """The library that connects the ranks: ``"nccl"``, ``"gloo"`` or ``"xla"``; ``None`` for a single rank."""
+        """The library that connects the ranks, ``"nccl"``, ``"gloo"`` or ``"xla"``; ``None`` for a single rank."""
         if not self.use_distributed:
             return None
         if self.device.type == "xla":
@@ -166,7 +166,7 @@ class ProcessState:
 
     @property
     def initialized(self) -> bool:
-        """True: a state joins the group of all ranks when it is made."""
+        """True, since a state joins the group of all ranks when it is made."""
         return True
 
     # All ranks together

@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not listed in __all__
 
-from notebook_accel import time_limit
+from notebook_accel import reporting, time_limit
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.backends.backend import Backend
@@ -50,9 +50,17 @@ class Stopping:
         store: A connection to the ranks' store for this object alone; ``None`` for a single rank.
         end_s: The time limit in seconds since the epoch, ``None`` if there is none.
         margin_s: How many seconds before that the ranks stop.
+        saves_on_end: True if the prepared loop should ask by itself, so that a warning says when it hasn't asked.
+
+    Attributes:
+        has_backward: True once ``Accelerator.backward`` was called.
     """
 
-    def __init__(self, place: RankPlace, store: Any, end_s: float | None, margin_s: float) -> None:
+    def __init__(
+        self, place: RankPlace, store: Any, end_s: float | None, margin_s: float, *, saves_on_end: bool = False
+    ) -> None:
+        self.has_backward = False
+        self._saves_on_end = saves_on_end
         self._place = place
         self._store = store
         self._end_s = end_s
@@ -93,6 +101,8 @@ class Stopping:
     def agree(self) -> None:
         """Find out which question is the first to be answered with yes."""
         own = self._free_questions()
+        if own == 0 and self._saves_on_end:
+            self._warn_of_no_question()
         try:
             numbers = self._exchange(own)
             trains_alone = max(numbers) - min(numbers) > _MOST_APART
@@ -123,8 +133,26 @@ class Stopping:
         self._store.wait(keys, datetime.timedelta(seconds=_ANSWER_DEADLINE_S))
         return [int(self._store.get(key)) for key in keys]
 
+    def _warn_of_no_question(self) -> None:
+        if self._place.rank != 0 or self._end_s is None:
+            return
+        if self.has_backward:
+            missing, fix = "taken no batch from a prepared loader", "loader = accelerator.prepare(loader)"
+        else:
+            missing, fix = "not called accelerator.backward", "accelerator.backward(loss) instead of loss.backward()"
+        _logger.warning(
+            "save_on_end has had no effect so far, and the time limit is %s: training has %s, so it doesn't save and "
+            "stop by itself. Fix: %s; or, once a step, if accelerator.should_stop: accelerator.save_state(); break",
+            time_limit.in_words(self._end_s),
+            missing,
+            fix,
+        )
+
     def _tell(self) -> None:
-        if self._place.rank == 0 and self._end_s is not None:
+        if self._end_s is None:
+            return
+        reporting.reporter().report_time_limit(self._end_s)
+        if self._place.rank == 0:
             end = time_limit.in_words(self._end_s)
             print(f"[training stops here, since the time limit is {end}]", file=sys.stderr, flush=True)
 
@@ -156,10 +184,15 @@ def _answer_in_time(stopping: Stopping, stop_s: float, owner: weakref.ref[Any]) 
     stopping.agree()
 
 
-def of_rank(backend: Backend, owner: object) -> Stopping:
+def of_rank(backend: Backend, owner: object, *, saves_on_end: bool) -> Stopping:
     """Return what answers the questions of ``owner``, given what its environment says about the time limit.
 
     All ranks call this.
+
+    Args:
+        backend: The rank's backend.
+        owner: The object that asks.
+        saves_on_end: True if ``owner`` asks by itself in a prepared loop.
     """
     end_s, margin_s = time_limit.end_of(""), time_limit.margin_of()
     if isinstance(backend, WorkerProcess):  # the rank itself answers for its loaders' workers
@@ -167,7 +200,7 @@ def of_rank(backend: Backend, owner: object) -> Stopping:
     store = None
     if end_s is not None and backend.place.world_size > 1:
         store = _own_connection()
-    stopping = Stopping(backend.place, store, end_s, margin_s)
+    stopping = Stopping(backend.place, store, end_s, margin_s, saves_on_end=saves_on_end)
     stopping.begin(owner)
     return stopping
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import time
 
 import torch
@@ -58,6 +59,36 @@ def profiles_itself() -> None:
         while True:
             _step(model, optimizer, torch.ones(4, 8))
             time.sleep(0.01)
+
+
+MIB_OF_FLOATS = 1 << 18
+
+
+def line_of(mark: str) -> str:
+    """The place of the line with this mark, as a profile names it."""
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if line.endswith(f"# planted: {mark}"))
+    return f"{__file__}, line {number}"
+
+
+def holds_memory(device: str, compiles: bool) -> None:
+    """Holds 8 MiB that were made before, 16 MiB of inputs (on rank 1, 32 MiB), and outputs of twice their size."""
+    model = torch.nn.Linear(8, 16).to(device)
+    run = torch.compile(model, backend="eager") if compiles else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    before = torch.ones(8 * MIB_OF_FLOATS, device=device)
+    rows = 2 * MIB_OF_FLOATS * (1 + int(os.environ["RANK"]))
+
+    def step() -> None:
+        x = torch.ones(rows, 8, device=device)  # planted: inputs
+        y = run(x)  # planted: outputs
+        torch.ones(64 * MIB_OF_FLOATS, device="meta").sum()  # takes no memory
+        (y.sum() + before.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    while True:
+        step()
 
 
 def does_no_step() -> None:

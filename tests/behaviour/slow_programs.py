@@ -104,6 +104,15 @@ def evaluates_each_step(is_prepared: bool) -> None:
                 made.model(x)  # planted: evaluation
 
 
+def evaluates_each_step_with_a_new_loader(is_prepared: bool) -> None:
+    """An evaluation of two batches, whose loader is asked while gradients are enabled."""
+    held = Samples()
+    for _ in Program(is_prepared).steps():
+        for x, _ in DataLoader(held, batch_size=2048):
+            with torch.no_grad():
+                x.sum()
+
+
 def slow_line_between_the_steps(is_prepared: bool) -> None:
     for _ in Program(is_prepared).steps():
         time.sleep(SLOW_S)  # planted: other

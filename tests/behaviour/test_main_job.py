@@ -299,6 +299,16 @@ def test_name_reached_through_eval_asks_for_push(run: Run) -> None:
     assert ok(run("%%distributed -n 2 --push hidden\neval('hidden + 1')")).result == "[42, 42]"
 
 
+def test_name_that_only_earlier_ranks_had_asks_for_pull_or_a_session(run: Run) -> None:
+    ok(run("%%distributed -n 1\nfor _ in range(1):\n    before, made_there = 1, 2"))
+    outcome = run("%%distributed -n 1\nmade_there + 1")
+    assert "Fix: an earlier cell assigned 'made_there' in its ranks" in outcome.traceback
+    assert "--pull made_there" in outcome.traceback and "%distributed start" in outcome.traceback
+    assert "--pull" not in run("%%distributed -n 1\nnever_made + 1").traceback
+    ok(run("%%distributed -n 1 --pull made_there\nmade_there = 2"))
+    assert ok(run("%%distributed -n 1\nmade_there + 1")).result == "[3]"
+
+
 def test_result_that_cannot_be_sent_is_named(run: Run) -> None:
     outcome = run("%%distributed -n 1\nimport threading\n{'lock': threading.Lock()}")
     assert "the result of rank 0 -> item 'lock' can't be sent" in outcome.traceback

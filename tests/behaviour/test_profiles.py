@@ -19,6 +19,7 @@ from tests import processes
 from tests.behaviour import profiled_programs, slow_programs
 
 _LONG_S = 100.0
+_MIB = 1 << 20
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -66,6 +67,31 @@ def test_profile_shows_where_the_time_of_each_rank_goes(running: Callable[..., J
         phases = sum(span.took_us for span in rank.of_kind("phase"))
         assert phases == pytest.approx(rank.took_us, rel=0.02)
     job.kill()
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
+def test_profile_of_memory_names_the_lines_that_hold_it_at_the_peak(
+    running: Callable[..., Job], compiles: bool
+) -> None:
+    job = running(profiled_programs.holds_memory, "cpu", compiles)
+    profile = job.profile(3, memory=True)
+    has_stepped(job, max(rank.steps or 0 for rank in job.ranks) + 3)
+    assert job.profile(1).measured  # nothing is left of the one before
+    job.kill()
+    for rank in profile.ranks:
+        held = {each.place: each.size_bytes for each in rank.held}
+        inputs = 16 * _MIB * (1 + rank.rank)
+        assert held[profiled_programs.line_of("inputs")] == inputs
+        assert held[profiled_programs.line_of("outputs")] == 2 * inputs
+        assert 8 * _MIB <= held[""] < 9 * _MIB
+        assert 8 * _MIB + 3 * inputs <= rank.peak_bytes < 9 * _MIB + 3 * inputs
+        assert rank.steps == 3
+        assert ("torch.compile" in rank.why) == compiles
+    heads, first, largest, *_ = profile.memory
+    assert heads == ("rank 0", "rank 1", "held at the peak by", "")
+    assert first[2] == "all tensors"
+    assert largest == ("32 MiB", "64 MiB", profiled_programs.line_of("outputs"), "y = run(x)  # planted: outputs")
+    assert "held at the peak by" in str(profile)
 
 
 def test_ranks_are_profiled_at_the_same_time(running: Callable[..., Job]) -> None:

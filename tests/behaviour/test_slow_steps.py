@@ -66,6 +66,7 @@ def test_rank_that_the_others_wait_for(
     ("cause", "program", "mark"),
     [
         ("evaluation", slow_programs.evaluates_each_step, ""),
+        ("evaluation", slow_programs.evaluates_each_step_with_a_new_loader, ""),
         ("other code", slow_programs.slow_line_between_the_steps, "other"),
         ("communication", slow_programs.large_gradients, ""),
         ("uneven batches", slow_programs.uneven_batches, ""),

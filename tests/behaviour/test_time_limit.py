@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from notebook_accel import notebook_launcher
+from notebook_accel import notebook_launcher, runs_command
 from notebook_accel.errors import PreflightError
-from notebook_accel.launching.kernel import detached
+from notebook_accel.launching.kernel import detached, detached_runs
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.time_limit import SLURM_END
 from tests import kernels, processes
@@ -87,8 +87,12 @@ def test_ranks_stop_at_the_same_step_however_they_were_launched(
     assert results[0][1]
     if isinstance(launched, Job):
         assert _STOPS in launched.logs(0)
+        assert launched.ending.why.startswith("stopped at its time limit (")
     if isinstance(launched, detached.DetachedJob):
         processes.wait_until(lambda: not launched.folder.is_held, "the agent has gone", _LONG_S)
+        [summary] = detached_runs.summaries()
+        assert (summary.status, summary.why) == ("succeeded", launched.ending.why)
+        assert f"{launched.name}: {launched.ending.why}" in runs_command.table()
         # The end is counted anew, although the payload is that of the first launch.
         again = detached.again(show=lambda _: None)
         assert again.results(_LONG_S)[0][1]

@@ -1,12 +1,17 @@
 """Pictures of the panel, for the README and for inspection. Run by hand, with NOTEBOOK_ACCEL_SCREENSHOTS=folder.
 
-The runs are fake, since a machine for 64 ranks is rarely at hand. The real panel in a real JupyterLab draws them.
+The real panel in a real JupyterLab draws them. The moving picture shows a real run. The other runs are fake, since a
+machine for 64 ranks is rarely at hand.
 """
 
 from __future__ import annotations
 
 import inspect
+import io
+import itertools
 import os
+import pathlib
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -122,6 +127,89 @@ _ENDED = {
     "panel_8_stopped": "job = train(8); show(job); view._clicked = 'stop'; end(job, 'stopped')",
     "panel_64_failed": "job = train(64, failed=(9,)); show(job); end(job)",
 }
+
+
+_DATA = """
+%load_ext notebook_accel
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+digits = load_digits()
+data = TensorDataset(torch.tensor(digits.images / 16).float().unsqueeze(1), torch.tensor(digits.target))
+model = nn.Sequential(
+    nn.Conv2d(1, 128, 3), nn.ReLU(), nn.Conv2d(128, 256, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4096, 10)
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+loader = DataLoader(data, batch_size=16, shuffle=True)
+"""
+_TRAINING = """
+%%distributed --num_processes 2 --name digits
+from notebook_accel import Accelerator, report
+
+accelerator = Accelerator()
+net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(8):
+    for x, y in loader:
+        loss = nn.functional.cross_entropy(net(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        report(loss=loss)
+    accelerator.print(f"epoch {epoch + 1}: loss {loss:.3f}")
+"""
+_ONLY_THE_CELL = """
+.jp-cell-toolbar, .jp-Collapser { visibility: hidden }
+.jp-Cell { border-color: transparent !important; outline: none !important; box-shadow: none !important }
+.jp-Cell::before, .jp-Cell::after { display: none !important }
+"""
+_LAST_FRAME_S = 3.0  # how long a film shows its last picture before it begins again
+
+
+def test_moving_picture(page: Page, lab: Lab, screenshot: Screenshot) -> None:
+    name = "film.ipynb"
+    lab.write_notebook(name, [_DATA.strip(), _TRAINING.strip()])
+    page.set_viewport_size({"width": 980, "height": 1000})
+    open_notebook(page, lab, name)
+    page.keyboard.press("Control+b")  # closes the file browser beside the notebook
+    page.add_style_tag(content=_ONLY_THE_CELL)
+    run_cell(page, 0)
+    wait_until_done(page, 0)
+    frames: list[tuple[float, bytes]] = []
+    cell = page.locator(".jp-CodeCell").nth(1)
+    output = run_cell(page, 1)
+    output.locator(".nba-panel").get_by_role("progressbar").nth(1).wait_for()
+    page.mouse.move(0, 0)
+    while not frames or output.get_by_role("button", name="Stop").count():
+        frames.append((time.monotonic(), cell.screenshot()))
+    wait_until_done(page, 1)
+    expect(output.locator(".nba-header")).to_contain_text("finished")
+    frames.append((time.monotonic(), cell.screenshot()))
+    assert len(frames) > 10
+    screenshot(cell, "panel_run")
+    _save_film(frames, pathlib.Path(os.environ["NOTEBOOK_ACCEL_SCREENSHOTS"]) / "panel_run.gif")
+
+
+def _save_film(frames: list[tuple[float, bytes]], path: pathlib.Path) -> None:
+    """Put pictures together, each shown for the time until the next one was taken."""
+    from PIL import Image
+
+    times = [taken_s for taken_s, _ in frames]
+    shown_ms = [
+        int(1000 * s) for s in (*(later - earlier for earlier, later in itertools.pairwise(times)), _LAST_FRAME_S)
+    ]
+    pictures = [Image.open(io.BytesIO(png)).convert("RGB") for _, png in frames]
+    size = (pictures[-1].width, max(picture.height for picture in pictures))
+    # A GIF has one palette: that of the last picture, which has every colour. Few colours without dithering are small.
+    palette = pictures[-1].quantize(64)
+    canvases = []
+    for picture in pictures:
+        canvas = Image.new("RGB", size, "white")
+        canvas.paste(picture)
+        canvases.append(canvas.quantize(palette=palette, dither=Image.Dither.NONE))
+    first, *others = canvases
+    first.save(path, save_all=True, append_images=others, duration=shown_ms, loop=0, optimize=True)
 
 
 @pytest.mark.parametrize("theme", ["Light", "Dark"])

@@ -14,10 +14,36 @@ from tests.frameworks.rows import CHECKS, ROWS, Row
 _HEAD = """\
 # Libraries
 
-Programs of the libraries that people train with, as their documentation writes them and without a line for this
-package; only the two with sharded models use its `Accelerator`. Each runs on two ranks in a real notebook on the CPU,
-with gloo. `.ci/frameworks` runs them and writes this page; [the programs](../tests/frameworks/programs) are tiny, and
-nothing is downloaded.
+Programs of the libraries that people train with run in a cell as they are. The ranks have the environment that such
+libraries look for, so they find each other without a line for this package. Here is PyTorch's own
+`DistributedDataParallel`:
+
+```python
+%load_ext notebook_accel
+```
+
+```python
+%%distributed -n 2
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+torch.distributed.init_process_group()
+model = DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(10):
+    loss = model(torch.randn(16, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.distributed.destroy_process_group()
+loss.item()
+```
+
+## What was tried
+
+Each program below is written as its library's documentation writes it. Only the two with sharded models use our
+`Accelerator`. Each runs on two ranks in a real notebook on the CPU, with gloo. `.ci/frameworks` runs them and writes
+this page; [the programs](../tests/frameworks/programs) are tiny, and nothing is downloaded.
 
 """
 _PASSED, _FAILED, _NOT_RUN = "yes", "**no**", "not run"

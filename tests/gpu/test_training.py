@@ -6,7 +6,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,10 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accel import Accelerator, environment, find_executable_batch_size
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.training.handlers import GradScalerKwargs, InitProcessGroupKwargs
+from tests import processes
+from tests.behaviour import profiled_programs
 from tests.gpu.test_gpu import gpus
 from tests.training import ranks
 
@@ -180,3 +183,14 @@ def test_the_benchmark_runs_on_the_gpu() -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert run.returncode == 0, run.stderr
     assert "fp16, full loop" in run.stdout
+
+
+def test_profile_of_memory_counts_the_tensors_of_the_gpu(launch: Callable[..., Job]) -> None:
+    job = launch(profiled_programs.holds_memory, "cuda", False, num_processes=1, use_cpu=False)
+    processes.wait_until(lambda: (job.ranks[0].steps or 0) > 3, "it trains", 100.0)
+    [rank] = job.profile(3, memory=True).ranks
+    job.kill()
+    held = {each.place: each.size_bytes for each in rank.held}
+    assert held[profiled_programs.line_of("inputs")] == 16 << 20
+    assert held[profiled_programs.line_of("outputs")] == 32 << 20
+    assert 56 << 20 <= rank.peak_bytes < 58 << 20

@@ -195,7 +195,7 @@ def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kern
         ("compare first first first", "%distributed compare: it compares two runs, and 3 names were given."),
         ("profile --steps", "%distributed profile: argument --steps: expected one argument."),
         ("profile --steps many", "%distributed profile: argument --steps: invalid int value: 'many'."),
-        ("profile --memry", "%distributed profile: there is no option --memry."),
+        ("profile --memry", "%distributed profile: there is no option --memry; is it --memory?"),
         ("runs --cleen", "%distributed runs: there is no option --cleen; is it --clean? %distributed? shows"),
         ("stacks 0 --run first", "There is no run 'first' that goes on."),
     ],

@@ -33,6 +33,15 @@ def test_header_of_an_ended_run_has_no_time_left() -> None:
     assert " ".join(header.text.split()) == "finished digits 2 CPUs · epoch 2 of 3 1:02:05 in all"
 
 
+@pytest.mark.parametrize("status", ["succeeded", "running", "stopped"])
+def test_run_that_has_stopped_at_its_time_limit_says_so_in_header_and_summary(status: str) -> None:
+    run = fake_runs.training()
+    run.apply(0, events.TimeLimitReached(limit=1e9))
+    facts = fake_runs.facts(status=status)
+    for text in (Document(header_html(facts, run, 5.0)).text, summary_text(facts, run, 5.0)):
+        assert (run.state.early_end in text) == (status == "succeeded")
+
+
 def test_time_left_says_when_it_is_only_the_epochs() -> None:
     run = FakeRun(1)
     for second in range(6):

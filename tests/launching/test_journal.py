@@ -109,6 +109,21 @@ def test_samples_of_a_week_are_some_thousand_and_the_last_one_is_there(book: Boo
     assert max(later - earlier for earlier, later in itertools.pairwise(curve)) < steps / 100
 
 
+def test_each_of_many_ranks_has_some_hundred_samples_of_an_hour(tmp_path: pathlib.Path) -> None:
+    kept = {}
+    for world_size in (1, 64):
+        book = Book(tmp_path / str(world_size), world_size)
+        for step in range(5 * 3600):
+            book.clock.now_s = 0.2 * step
+            book.tell(events.Metrics(step=step, values={"loss": float(step)}))
+        book.tell(events.Finished(result_bytes=1))
+        kept[world_size] = [event.step for event in book.kept() if isinstance(event, events.Metrics)]
+        os.close(book.descriptor)
+    assert len(kept[1]) > 1500
+    assert 256 < len(kept[64]) < 500  # at least as many as a curve of the panel has points
+    assert kept[64][-1] == kept[1][-1] == 5 * 3600 - 1
+
+
 def test_metric_that_was_reported_between_two_written_samples_is_not_lost(book: Book) -> None:
     book.clock.now_s = 100_000.0
     book.tell(events.Metrics(step=1, values={"loss": 1.0}))
@@ -194,6 +209,22 @@ def test_latest_of_each_kind_tells_the_present_state(book: Book) -> None:
     os.close(descriptor)
     assert (state.ranks[0].steps, state.ranks[0].metrics) == (999, {"loss": 999.0, "accuracy": 998.0})
     assert state.ranks[0].word == "running"
+
+
+def test_latest_has_the_time_limit_that_ended_the_run_until_it_is_started_again(book: Book) -> None:
+    def is_known() -> bool:
+        path = book.path.with_name("latest")
+        path.write_bytes(book.journal.latest())
+        descriptor = os.open(path, os.O_RDONLY)
+        state = RunState.replay(1, stored(descriptor))
+        os.close(descriptor)
+        return state.early_end != ""
+
+    for event in (events.Started(pid=7), events.TimeLimitReached(limit=1e9), events.Finished(result_bytes=1)):
+        book.tell(event)
+    assert is_known()
+    book.tell(events.Started(pid=8))
+    assert not is_known()
 
 
 def test_full_disk_loses_samples_and_says_so_and_loses_no_end(book: Book) -> None:

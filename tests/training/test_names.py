@@ -148,4 +148,4 @@ def test_version_guards() -> None:
     assert [int(part) for part in notebook_accel.__version__.split(".")[:2]] == [1, 15]
     assert ours.local == f"notebook.accel.{notebook_accel.VERSION}"
     assert str(ours) == notebook_accel.__version__
-    assert f"`{notebook_accel.__version__}`" in pathlib.Path("docs/training.md").read_text()
+    assert f"`{notebook_accel.__version__}`" in pathlib.Path("docs/from_accelerate.md").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
 import time
@@ -151,6 +152,51 @@ def test_a_prepared_loop_saves_and_ends_by_itself_and_resumes(two_ranks: Ranks, 
     resumed = two_ranks.run(_train, str(tmp_path / "parts"), False)
     assert [trained for _, trained in resumed] == [_EPOCHS * _STEPS - _STOPS_IN] * 2
     assert [weights for weights, _ in resumed] == [weights for weights, _ in whole]
+
+
+def _train_without(missing: str, folder: str) -> list[str]:
+    """Train with ``save_on_end`` in a loop that can't stop by itself, past the time; the warnings."""
+    warned = _Warnings()
+    logging.getLogger("notebook_accel").addHandler(warned)
+    accelerator = _accelerator(3600.0, save_on_end=folder)
+    model, loader = torch.nn.Linear(3, 1), DataLoader(torch.randn(4, 3), batch_size=2)
+    model = accelerator.prepare(model)
+    if missing != "loader":
+        loader = accelerator.prepare(loader)
+    for x in loader:
+        loss = model(x).sum()
+        loss.backward() if missing == "backward" else accelerator.backward(loss)
+        if missing == "nothing, since it asks":
+            accelerator.should_stop  # noqa: B018
+    accelerator._stopping.agree()  # the time has come
+    accelerator.end_training()
+    return warned.texts
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.mark.parametrize(
+    ("missing", "fix"),
+    [
+        ("backward", "accelerator.backward(loss) instead of loss.backward()"),
+        ("loader", "loader = accelerator.prepare(loader)"),
+        ("nothing, since it asks", ""),
+    ],
+)
+def test_a_loop_that_cannot_stop_by_itself_is_told_once_which_call_is_missing(
+    missing: str, fix: str, two_ranks: Ranks, tmp_path: pathlib.Path
+) -> None:
+    first, second = two_ranks.run(_train_without, missing, str(tmp_path / "state"))
+    warned = [text for text in first if "save_on_end" in text]
+    assert [fix in text for text in warned] == ([True] if fix else [])
+    assert [text for text in second if "save_on_end" in text] == []
 
 
 def test_a_folder_is_needed_to_save_at_the_end() -> None:

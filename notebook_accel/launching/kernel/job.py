@@ -114,7 +114,7 @@ class Ending:
 
     Attributes:
         status: The status in a word; empty while the run goes on.
-        why: The reason of a failure in a line; empty if there was none.
+        why: The reason of a failure or of an early end in a line; empty if there was none.
         took_s: Duration of the run in seconds.
         diagnosis: Where the time of the steps went.
     """
@@ -306,13 +306,13 @@ class Job(Handle):
 
     @property
     def ranks(self) -> list[RankState]:
-        """A copy of each rank's state: process, device, memory, steps, metrics."""
+        """A copy of each rank's state, with its process, device, memory, steps and metrics."""
         with self.state_lock:
             return [rank.copy() for rank in self.state.ranks]
 
     @property
     def restarts(self) -> tuple[str, ...]:
-        """The reason of each restart of all ranks: the rank that failed first and its failure."""
+        """The reason of each restart of all ranks, which names the rank that failed first and its failure."""
         with self.state_lock:
             return tuple(event.why for event in self.state.restartings if event.number)
 
@@ -358,7 +358,7 @@ class Job(Handle):
             why="The agent, the process that supervises the ranks, doesn't answer: it may be stopped.",
         )
 
-    def profile(self, steps: int = DEFAULT_STEPS, timeout_s: float = 60.0) -> Profile:
+    def profile(self, steps: int = DEFAULT_STEPS, timeout_s: float = 60.0, *, memory: bool = False) -> Profile:
         """Profile the next steps on all ranks with torch's profiler, while the run goes on, and wait for the result.
 
         Steps are counted by torch's hooks, so nothing in the code needs to change.
@@ -366,13 +366,15 @@ class Job(Handle):
         Args:
             steps: Number of steps, from 1 to 100.
             timeout_s: Seconds that the ranks have for these steps.
+            memory: Find out what holds the memory of tensors at its peak, by the line that made them, in place of
+                where time goes.
 
         Raises:
             ConfigError: ``steps`` is no such number.
             RunError: The run isn't going on, is being profiled already, or no rank has done a step in time.
         """
         profiles.check_steps(steps)
-        request = self._begin_profile(steps, timeout_s)
+        request = self._begin_profile(steps, timeout_s, memory=memory)
         try:
             self._tell(lambda control: control.profile(request.message))
             request.wait(timeout_s + _TRACE_DEADLINE_S)
@@ -387,7 +389,7 @@ class Job(Handle):
             )
         return self._with_trace(found, request.number)
 
-    def _begin_profile(self, steps: int, timeout_s: float) -> ProfileRequest:
+    def _begin_profile(self, steps: int, timeout_s: float, *, memory: bool) -> ProfileRequest:
         with self.state_lock:
             ranks = [rank for rank in self.ranks if rank.pid is not None and not rank.has_ended]
             why = ""
@@ -399,7 +401,7 @@ class Job(Handle):
                 why = "It has ended." if self.done or self.state.has_started else "No rank has started yet."
             if why:
                 raise RunError(f"The run {self.name!r} can't be profiled now.", why=why)
-            self._profile_request = ProfileRequest(int(steps), timeout_s, ranks)
+            self._profile_request = ProfileRequest(int(steps), timeout_s, ranks, memory=memory)
             return self._profile_request
 
     def _with_trace(self, profile: Profile, number: str) -> Profile:
@@ -519,6 +521,8 @@ class Job(Handle):
                 why = error.what
             elif elsewhere is not None:
                 why = elsewhere.in_a_line
+        elif status == "succeeded":
+            why = self.state.early_end
         self.ending.fill_in(status, why, self.ended_s - self.started_s, self.diagnosis())
         if self._is_discarded or not (self._has_all_results() or self.state.has_saved):
             self._files.close()

@@ -39,6 +39,7 @@ def notebook_launcher(
     preload: Sequence[str] = (),
     idle_timeout_s: float | None = None,
     gradient_accumulation_steps: int | None = None,
+    dynamo_backend: str = "no",
     fsdp: bool = False,
     fsdp_options: Mapping[str, Any] | None = None,
     use_cpu: bool = False,
@@ -88,6 +89,7 @@ def notebook_launcher(
         preload: Names of modules to import before ranks are forked.
         idle_timeout_s: Seconds after the last run until the processes that are kept ready for the next one end.
         gradient_accumulation_steps: Micro-batches per optimizer step, for Accelerators without an own value.
+        dynamo_backend: Backend by which the ranks' Accelerators compile models, such as ``inductor``.
         fsdp: Shard the models that the ranks' Accelerators prepare over the ranks.
         fsdp_options: Settings of ``fsdp`` by the names of Accelerate's flags without ``fsdp_``, such as
             ``{"state_dict_type": "full_state_dict"}``.

@@ -80,7 +80,8 @@ def find(which: str = "", *, running: bool = False) -> Entry:
         return (going_on or known)[-1]
     what = f"There is no run {which!r}" if which else "Several runs go on" if going_on else "There is no run"
     listed = ", ".join(f"{entry.number} ({entry.name})" for entry in (known if which else going_on))
+    choice = f"name one {'of' if which else 'with --run'}: {listed}"
     raise NotebookAccelError(
         f"{what}{' that goes on' if running and (which or not going_on) else ''}.",
-        fix=f"name one of: {listed}" if listed else "start one, with %%distributed or notebook_launcher",
+        fix=choice if listed else "start one, with %%distributed or notebook_launcher",
     )

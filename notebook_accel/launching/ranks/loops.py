@@ -47,11 +47,12 @@ class LoopCounter(reporting.Counter):
         epoch_number: The number of the epoch from 1. ``epoch``, which is shown, is ``None`` for loops without epochs.
         training_before: The value of ``Loops.trained`` when this loop was last entered.
         iterator: A weak reference to the iterator.
+        dataset: A weak reference to the loader's dataset, ``None`` if it has none or can't be referred to.
         rival: The loop that was current, and its step, when this loop last took a batch beside it.
     """
 
     __slots__ = (
-        "epoch_number", "has_ended", "has_gradients", "is_evaluation", "iterator", "known", "rival",
+        "dataset", "epoch_number", "has_ended", "has_gradients", "is_evaluation", "iterator", "known", "rival",
         "training_before", "trains",
     )  # fmt: skip
 
@@ -63,6 +64,7 @@ class LoopCounter(reporting.Counter):
         self.has_gradients = True
         self.training_before = 0
         self.iterator: weakref.ref[Any] | None = None
+        self.dataset: weakref.ref[Any] | None = None
         self.rival: tuple[LoopCounter | None, int] = (None, 0)
 
     @property
@@ -102,6 +104,7 @@ class Loops:
 
     def _begin_count(self) -> None:
         self._epochs: weakref.WeakKeyDictionary[Any, LoopCounter] = weakref.WeakKeyDictionary()  # the latest of each
+        self._purposes: dict[int, tuple[weakref.ref[Any], bool]] = {}  # by a dataset's id: it is there to evaluate
         self._training: LoopCounter | None = None  # the latest loop that trains
         self._alone = LoopCounter()  # optimizer steps without a loader
         self._stepped: set[int] = set()  # the optimizers that have stepped since the latest of these steps
@@ -137,6 +140,10 @@ class Loops:
             is_epoch = last is not None and (last.step > 1 or last.step == last.total)
             loop.epoch = loop.epoch_number = (last.epoch_number if last else 1) + is_epoch
             self._epochs[loader] = loop
+        with contextlib.suppress(AttributeError, TypeError):  # a dataset such as a list
+            loop.dataset = weakref.ref(loader.dataset)
+            # Many libraries make a new loader for each evaluation, which may end before it can be told from training.
+            loop.is_evaluation = self._is_for_evaluation(loader.dataset)
         loop.iterator = weakref.ref(iterator, loop.end)
         setattr(iterator, ATTRIBUTE, loop)
         if self.bars is not None:
@@ -145,25 +152,40 @@ class Loops:
     def turn_to(self, loop: LoopCounter, has_gradients: bool) -> None:
         """Make ``loop``, which takes a batch, the current one, unless it only runs beside the current one.
 
-        Of two loops that take their batches in turns, the first one counts.
+        Of two loops that take their batches in turns, the first one counts. An evaluation that was left early, as after
+        some batches of each step, only interrupts the loop that trains.
         """
         current = self.current
-        if current is not None and not current.is_over:
+        if current is not None and not current.is_over and not (current.is_evaluation and loop.trains):
             rival, loop.rival = loop.rival, (current, current.step)
             if rival != loop.rival:
                 return
-        if current is not None and self.trained != current.training_before:
-            current.trains, self._training = True, current
+        if current is not None:
+            self._judge(current)
         self._stepped.clear()
         self.current = loop
         loop.training_before = self.trained
         loop.has_gradients = has_gradients
         if not loop.trains:
-            loop.set_evaluation(not loop.has_gradients)
+            loop.set_evaluation((loop.is_evaluation and not loop.step) or not loop.has_gradients)
         if loop.known is None:
             self._show(loop)
         elif isinstance(reporting.reporter().shown, LoopCounter):  # which has displaced it
             self._show(loop.known)
+
+    def _judge(self, loop: LoopCounter) -> None:
+        """Find out what a loop was for, which another one interrupts or follows, and remember it for its dataset."""
+        if self.trained != loop.training_before:
+            loop.trains, self._training = True, loop
+        dataset = None if loop.dataset is None else loop.dataset()
+        if dataset is not None and (loop.trains or (loop.is_over and self._training is not None)):
+            is_evaluation = not loop.trains and self._is_for_evaluation(dataset, otherwise=True)
+            self._purposes[id(dataset)] = weakref.ref(dataset), is_evaluation
+
+    def _is_for_evaluation(self, dataset: Any, *, otherwise: bool = False) -> bool:
+        """Return whether loops over a dataset have evaluated so far and none has trained."""
+        of, is_evaluation = self._purposes.get(id(dataset), (None, otherwise))
+        return is_evaluation if of is not None and of() is dataset else otherwise  # else the id was another one's
 
     def _show(self, loop: reporting.Counter) -> None:
         reporter = reporting.reporter()

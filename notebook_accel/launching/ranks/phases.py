@@ -40,6 +40,10 @@ _ACTIVITIES = (
     ("/notebook_accel/training/checkpoint", "saving"),
     ("/torch/distributed/", "communication"),
 )
+# Functions of libraries that save checkpoints, which do more than writing tensors.
+_SAVING = frozenset(
+    ("save_checkpoint", "_save_checkpoint", "save_model", "save_pretrained", "save_state", "_rotate_checkpoints")
+)
 _AROUND = "/torch/distributed/c10d_logger.py"
 
 
@@ -240,7 +244,7 @@ class _Counts:
         self.threads: int = 0 if before is None else before.threads
         self.gradient_bytes: int = 0 if before is None else before.gradient_bytes
         self.exposed_s = self.exposed_of_s = 0.0
-        self.graphs_before = _compiled_graphs()
+        self.graphs_before = compiled_graphs()
 
     def add_batch(self, batch: Any) -> None:
         """Take the number of rows and the size of a batch, by its first tensor."""
@@ -287,7 +291,7 @@ class _Counts:
             seconds=seconds,
             evaluations=self.evaluations,
             collecting_s=self.collecting_s,
-            compilations=max(0, _compiled_graphs() - self.graphs_before),
+            compilations=max(0, compiled_graphs() - self.graphs_before),
             rows=self.rows / self.batches if self.batches else 0.0,
             smallest_batch=self.smallest if self.batches else 0,
             largest_batch=self.largest,
@@ -372,7 +376,7 @@ def place_of(frame: types.FrameType) -> tuple[str, str, str]:
     activity = ""
     current: types.FrameType | None = frame
     while current is not None and not code_places.is_the_users(current.f_code.co_filename):
-        activity = activity or _activity(current.f_code.co_filename)
+        activity = activity or _activity(current.f_code)
         current = current.f_back
     if current is None:
         return activity, "", ""
@@ -383,10 +387,14 @@ def place_of(frame: types.FrameType) -> tuple[str, str, str]:
     return activity, f"{code_places.label(filename)}, line {line}", text
 
 
-def _activity(filename: str) -> str:
-    return next((activity for part, activity in _ACTIVITIES if part in filename), "") if _AROUND not in filename else ""
+def _activity(code: types.CodeType) -> str:
+    filename = code.co_filename
+    if code.co_name in _SAVING:
+        return "saving"
+    return next((activity for part, activity in _ACTIVITIES if part in filename and _AROUND not in filename), "")
 
 
-def _compiled_graphs() -> int:
+def compiled_graphs() -> int:
+    """Return the number of graphs that ``torch.compile`` has compiled in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters["stats"].get("unique_graphs", 0))

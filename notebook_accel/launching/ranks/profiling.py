@@ -1,38 +1,29 @@
-"""Profiles a rank's next steps with torch's profiler, when the kernel asks for it while the rank trains.
+"""Profiles a rank's next steps, when the kernel asks for it while the rank trains.
 
 The agent forwards the request on the rank's connection, which the reporter's thread looks at five times a second. The
-hooks of ``torch_hooks`` call ``begin_step`` where a step begins, since torch's profiler must be started and stopped in
-the thread that trains. Reading what it has recorded takes longer and is left to another thread.
+hooks of ``torch_hooks`` call ``begin_step`` where a step begins, since recorders must be started and stopped in the
+thread that trains. Reading what they have recorded takes longer and is left to another thread.
 """
 
 from __future__ import annotations
 
-import collections
 import os
-import pathlib
 import select
 import sys
-import tempfile
 import threading
 import time
-from typing import Any
 
 import msgspec
 
 from notebook_accel import reporting
-from notebook_accel.launching import traces
-from notebook_accel.launching.ranks import loops
-from notebook_accel.launching.ranks.phases import place_of
+from notebook_accel.launching.ranks.memory_recorder import MemoryRecorder
+from notebook_accel.launching.ranks.step_recorder import Recorder, StepRecorder
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError, Connection
 
-_SAMPLE_PERIOD_S = 0.002
 _LONGEST_WAIT_S = 2.0
 _READ_DEADLINE_S = 60.0
-_MOST_LINES = 12
-_LOG_LEVEL = "KINETO_LOG_LEVEL"
-_SILENT = "99"
 
 
 class StepProfiler:
@@ -143,7 +134,7 @@ class StepProfiler:
             try:
                 event = current.event(why)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is why there is no profile
-                event = events.Profiled(number=current.request.number, why=f"its trace can't be read: {error}")
+                event = events.Profiled(number=current.request.number, why=f"what was recorded can't be read: {error}")
             reporting.reporter().send(event)
             with self._lock:
                 self._release()
@@ -160,7 +151,7 @@ class _Profiling:
         begin_s: The time of ``time.monotonic()`` after which the profile begins at the next step.
         done: Number of steps that were profiled.
         is_given_up: True once it was answered because it took too long.
-        reader: The thread that reads the trace, once there is one.
+        reader: The thread that reads what was recorded, once there is one.
     """
 
     def __init__(self, request: messages.Profile) -> None:
@@ -170,15 +161,9 @@ class _Profiling:
         self.begin_s = min(max(request.begin_s, self._came_s), self._came_s + _LONGEST_WAIT_S)
         self.done = 0
         self.is_given_up = False
+        self.has_begun = False
         self.reader: threading.Thread | None = None
-        self._profiler: Any = None
-        self._lines = _LineSampler()
-        self._marks: list[traces.Mark] = []
-
-    @property
-    def has_begun(self) -> bool:
-        """True while torch's profiler is on."""
-        return self._profiler is not None
+        self._recorder: Recorder = MemoryRecorder() if request.memory else StepRecorder(request.steps, request.trace)
 
     @property
     def progress(self) -> str:
@@ -191,49 +176,21 @@ class _Profiling:
         return self._came_s + self.request.deadline_s - time.monotonic()
 
     def begin(self) -> str:
-        """Start torch's profiler, which warms up for a step. Return why that is impossible; empty if it isn't."""
-        torch = sys.modules["torch"]
-        if torch.autograd._profiler_enabled():
-            return "its code runs a profiler itself"
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_initialized():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        schedule = torch.profiler.schedule(wait=0, warmup=1, active=self.request.steps, repeat=1)
-        is_ours = _LOG_LEVEL not in os.environ
-        if is_ours:  # the profiler's library would write to the rank's output when it starts and stops
-            os.environ[_LOG_LEVEL] = _SILENT
-        try:
-            profiler = torch.profiler.profile(activities=activities, schedule=schedule)
-            profiler.start()
-        except RuntimeError as error:  # such as a tool outside that uses the GPU's only profiling interface
-            return f"torch's profiler can't be started: {error}"
-        finally:
-            if is_ours:
-                del os.environ[_LOG_LEVEL]
-        self._profiler, self.done = profiler, -1
+        """Begin to record. Return why that is impossible; empty if it isn't."""
+        if why := self._recorder.begin():
+            return why
+        self.has_begun, self.done = True, -self._recorder.warmup_steps
         return ""
 
     def step(self) -> None:
-        """End a step. The first one has only warmed the profiler up."""
+        """End a step."""
         self.done += 1
-        if self.done < self.request.steps:
-            self._profiler.step()
-        if self.done == 0:
-            clock = loops.loops().clock
-            if clock is not None:
-                clock.begin_trail()
-            self._lines.start()
+        self._recorder.step(self.done)
 
     def stop(self) -> None:
-        """Stop the profiler, if it is on."""
-        if self._profiler is None:
-            return
-        self._profiler.stop()
-        self._lines.stop()
-        clock = loops.loops().clock
-        if clock is not None:
-            ahead_s = time.time() - time.perf_counter()
-            self._marks = [((now_s + ahead_s) * 1e6, phase) for now_s, phase in clock.end_trail()]
+        """Stop recording, if it has begun."""
+        if self.has_begun:
+            self._recorder.stop()
 
     def answer(self, why: str) -> None:
         """Send the reason why there is no profile."""
@@ -246,56 +203,7 @@ class _Profiling:
             OSError: There is no room for the trace.
             ValueError: The trace can't be read.
         """
-        with tempfile.TemporaryDirectory(prefix="notebook-accel-profile-") as folder:
-            path = pathlib.Path(self.request.trace or f"{folder}/trace.json")
-            self._profiler.export_chrome_trace(str(path))
-            self._profiler = None
-            found = traces.digest(path, self._marks, self.done)
-        counts = self._lines.counts
-        return events.Profiled(
-            number=self.request.number,
-            why=why,
-            steps=found.steps,
-            age_s=time.time() - found.begin_s,
-            spans=found.spans,
-            operators=found.operators,
-            lines=[events.SampledLine(*line, samples=count) for line, count in counts.most_common(_MOST_LINES)],
-            samples=counts.total(),
-            trace=self.request.trace,
-        )
-
-
-class _LineSampler:
-    """Looks at the line that the main thread runs, five hundred times a second at most.
-
-    Attributes:
-        counts: How often each phase, activity, place and text was seen.
-    """
-
-    def __init__(self) -> None:
-        self.counts: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Begin to look."""
-        self._thread = threading.Thread(target=self._run, name="notebook-accel-lines", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Look no longer."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        main, clock = threading.main_thread().ident or 0, loops.loops().clock
-        while not self._stop.wait(_SAMPLE_PERIOD_S):
-            frame = sys._current_frames().get(main)
-            if frame is not None:
-                activity, place, text = place_of(frame)
-                del frame  # it keeps the user's variables alive
-                self.counts["" if clock is None else clock.phase, activity, place, text] += 1
+        return self._recorder.event(number=self.request.number, why=why, steps=self.done)
 
 
 def _answer(request: messages.Profile, why: str) -> None:

@@ -113,7 +113,7 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """The answer: whether more ranks are faster, or which run is, and why they aren't faster than that."""
+        """The answer to whether more ranks are faster, or which run is, and why they aren't faster than that."""
         base, other = self._ordered
         speed = self.per_s(other) / self.per_s(base)
         if base.diagnosis.world_size == other.diagnosis.world_size:

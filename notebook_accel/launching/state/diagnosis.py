@@ -37,6 +37,7 @@ _TINY_STEP_S = 0.005
 _UNEVEN = 2.0
 _MOST_WORKERS = 4
 _MOST_TEXT = 60
+_SAVE_LESS = "Save less often, or in the background: accelerator.save_state(async_=True)."
 # Calls that wait for the device.
 _WAITS_FOR_DEVICE = (".item()", ".cpu()", ".tolist()", ".numpy()", "print(", "empty_cache()", "synchronize()")
 
@@ -136,11 +137,14 @@ def diagnose(state: RunState) -> Diagnosis:
     run = _Run(measured)
     found = _verdicts(run, _MEASURED) or _verdicts(run, _LIKELY)
     found.sort(key=lambda verdict: -verdict.share)
+    costliest: dict[str, Verdict] = {}
+    for verdict in found:  # a late rank and the time of all ranks may have one cause
+        costliest.setdefault(verdict.cause, verdict)
     run_s = max(rank.state.step_history.total.wall_s for rank in measured)
     wasted_s = found[0].share * run_s if found else 0.0
     phases = {rank.number: run.phases(rank) for rank in measured}
     rows = statistics.fmean(rank.last.rows for rank in measured)
-    return Diagnosis(tuple(found), phases, wasted_s, run_s, world_size=state.total_ranks, rows=rows)
+    return Diagnosis(tuple(costliest.values()), phases, wasted_s, run_s, world_size=state.total_ranks, rows=rows)
 
 
 def _verdicts(run: _Run, finders: Iterable[Callable[[_Run], Verdict | None]]) -> list[Verdict]:
@@ -179,6 +183,13 @@ class _Rank:
             if place and (not phases or phase in phases) and activity in (None, did):
                 return place, text
         return "", ""
+
+    def is_saving_in(self, phase: str) -> bool:
+        """Return whether it saves checkpoints for most of a phase."""
+        samples: collections.Counter[bool] = collections.Counter()
+        for (of_phase, did, _, _), count in self.times.lines.items():
+            samples[did == "saving"] += count if of_phase == phase else 0
+        return samples[True] > samples[False]
 
 
 class _Run:
@@ -249,6 +260,11 @@ def _straggler(run: _Run) -> Verdict | None:
     phase = max(excess, key=lambda name: excess[name])
     if share < _WORTH or slow.own_s <= own_s or excess[phase] <= 0:
         return None
+    if slow.is_saving_in(phase):
+        place, text = slow.line(phase, activity="saving")
+        wait = f"the others wait for it {_percent(share)} of each step"
+        what = f"Rank {slow.number} saves checkpoints{_at(place, text)}; {wait}."
+        return Verdict("checkpoint", share, what, _SAVE_LESS, (slow.number,), place)
     place, text = slow.line(phase)
     work = {"data": "waits for data", "evaluation": "evaluates"}.get(phase, "computes")
     clock = f" Its device is busy {slow.state.utilisation:.0f} % of the time." if slow.state.utilisation else ""
@@ -301,7 +317,7 @@ def _saving(run: _Run) -> Verdict | None:
     share, rank = run.sampled_share(lambda _phase, activity, _text: activity == "saving")
     place, text = rank.line(activity="saving")
     what = f"Checkpoints take {_percent(share)} of the time{_at(place, text)}."
-    return Verdict("checkpoint", share, what, "Save less often.", (rank.number,), place)
+    return Verdict("checkpoint", share, what, _SAVE_LESS, (rank.number,), place)
 
 
 def _compilation(run: _Run) -> Verdict | None:

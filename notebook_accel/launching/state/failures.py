@@ -202,6 +202,10 @@ _BUILD_OUTSIDE = (
     "if the function builds the model, build it in another cell and pass it as an argument: ranks then share it"
 )
 _NO_DEBUGGER = "A rank has no keyboard, so a debugger that waits for input in it ends at once."
+_OF_EARLIER_RANKS = (
+    "an earlier cell assigned {name!r} in its ranks, which have ended, and each launch has ranks of its own. Add "
+    "--pull {name} to that cell to get it into the notebook, or keep ranks between cells with %distributed start"
+)
 _DEBUG_ELSEWHERE = "--start_method inline, in which pdb works; in a session, %distributed debug after an error"
 # The message of torch's DataLoader about a worker that was killed.
 _LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)", re.DOTALL)
@@ -272,14 +276,24 @@ def explain_exception(
 
 
 def _of_missing_name(failed: Failed, unsent: Mapping[str, str]) -> str:
-    """Return advice for a variable that the notebook has and the rank lacks."""
+    """Return advice for a variable that the rank lacks, and that the notebook or an earlier run's ranks have had."""
     message = first_line(failed.message)
     found = re.fullmatch(r"name '(\w+)' is not defined", message) if failed.kind == "NameError" else None
-    if found is None or found[1] not in vars(sys.modules["__main__"]):
+    if found is None:
         return ""
+    if found[1] not in vars(sys.modules["__main__"]):
+        return _OF_EARLIER_RANKS.format(name=found[1]) if _was_assigned_in_ranks(found[1]) else ""
     if found[1] in unsent:
         return f"assign {found[1]!r} in the cell before it is used. The notebook's own {unsent[found[1]]}"
     return f"the notebook has {found[1]!r}, but the launch couldn't see that the code uses it: --push {found[1]}"
+
+
+def _was_assigned_in_ranks(name: str) -> bool:
+    """Return whether an earlier ``%%distributed`` cell of the notebook assigns a variable."""
+    cells = vars(sys.modules["__main__"]).get("In", [])[:-1]  # IPython's: the code that each cell became
+    assignment = re.compile(rf"^(?:[\w, ]*\b{name}\b[\w, ]*=(?!=)|(?:class|def) {name}\b)", re.MULTILINE)
+    launched = [cell for cell in cells if "run_cell_magic('distributed'" in cell]
+    return any(assignment.search(cell.replace("\\n", "\n")) for cell in launched)
 
 
 def describe_shortage(shortage: MemoryShortage) -> str:

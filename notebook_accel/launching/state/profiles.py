@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.formatting import aligned, format_count, plain_text, rank_spans
+from notebook_accel.formatting import aligned, format_count, format_size, plain_text, rank_spans
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
@@ -27,6 +27,7 @@ _SHOWN = 10
 _COLUMNS = 64  # of the timeline in text
 _MOST_TEXT_RANKS = 16
 _MOST_NAME = 60
+_MOST_COLUMNS = 8  # ranks side by side in the table of memory
 _NO_ANSWER = "it has not answered"
 _LETTERS = {"data": "d", "forward": "f", "backward": "b", "optimizer": "o", "evaluation": "e", "other": "."}
 
@@ -43,6 +44,8 @@ class RankProfile:
         operators: The operators and the device's kernels that took most.
         lines: The lines of the user's code that were seen most.
         trace: The trace file; ``None`` if there is none on this machine.
+        peak_bytes: Most bytes of tensors at one time, in a profile of memory.
+        held: The lines that held most of them at that time.
         why: The reason why there are fewer steps than were asked for; empty if there is none.
     """
 
@@ -53,6 +56,8 @@ class RankProfile:
     operators: tuple[events.OperatorTime, ...] = ()
     lines: tuple[events.SampledLine, ...] = ()
     trace: pathlib.Path | None = None
+    peak_bytes: int = 0
+    held: tuple[events.HeldMemory, ...] = ()
     why: str = ""
 
     def of_kind(self, *kinds: events.SpanKind) -> list[events.Span]:
@@ -150,6 +155,30 @@ class Profile:
         ][:_SHOWN]
 
     @property
+    def memory(self) -> list[tuple[str, ...]]:
+        """The rows of a table: the peak and the lines that held most of it, on each rank or, of many, on the fullest.
+
+        The first row has the heads. There is none in a profile of time.
+        """
+        ranks = [rank for rank in self.measured if rank.peak_bytes]
+        if not ranks:
+            return []
+        held = [{(held.place, held.text): held.size_bytes for held in rank.held} for rank in ranks]
+        most: collections.Counter[tuple[str, str]] = collections.Counter()
+        for of_rank in held:
+            most |= collections.Counter(of_rank)
+        if len(ranks) > _MOST_COLUMNS:
+            fullest = max(range(len(ranks)), key=lambda index: ranks[index].peak_bytes)
+            ranks, held = [ranks[fullest]], [held[fullest]]
+        rows = [(*(f"rank {rank.rank}" for rank in ranks), "held at the peak by", "")]
+        rows += [(*(format_size(rank.peak_bytes) for rank in ranks), "all tensors", "")]
+        for line, _ in most.most_common(_SHOWN):
+            place, text = line
+            sizes = [format_size(of_rank.get(line, 0)) for of_rank in held]
+            rows.append((*sizes, place or "what was made before the profile", text[:_MOST_NAME]))
+        return rows
+
+    @property
     def notes(self) -> list[str]:
         """The reasons why ranks have fewer steps than were asked for, and why there is no merged trace."""
         ranks: collections.defaultdict[str, list[int]] = collections.defaultdict(list)
@@ -169,9 +198,10 @@ class Profile:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.title}, {_ms(self.step_s * 1e6)} each",
+            self.title + (f", {_ms(self.step_s * 1e6)} each" if self.step_s else ""),
             *self.notes,
             *self._timeline(),
+            *aligned(self.memory),
         ]
         for kernels in (False, True):
             costliest = self.costliest(kernels=kernels)
@@ -235,9 +265,11 @@ class ProfileRequest:
         steps: Number of steps.
         deadline_s: Seconds that the ranks have for them.
         ranks: The ranks here that are asked.
+        memory: Whether to ask what holds memory, in place of where time goes.
     """
 
-    def __init__(self, steps: int, deadline_s: float, ranks: Sequence[RankState]) -> None:
+    def __init__(self, steps: int, deadline_s: float, ranks: Sequence[RankState], *, memory: bool = False) -> None:
+        self._memory = memory
         self.number = f"{time.strftime('%H%M%S')}_{time.monotonic_ns() // 1_000_000 % 1000:03d}"
         self._steps = steps
         self._deadline_s = deadline_s
@@ -250,7 +282,12 @@ class ProfileRequest:
     def message(self, job_id: str) -> messages.Profile:
         """Return the message to the agent."""
         return messages.Profile(
-            job_id=job_id, number=self.number, steps=self._steps, begin_s=self._begin_s, deadline_s=self._deadline_s
+            job_id=job_id,
+            number=self.number,
+            steps=self._steps,
+            begin_s=self._begin_s,
+            deadline_s=self._deadline_s,
+            memory=self._memory,
         )
 
     def wait(self, timeout_s: float) -> None:
@@ -311,5 +348,7 @@ class ProfileRequest:
             tuple(said.operators),
             tuple(said.lines),
             trace if trace is not None and trace.is_file() else None,
+            said.peak_bytes,
+            tuple(said.held),
             said.why,
         )

@@ -136,6 +136,7 @@ class RankState:
         node: The number of its node, from 0.
         first: The number of this node's first rank among all.
         has_result: Whether the user's code has returned and its result was sent.
+        time_limit: The time limit before which it was told to stop, in seconds since the epoch; ``None`` before that.
         failed: The exception of the user's code.
         ended: The end of its process.
         step_history: Where the time of its steps went.
@@ -167,6 +168,7 @@ class RankState:
     starts: int = 0
     node: int = 0
     has_result: bool = False
+    time_limit: float | None = None
     failed: events.Failed | None = None
     ended: events.Ended | None = None
     last_steps: LastSteps = dataclasses.field(default_factory=LastSteps)
@@ -186,7 +188,7 @@ class RankState:
 
     @property
     def note(self) -> str:
-        """A remark in one line: why the rank ended, or that it compiles; else empty."""
+        """A remark in one line on why the rank ended, or that it compiles; else empty."""
         return self.reason or (_COMPILING if self.is_compiling and not self.has_ended else "")
 
     @property
@@ -334,7 +336,7 @@ class RankState:
     def _start(self, event: events.Started) -> None:
         """Reset the end of an earlier process of this rank, if there was one."""
         self.state, self.pid, self.node, self.reason = "running", event.pid, event.node, ""
-        self.failed, self.ended, self.crash = None, None, ""
+        self.failed, self.ended, self.crash, self.time_limit = None, None, "", None
         self.starts += 1
 
     def _take_report(self, event: events.Event) -> None:
@@ -352,6 +354,8 @@ class RankState:
             self.model_memory = event
         elif isinstance(event, events.Output):
             self._take_output(event.text)
+        elif isinstance(event, events.TimeLimitReached):
+            self.time_limit = event.limit
 
     def _take_output(self, text: str) -> None:
         before_crash = "" if self.crash else text.partition(CRASH)[0]

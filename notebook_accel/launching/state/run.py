@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from notebook_accel import time_limit
 from notebook_accel.formatting import clipped, plain_text
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.protocol import events
@@ -250,6 +251,14 @@ class RunState:
     def have_all_results(self) -> bool:
         """True if the user's code has returned in every rank."""
         return all(rank.has_result for rank in self.ranks)
+
+    @property
+    def early_end(self) -> str:
+        """The reason why the ranks were told to stop before the end of their training, in a line; empty if none was."""
+        limits = [rank.time_limit for rank in self.ranks if rank.time_limit is not None]
+        if not limits:
+            return ""
+        return f"stopped at its time limit ({time_limit.in_words(max(limits))}): launch it again to go on"
 
     @property
     def has_saved(self) -> bool:

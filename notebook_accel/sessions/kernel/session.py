@@ -31,7 +31,7 @@ class Session:
     """Ranks that run until the session is closed; code runs in them cell by cell.
 
     Each rank has a namespace of its own, its ``__main__``. Whatever cells assign stays there, including an
-    ``Accelerator`` and its process group. A session never changes the notebook's variables.
+    ``Accelerator`` and its process group. A session never changes the notebook's variables::
 
         with Session(num_processes=2) as session:
             session.execute("from notebook_accel import Accelerator; accelerator = Accelerator()")

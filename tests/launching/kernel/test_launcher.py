@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accel import debug_launcher, notebook_launcher
+from notebook_accel import config, debug_launcher, notebook_launcher
 from notebook_accel.errors import ConfigError, PayloadError, PreflightError
 from notebook_accel.launching.kernel import local
 from tests import processes
@@ -103,6 +103,12 @@ def test_parameters_are_accelerates_in_their_order_and_ours_by_keyword() -> None
     ours = list(parameters.values())[len(theirs) :]
     assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in ours)
     assert {"kwargs", "background", "start_method", "allow_initialized_cuda", "timeout_s"} <= {p.name for p in ours}
+
+
+def test_notebook_launcher_takes_every_option() -> None:
+    renamed = {"main_process_port": "use_port"}
+    options = {renamed.get(option.name, option.name) for option in config.fields()}
+    assert options <= inspect.signature(notebook_launcher).parameters.keys()
 
 
 def place(text: str) -> tuple[str, str, str, str]:

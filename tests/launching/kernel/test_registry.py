@@ -42,10 +42,10 @@ def refused(which: str = "", *, running: bool = False) -> str:
 def test_without_a_name_it_is_the_one_that_goes_on_or_the_last_one() -> None:
     assert refused() == "There is no run.\nFix: start one, with %%distributed or notebook_launcher"
     first, second = started("first"), started("second")
-    assert refused() == "Several runs go on.\nFix: name one of: 1 (first), 2 (second)"
+    assert refused() == "Several runs go on.\nFix: name one with --run: 1 (first), 2 (second)"
     second.end("stopped")
     third = started("third")
-    assert refused() == "Several runs go on.\nFix: name one of: 1 (first), 3 (third)"
+    assert refused() == "Several runs go on.\nFix: name one with --run: 1 (first), 3 (third)"
     third.end("stopped")
     assert registry.find().name == "first"
     first.end("stopped")

@@ -83,6 +83,16 @@ def evaluation_that_is_not_asked_for_its_end() -> None:
                 made.model(next(evaluation)[0])
 
 
+def evaluation_of_some_batches_after_each_step() -> None:
+    made = Training()
+    for x, y in made.loader:
+        made.step(x, y)
+        evaluation = iter(made.evaluation)  # it stays until the next one is made
+        with torch.no_grad():
+            for _ in range(3):
+                made.model(next(evaluation)[0])
+
+
 def left_early() -> None:
     made = Training()
     for _ in range(EPOCHS):
@@ -293,6 +303,7 @@ LOOPS: dict[Callable[[], None], tuple[int, int | None, int | None, int]] = {
     # A first batch could be one of two loaders in turns, except the one after the last batch of training.
     evaluation_inside_an_epoch: (16, 16, 1, 16 + 3 * 7 + 8),
     evaluation_that_is_not_asked_for_its_end: (16, 16, 3, 3 * 16 + 3 * 8),
+    evaluation_of_some_batches_after_each_step: (16, 16, 1, 16 + 15 * 2 + 3),
     left_early: (5, 16, 3, 15),
     a_look_at_a_batch_first: (16, 16, 1, 17),
     persistent_workers: (16, 16, 3, 48),

@@ -118,6 +118,15 @@ def test_checkpoints() -> None:
     assert (verdict.cause, verdict.place) == ("checkpoint", "In[4], line 12")
 
 
+def test_checkpoints_of_one_rank_for_which_the_others_wait() -> None:
+    saving = line("other", activity="saving", text="torch.save(state, path)")
+    verdicts = diagnose(run(healthy(other=50.0, lines=(saving,)), healthy(communication=52.0))).verdicts
+    assert [(verdict.cause, verdict.ranks, verdict.place) for verdict in verdicts] == [
+        ("checkpoint", (0,), "In[4], line 12")
+    ]
+    assert "the others wait for it" in verdicts[0].what
+
+
 def test_recompilation() -> None:
     compiling = line("forward", activity="compiling", text="loss = model(x)")
     [verdict] = diagnose(run(healthy(compilations=3, lines=(compiling,)))).verdicts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import threading
 
 import pytest
@@ -55,6 +56,32 @@ def test_of_many_ranks_text_shows_some() -> None:
     shown = str(made(64))
     assert shown.count(16 * "f" + 48 * "b") == 16
     assert "… and 48 more ranks" in shown
+
+
+def with_memory(ranks: int) -> Profile:
+    held = tuple(events.HeldMemory(place, text, size) for place, text, size in
+                 (("In[7], line 2", "x = model(x)", 3 << 20), ("", "", 1 << 20)))  # fmt: skip
+    return Profile(
+        "train", 1, tuple(RankProfile(rank, 1, peak_bytes=(4 + rank) << 20, held=held) for rank in range(ranks))
+    )
+
+
+def test_memory_is_a_table_of_lines_and_ranks() -> None:
+    shown = str(with_memory(2)).splitlines()
+    assert shown[0] == "1 step of 'train' on 2 ranks"
+    assert [re.split(" {2,}", line) for line in shown[1:]] == [
+        ["rank 0", "rank 1", "held at the peak by"],
+        ["4.0 MiB", "5.0 MiB", "all tensors"],
+        ["3.0 MiB", "3.0 MiB", "In[7], line 2", "x = model(x)"],
+        ["1.0 MiB", "1.0 MiB", "what was made before the profile"],
+    ]
+
+
+def test_of_many_ranks_memory_shows_the_fullest() -> None:
+    assert with_memory(64).memory[:2] == [
+        ("rank 63", "held at the peak by", ""),
+        ("67 MiB", "all tensors", ""),
+    ]
 
 
 def test_data_are_json() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from notebook_accel import time_limit
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 from tests.launching.state import strategies
@@ -46,6 +47,17 @@ def test_state_word(sequence: list[events.Event], word: str, note: str) -> None:
     rank = _reduced(*sequence).ranks[0]
     assert (rank.state, rank.note) == (word, note)
     assert rank.has_ended == (word not in ("starting", "running"))
+
+
+def test_ranks_that_were_told_to_stop_at_the_time_limit_say_so_until_they_start_again() -> None:
+    limit = 1e9
+    state = _reduced(events.Started(pid=1), world_size=2)
+    assert state.early_end == ""
+    state.apply(1, events.TimeLimitReached(limit=limit))
+    state.apply(1, events.Finished(result_bytes=1))
+    assert state.early_end == f"stopped at its time limit ({time_limit.in_words(limit)}): launch it again to go on"
+    state.apply(1, events.Started(pid=2))
+    assert state.early_end == ""
 
 
 def test_a_failure_says_what_and_where_and_outlives_the_end_of_the_process() -> None:

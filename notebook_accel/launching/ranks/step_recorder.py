@@ -1,0 +1,159 @@
+"""Records where the time of a rank's steps goes, with torch's profiler."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pathlib
+import sys
+import tempfile
+import threading
+import time
+from typing import Any, Protocol
+
+from notebook_accel.launching import traces
+from notebook_accel.launching.ranks import loops
+from notebook_accel.launching.ranks.phases import place_of
+from notebook_accel.protocol import events
+
+_SAMPLE_PERIOD_S = 0.002
+_MOST_LINES = 12
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
+_SILENT = "99"
+
+
+class Recorder(Protocol):
+    """Records a few steps. All methods but ``event`` are called in the thread that trains.
+
+    Attributes:
+        warmup_steps: Number of steps after ``begin`` that don't count.
+    """
+
+    warmup_steps: int
+
+    def begin(self) -> str:
+        """Begin to record. Return why that is impossible; empty if it isn't."""
+
+    def step(self, done: int) -> None:
+        """End a step, after which so many are done."""
+
+    def stop(self) -> None:
+        """Record no more."""
+
+    def event(self, *, number: str, why: str, steps: int) -> events.Profiled:
+        """Return what was recorded, as the answer to a request."""
+
+
+class StepRecorder:
+    """Records where the time of steps goes.
+
+    Args:
+        steps: Number of steps.
+        trace: Path of the trace file to write; empty for none.
+    """
+
+    warmup_steps = 1  # of torch's profiler
+
+    def __init__(self, steps: int, trace: str) -> None:
+        self._steps = steps
+        self._trace = trace
+        self._profiler: Any = None
+        self._lines = _LineSampler()
+        self._marks: list[traces.Mark] = []
+
+    def begin(self) -> str:
+        torch = sys.modules["torch"]
+        if torch.autograd._profiler_enabled():
+            return "its code runs a profiler itself"
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_initialized():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        schedule = torch.profiler.schedule(wait=0, warmup=1, active=self._steps, repeat=1)
+        is_ours = _LOG_LEVEL not in os.environ
+        if is_ours:  # the profiler's library would write to the rank's output when it starts and stops
+            os.environ[_LOG_LEVEL] = _SILENT
+        try:
+            profiler = torch.profiler.profile(activities=activities, schedule=schedule)
+            profiler.start()
+        except RuntimeError as error:  # such as a tool outside that uses the GPU's only profiling interface
+            return f"torch's profiler can't be started: {error}"
+        finally:
+            if is_ours:
+                del os.environ[_LOG_LEVEL]
+        self._profiler = profiler
+        return ""
+
+    def step(self, done: int) -> None:
+        if done < self._steps:
+            self._profiler.step()
+        if done == 0:
+            clock = loops.loops().clock
+            if clock is not None:
+                clock.begin_trail()
+            self._lines.start()
+
+    def stop(self) -> None:
+        self._profiler.stop()
+        self._lines.stop()
+        clock = loops.loops().clock
+        if clock is not None:
+            ahead_s = time.time() - time.perf_counter()
+            self._marks = [((now_s + ahead_s) * 1e6, phase) for now_s, phase in clock.end_trail()]
+
+    def event(self, *, number: str, why: str, steps: int) -> events.Profiled:
+        """Return what was recorded.
+
+        Raises:
+            OSError: There is no room for the trace.
+            ValueError: The trace can't be read.
+        """
+        with tempfile.TemporaryDirectory(prefix="notebook-accel-profile-") as folder:
+            path = pathlib.Path(self._trace or f"{folder}/trace.json")
+            self._profiler.export_chrome_trace(str(path))
+            self._profiler = None
+            found = traces.digest(path, self._marks, steps)
+        counts = self._lines.counts
+        return events.Profiled(
+            number=number,
+            why=why,
+            steps=found.steps,
+            age_s=time.time() - found.begin_s,
+            spans=found.spans,
+            operators=found.operators,
+            lines=[events.SampledLine(*line, samples=count) for line, count in counts.most_common(_MOST_LINES)],
+            samples=counts.total(),
+            trace=self._trace,
+        )
+
+
+class _LineSampler:
+    """Looks at the line that the main thread runs, five hundred times a second at most.
+
+    Attributes:
+        counts: How often each phase, activity, place and text was seen.
+    """
+
+    def __init__(self) -> None:
+        self.counts: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread = threading.Thread(target=self._run, name="notebook-accel-lines", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no longer."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        main, clock = threading.main_thread().ident or 0, loops.loops().clock
+        while not self._stop.wait(_SAMPLE_PERIOD_S):
+            frame = sys._current_frames().get(main)
+            if frame is not None:
+                activity, place, text = place_of(frame)
+                del frame  # it keeps the user's variables alive
+                self.counts["" if clock is None else clock.phase, activity, place, text] += 1
