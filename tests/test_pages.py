@@ -132,7 +132,7 @@ def test_shell_block_has_flags_that_exist(block: Block, monkeypatch: pytest.Monk
     subprocess.run(["bash", "-n", "-c", block.text], check=True)
     for line in _commands(block):
         if line.startswith(_OURS):
-            _, unknown = cli._parser().parse_known_args(shlex.split(line, comments=True)[1:])
+            _, unknown = cli.make_parser().parse_known_args(shlex.split(line, comments=True)[1:])
             assert unknown == [], line
 
 
