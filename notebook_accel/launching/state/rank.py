@@ -274,35 +274,29 @@ class RankState:
             step_history=self.step_history.since(began_s),
         )
 
-    def first_events(self) -> list[events.Event]:
-        """Return the events that come first when this state is made again: its process, and where its steps began."""
-        found: list[events.Event] = [] if self.pid is None else [events.Started(pid=self.pid, node=self.node)]
-        return found if self.steps is None else [*found, self._progress(self.last_steps.stepped_s or 0.0)]
-
-    def latest_events(self, metrics: dict[str, float]) -> list[events.Event]:
-        """Return the events that tell this state's present, with these of its metrics."""
-        stepped_s = self.last_event_s or 0.0
+    def to_events(self, metrics: dict[str, float]) -> list[events.Event]:
+        """Return events that make this state, with these of its metrics, but for what the rank has printed."""
+        time_s = self.last_event_s or 0.0
         found: list[events.Event | None] = [
-            None if self.steps is None else self._progress(stepped_s),
+            None if self.pid is None else events.Started(pid=self.pid, node=self.node, time_s=time_s),
+            None if self.steps is None else self._progress(time_s),
             self.step_history.total.to_event(),
-            events.Metrics(step=self.steps or 0, values=metrics, time_s=stepped_s) if metrics else None,
+            events.Metrics(step=self.steps or 0, values=metrics, time_s=time_s) if metrics else None,
             self.memory,
             self.model_memory,
-            events.Finished(result_bytes=0, time_s=stepped_s) if self.has_result else None,
+            events.Finished(result_bytes=0, time_s=time_s) if self.has_result else None,
             self.failed,
             self.ended,
         ]
         return [event for event in found if event is not None]
 
     def _progress(self, time_s: float) -> events.Progress:
-        assert self.step is not None
-        assert self.steps is not None
         return events.Progress(
-            step=self.step,
+            step=self.step or 0,
             total=self.total,
             epoch=self.epoch,
             epochs=self.epochs,
-            steps=self.steps,
+            steps=self.steps or 0,
             label=self.label,
             device=self.device,
             compiling=self.is_compiling,
