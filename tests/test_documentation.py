@@ -102,3 +102,4 @@ def test_text_for_language_models_has_every_page_in_order() -> None:
         "%%distributed",
     ):
         assert shown in full, shown
+    assert "<!-- run first" not in full  # the blocks' hidden parts
