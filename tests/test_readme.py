@@ -10,6 +10,7 @@ import re
 import typing
 
 import pytest
+import yaml
 
 from notebook_accel import config, errors
 from notebook_accel.launching.state import rank
@@ -18,6 +19,7 @@ from tests.pages import README as _README
 from tests.pages import ROOT as _ROOT
 
 _MOST_LINES = 200
+_MOST_PICTURE_BYTES = 2_000_000
 
 of_each_page = pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
 
@@ -60,6 +62,32 @@ def _default(option: config.Option) -> str:
 
 def _choices(option: config.Option) -> str:
     return f" One of {', '.join(f'`{choice}`' for choice in option.choices)}." if option.choices else ""
+
+
+def test_pictures_of_the_readme_exist_and_are_small() -> None:
+    named = re.findall(r'(?:src|srcset)="([^"]+)"', _README.read_text(encoding="utf-8"))
+    assert {pathlib.PurePath(name).suffix for name in named} == {".gif", ".png"}
+    assert [name for name in named if (_ROOT / name).stat().st_size > _MOST_PICTURE_BYTES] == []
+
+
+def test_issue_forms_ask_for_the_facts_that_env_prints() -> None:
+    forms = [path for path in _ROOT.glob(".github/ISSUE_TEMPLATE/*.yml") if path.name != "config.yml"]
+    assert forms
+    for form in forms:
+        fields = yaml.safe_load(form.read_text(encoding="utf-8"))["body"]
+        asked = [field for field in fields if "notebook-accel env" in field["attributes"].get("label", "")]
+        assert [field["validations"]["required"] for field in asked] == [True], form.name
+
+
+def test_contributors_read_of_every_lane() -> None:
+    script = (_ROOT / ".ci/run").read_text(encoding="utf-8")
+    page = (_ROOT / "docs/contributing.md").read_text(encoding="utf-8")
+    always, _, with_all = script.partition("if [[ ${1-} == --all ]]")
+    lanes = re.findall(r"^lane '([\w ]+)'", always, re.MULTILINE)
+    assert re.findall(r"^\| ([\w ]+) \| ", page, re.MULTILINE)[: len(lanes)] == lanes
+    by_hand = re.findall(r"^    lane '[\w ]+' (.*)$", with_all, re.MULTILINE)
+    assert by_hand
+    assert [command for command in by_hand if f"`{command}`" not in page] == []
 
 
 def test_table_of_states_has_the_words_of_the_code() -> None:
