@@ -1,6 +1,7 @@
-"""Parts of the site that the build makes: links, notebooks, the command line's page, the reference's check, llms.txt.
+"""Parts of the site that the build makes, a Sphinx extension.
 
-Nothing of it is written into the repository.
+They are links that lead out of this folder, the notebooks' links to Colab, the page about commands, a check that the
+reference is complete, and ``llms.txt``. Nothing of it is written into the repository.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from notebook_accel import cli, config, errors
 _NOTEBOOKS = "example_notebooks/"
 _LOGGER = logging.getLogger(__name__)
 # Accelerate's modules whose names are here too. Those of ``utils`` are imported from ``notebook_accel.utils``.
-DOORS = (
+_DOORS = (
     *("accelerator", "big_modeling", "data_loader", "inference", "launchers", "local_sgd", "logging", "optimizer"),
     *("scheduler", "state", "tracking", "utils"),
 )
@@ -165,7 +166,7 @@ def _check_reference(_app: Sphinx, environment: BuildEnvironment) -> None:
     """
     entries = set(environment.domains.python_domain.objects)
     documented = {id(value) for value in map(_value_of, entries) if value is not None}
-    for module in (notebook_accel, errors, *(importlib.import_module(f"notebook_accel.{door}") for door in DOORS)):
+    for module in (notebook_accel, errors, *(importlib.import_module(f"notebook_accel.{door}") for door in _DOORS)):
         for name in module.__all__:
             value = getattr(module, name)
             if id(value) not in documented:
