@@ -45,4 +45,3 @@ html_baseurl = os.environ.get("READTHEDOCS_CANONICAL_URL", "")
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_copyright = False
-copybutton_exclude = ".linenos, .gp"

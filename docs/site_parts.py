@@ -1,6 +1,7 @@
-"""Parts of the site that the build makes: links, notebooks, the command line's page, the reference's check, llms.txt.
+"""Parts of the site that the build makes, a Sphinx extension.
 
-Nothing of it is written into the repository.
+They are links that lead out of this folder, the notebooks' links to Colab, the page about commands, a check that the
+reference is complete, and ``llms.txt``. Nothing of it is written into the repository.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.writers.text import TextTranslator
 
 import notebook_accel
+from kernel_ext import commands, magics, session_magics
 from notebook_accel import cli, config, errors
 
 _NOTEBOOKS = "example_notebooks/"
 _LOGGER = logging.getLogger(__name__)
 # Accelerate's modules whose names are here too. Those of ``utils`` are imported from ``notebook_accel.utils``.
-DOORS = (
+_DOORS = (
     *("accelerator", "big_modeling", "data_loader", "inference", "launchers", "local_sgd", "logging", "optimizer"),
     *("scheduler", "state", "tracking", "utils"),
 )
@@ -88,11 +90,11 @@ def _with_colab_link(text: str, page: str) -> str:
     return json.dumps(notebook)
 
 
-# The page about the command line, from its parsers.
+# The page about commands and magics, from their parsers.
 
 
 class CommandLine(SphinxDirective):
-    """A section for each command of ``notebook-accel``."""
+    """A section for each command of ``notebook-accel`` and for each magic of the notebook."""
 
     def run(self) -> list[nodes.Node]:
         """Return the sections."""
@@ -101,25 +103,30 @@ class CommandLine(SphinxDirective):
 
 def _command_line() -> Iterator[str]:
     """Yield the page's blocks, in Markdown."""
-    [commands] = [action for action in cli.make_parser()._actions if isinstance(action, argparse._SubParsersAction)]
-    summaries = {action.dest: action.help for action in commands._choices_actions}
+    [programs] = [action for action in cli.make_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    summaries = {action.dest: str(action.help) for action in programs._choices_actions}
+    for name, parser in programs.choices.items():
+        yield from _section(f"notebook-accel {name}", summaries[name], parser)
+    yield from _section("%%distributed", "Run the cell in ranks", magics.make_parser())
+    yield "## %distributed"
+    yield f"```text\n{inspect.cleandoc(f'{commands.run.__doc__}{session_magics.HELP}')}\n```"
+
+
+def _section(title: str, summary: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield a parser's heading, its usage, and a table of the arguments that aren't options of a launch."""
     options = {option.name for option in config.fields()}
-    for name, parser in commands.choices.items():
-        shown = [action for action in parser._actions if action.dest != "help" and action.help != argparse.SUPPRESS]
-        own = [action for action in shown if not action.option_strings or action.dest not in options]
-        takes_options = len(own) < len(shown)
-        yield f"## notebook-accel {name}"
-        yield f"{_sentence(summaries[name])}"
-        positional = [_positional(action) for action in own if not action.option_strings]
-        flags = ["[flags]"] * (len(shown) > len(positional))
-        yield f"```text\n{' '.join(['notebook-accel', name, *flags, *positional])}\n```"
-        if own:
-            rows = [f"| {_names(action)} | {_sentence(action.help)} |" for action in own]
-            yield "\n".join(["| argument | what it does |", "| --- | --- |", *rows])
-        if takes_options:
-            yield "All [options of a launch](options.md#all-options) are flags too."
-        if parser.epilog:
-            yield parser.epilog
+    shown = [action for action in parser._actions if action.dest != "help" and action.help != argparse.SUPPRESS]
+    own = [action for action in shown if not action.option_strings or action.dest not in options]
+    positional = [_positional(action) for action in own if not action.option_strings]
+    flags = ["[flags]"] * (len(shown) > len(positional))
+    yield f"## {title}"
+    yield _sentence(summary)
+    yield f"```text\n{' '.join([title, *flags, *positional])}\n```"
+    if own:
+        rows = [f"| {_names(action)} | {_sentence(str(action.help).replace('%%', '%'))} |" for action in own]
+        yield "\n".join(["| argument | what it does |", "| --- | --- |", *rows])
+    if len(own) < len(shown):
+        yield "All [options of a launch](options.md#all-options) are flags too."
 
 
 def _names(action: argparse.Action) -> str:
@@ -159,7 +166,7 @@ def _check_reference(_app: Sphinx, environment: BuildEnvironment) -> None:
     """
     entries = set(environment.domains.python_domain.objects)
     documented = {id(value) for value in map(_value_of, entries) if value is not None}
-    for module in (notebook_accel, errors, *(importlib.import_module(f"notebook_accel.{door}") for door in DOORS)):
+    for module in (notebook_accel, errors, *(importlib.import_module(f"notebook_accel.{door}") for door in _DOORS)):
         for name in module.__all__:
             value = getattr(module, name)
             if id(value) not in documented:
@@ -230,7 +237,8 @@ def _text(app: Sphinx, page: str) -> str:
         return "\n\n".join(_cell_text(cell) for cell in json.loads(source)["cells"])
     source = source.replace("```{command-line}\n```", "\n\n".join(_command_line()))
     if "```{" not in source:
-        return _with_site_links(source)
+        # Comments are for the test that runs the blocks.
+        return _with_site_links(re.sub(r"^<!-- .*?-->\n+", "", source, flags=re.MULTILINE | re.DOTALL))
     document = app.env.get_and_resolve_doctree(page, app.builder)
     writer = TextTranslator(document, app.builder)
     document.walkabout(writer)

@@ -56,7 +56,8 @@ its variables stay there for later cells.
 """
 
 
-def _make_parser() -> arguments.Parser:
+def make_parser() -> arguments.Parser:
+    """Return the parser of the cell magic's line."""
     parser = arguments.Parser(f"%%{_NAME}", description=_DESCRIPTION, epilog=_EXAMPLES)
     configuration.add_flags(parser)
     add = parser.add_argument
@@ -85,7 +86,7 @@ class Magics:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        self._parser = _make_parser()
+        self._parser = make_parser()
         self.watch = CudaWatch(shell)
         self.sessions = SessionMagics(shell, self._read)
 

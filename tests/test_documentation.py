@@ -93,11 +93,13 @@ def test_built_notebooks_show_their_outputs() -> None:
 def test_text_for_language_models_has_every_page_in_order() -> None:
     short, full = ((_BUILT / name).read_text(encoding="utf-8") for name in ("llms.txt", "llms-full.txt"))
     pages = re.findall(r"^- \[[^]]+\]\(([^)]+)\.html\): \S", short, re.MULTILINE)
-    assert pages == [page for page in _LISTED if "*" not in page] + [f"example_notebooks/{name}" for name in _NOTEBOOKS]
+    notebooks = [f"example_notebooks/{name}" for name in _NOTEBOOKS]
+    assert pages == [page for listed in _LISTED for page in (notebooks if "*" in listed else [listed])]
     for shown in (
-        "# Command line",
+        "# Commands and magics",
         "notebook-accel launch [flags] script [arguments ...]",
         "notebook_accel.notebook_launcher(",
         "%%distributed",
     ):
         assert shown in full, shown
+    assert "<!-- run first" not in full  # the blocks' hidden parts

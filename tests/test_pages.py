@@ -122,7 +122,7 @@ def test_flags_of_a_cell_that_is_not_run_exist() -> None:
     assert lines
     for line in lines:
         magic, words = line.split(maxsplit=1)
-        magics._make_parser().parse(arguments.split(words, magic))  # raises for a flag that isn't there
+        magics.make_parser().parse(arguments.split(words, magic))  # raises for a flag that isn't there
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_shell_block_has_flags_that_exist(block: Block, monkeypatch: pytest.Monk
     subprocess.run(["bash", "-n", "-c", block.text], check=True)
     for line in _commands(block):
         if line.startswith(_OURS):
-            _, unknown = cli._parser().parse_known_args(shlex.split(line, comments=True)[1:])
+            _, unknown = cli.make_parser().parse_known_args(shlex.split(line, comments=True)[1:])
             assert unknown == [], line
 
 

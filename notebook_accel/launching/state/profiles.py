@@ -156,7 +156,7 @@ class Profile:
 
     @property
     def memory(self) -> list[tuple[str, ...]]:
-        """The rows of a table: the peak and the lines that held most of it, on each rank or, of many, on the fullest.
+        """The rows of a table with the peak and the lines that held most of it, on each rank or, of many, the fullest.
 
         The first row has the heads. There is none in a profile of time.
         """
