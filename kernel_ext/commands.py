@@ -48,11 +48,12 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
     %distributed compare [A [B]] print two runs' phases side by side, the last two or those of these names
     %distributed runs            list your detached runs on this machine, also those of other notebooks
     %distributed attach [NAME]   show a detached run here, live or as it ended; the value is its Job
+    %distributed detach [NAME]   let a run that goes on outlive the kernel, under this name; the value is its new Job
     %distributed again [NAME]    launch a detached run that has ended once more, with what was sent to it then
     %distributed config          open the form that writes a configuration file
     %distributed doctor          check this machine for problems that a launch would meet
 
-    The first six take --run NAME (or its number), to choose among several runs or to name an earlier one.
+    The first six, and detach, take --run NAME (or its number), to choose among several runs or to name an earlier one.
     status, why, runs and doctor take --json, which prints data for programs; profile takes --steps, the number of steps
     (5 by default), and --memory, which shows what holds memory at its peak; runs takes --clean, which removes the runs
     that have ended.
@@ -234,6 +235,11 @@ def _attach(given: argparse.Namespace) -> Job:
     return detached.attach_and_show(given.name, set_variables=_push)
 
 
+def _detach(given: argparse.Namespace) -> Job:
+    folder = detached.let_go(_running(given.run), given.name)
+    return detached.attach_and_show(folder.id, set_variables=_push)
+
+
 def _again(given: argparse.Namespace) -> Job:
     return detached.again(given.name, set_variables=_push)
 
@@ -266,18 +272,19 @@ def _commands() -> dict[str, _Command]:
         "compare": _compare,
         "runs": _runs,
         "attach": _attach,
+        "detach": _detach,
         "again": _again,
         "config": lambda _: ConfigForm(),
         "doctor": _doctor,
     }
     parsers = {name: Parser(f"%distributed {name}") for name in functions}
-    for name in ("status", "stop", "logs", "stacks", "why", "profile"):
+    for name in ("status", "stop", "logs", "stacks", "why", "profile", "detach"):
         parsers[name].add_argument("--run", default="", metavar="NAME")
     for name in ("logs", "stacks"):
         parsers[name].add_argument("rank", nargs="?", type=_rank)
     for name in ("status", "why", "runs", "doctor"):
         parsers[name].add_argument("--json", action="store_true")
-    for name in ("attach", "again"):
+    for name in ("attach", "again", "detach"):
         parsers[name].add_argument("name", nargs="?", default="")
     parsers["profile"].add_argument("--steps", type=int, default=DEFAULT_STEPS)
     parsers["profile"].add_argument("--memory", action="store_true")

@@ -20,6 +20,8 @@ from kernel_ext.front_end import STYLE, LiveClicks
 from kernel_ext.output import Choice, OutputLog
 from notebook_accel.errors import NotebookAccelError, RankFailedError
 from notebook_accel.formatting import format_clock
+from notebook_accel.launching.kernel import detached
+from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.state.diagnosis import Diagnosis
 from notebook_accel.launching.state.profiles import Profile
 from notebook_accel.launching.views.view import line_prefix
@@ -166,6 +168,9 @@ class PanelView(_SummaryView):
         self._asking: threading.Thread | None = None
         self._stacks: tuple[str, ...] = ()
         self._stacks_said = "not asked yet"
+        self._can_detach = not (isinstance(job, DetachedJob) or detached.why_not(job.config, job.on_death))
+        self._detaching: threading.Thread | None = None
+        self._detach_said = ""
         self._profiling: threading.Thread | None = None
         self._profile_said = ""
         # When parts were last drawn, and whether output and metrics have arrived since.
@@ -176,11 +181,13 @@ class PanelView(_SummaryView):
         widgets.interrupt.on_click(lambda _: self._on_interrupt())
         widgets.ask_again.on_click(lambda _: self._on_ask())
         widgets.profile.on_click(lambda _: self._on_profile())
+        widgets.detach.on_click(lambda _: self._on_detach())
         widgets.view.observe(lambda change: self._on_ask() if change["new"] == "Stacks" else None, "value")
         for widget in widgets.choices:
             widget.observe(lambda _: self._on_change(), "value")
         self._clicks = LiveClicks(front_end.kernel())
-        for widget in (widgets.stop, widgets.interrupt, widgets.ask_again, widgets.profile, *widgets.choices):
+        buttons = (widgets.stop, widgets.interrupt, widgets.detach, widgets.ask_again, widgets.profile)
+        for widget in (*buttons, *widgets.choices):
             self._clicks.attend(widget)
         self._draw(time.monotonic(), set())
         self._show(front_end.widget_view(widgets.root, f"{job.name}: running on {job.devices}"))
@@ -228,6 +235,7 @@ class PanelView(_SummaryView):
         is_chart_due = self._has_metrics and now_s - self._chart_s >= _SLOW_PERIOD_S
         widgets.show_controls(
             are_live=self._is_clickable(),
+            can_detach=self._can_detach,
             metrics=tuple(name for name in state.metric_names if name in state.history),
             clicked=self._clicked,
             has_chart=bool(widgets.chart.value) or is_chart_due,
@@ -256,8 +264,12 @@ class PanelView(_SummaryView):
 
     def _hint(self) -> str:
         job = self._job
+        if job.status == "detached":
+            return "it goes on without this notebook"
         if job.done:
             return _ENDED_BY[self._clicked] if job.status == "stopped" else ""
+        if self._detach_said:
+            return self._detach_said
         if self._clicked == "stop":
             return "stopping …"
         if job.on_death == "keep":
@@ -306,6 +318,21 @@ class PanelView(_SummaryView):
             self._profiling.start()
             self._on_change()
 
+    def _on_detach(self) -> None:
+        """Let the run go on without the kernel, unless that is under way."""
+        if self._detaching is None or not self._detaching.is_alive():
+            self._detach_said = "detaching …"
+            self._detaching = threading.Thread(target=self._detach, name="notebook-accel-detach", daemon=True)
+            self._detaching.start()
+            self._on_change()
+
+    def _detach(self) -> None:
+        try:
+            detached.let_go(self._job)
+        except NotebookAccelError as error:
+            self._detach_said = str(error).replace("\n", " ")
+        self._on_change()
+
     def _profile_steps(self) -> None:
         try:
             self._profile, self._profile_said = self._job.profile(_PROFILED_STEPS), ""
@@ -336,6 +363,9 @@ class _PanelWidgets:
         self.stop = ipywidgets.Button(description="Stop", tooltip="End every rank of this run now")
         self.interrupt = ipywidgets.Button(
             description="Interrupt", tooltip="Raise KeyboardInterrupt in every rank, so that each can clean up"
+        )
+        self.detach = ipywidgets.Button(
+            description="Detach", tooltip="Let this run go on when the notebook's kernel ends"
         )
         self.fold = ipywidgets.ToggleButton(description=f"Show all {world_size} ranks", tooltip="A row for every rank")
         self.view = ipywidgets.ToggleButtons(
@@ -376,12 +406,13 @@ class _PanelWidgets:
         named(self.view, "nba-tabs")
         named(self.curves, "nba-tabs")
         named(self.interrupt, "nba-button")
+        named(self.detach, "nba-button")
         self._tools = named(HBox([self.view, self.ask_again, self.profile, self.rank, self.search]), "nba-tools")
         self._chart_tools = named(HBox([self.metric, self.curves]), "nba-tools")
         scroll = named(VBox([self.body]), "nba-scrollback")
         output = named(VBox([self._tools, self.errors, scroll]), "nba-output-pane")
         chart = named(VBox([self._chart_tools, self.chart]), "nba-chart-pane")
-        top = named(HBox([self.header, self.interrupt, self.stop]), "nba-top")
+        top = named(HBox([self.header, self.detach, self.interrupt, self.stop]), "nba-top")
         bottom = named(HBox([output, chart]), "nba-bottom")
         style = named(HTML(f"<style>{STYLE}</style>"), "nba-style")
         return named(VBox([style, top, self.table, self.fold, bottom]), "nba-panel")
@@ -397,11 +428,14 @@ class _PanelWidgets:
         """True if the visible controls already name the chart's metric."""
         return bool(self._chart_tools.layout.display == "")
 
-    def show_controls(self, *, are_live: bool, metrics: tuple[str, ...], clicked: str, has_chart: bool) -> None:
+    def show_controls(
+        self, *, are_live: bool, can_detach: bool, metrics: tuple[str, ...], clicked: str, has_chart: bool
+    ) -> None:
         """Show the controls that have an effect now.
 
         Args:
             are_live: Whether clicks arrive.
+            can_detach: Whether the run may go on without the kernel.
             metrics: The metrics that the chart can show.
             clicked: ``stop`` or ``interrupt`` after such a click; else empty.
             has_chart: Whether there is a chart.
@@ -415,6 +449,7 @@ class _PanelWidgets:
         shown = {
             self.stop: are_live,
             self.interrupt: are_live,
+            self.detach: are_live and can_detach and not clicked,
             self.fold: are_live and self._has_many,
             self._tools: are_live,
             self.rank: self._has_some,

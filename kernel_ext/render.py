@@ -55,7 +55,7 @@ class RunFacts:
         name: The run's name.
         devices: The devices that it runs on, such as ``2 CPUs``.
         precision: The mixed precision, ``no`` if there is none.
-        status: ``starting``, ``running``, ``succeeded``, ``failed`` or ``stopped``.
+        status: ``starting``, ``running``, ``succeeded``, ``failed``, ``stopped`` or ``detached``.
         elapsed_s: The running time so far, or in all.
         hint: A hint for the reader, such as how to stop the run; may be empty.
         failed_rank: The rank whose traceback is shown, ``None`` if no rank has one.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         TrainingError,
     )
     from notebook_accel.launching.kernel.configuring import write_basic_config
-    from notebook_accel.launching.kernel.detached import attach
+    from notebook_accel.launching.kernel.detached import attach, detach
     from notebook_accel.launching.kernel.job import Job
     from notebook_accel.launching.kernel.notebook_launcher import debug_launcher, notebook_launcher
     from notebook_accel.launching.results import Results
@@ -86,7 +86,7 @@ _NAMES = {
         "RankFailedError ResultError RunError RunStoppedError RunTimeoutError TrainingError"
     ),
     "launching.kernel.configuring": "write_basic_config",
-    "launching.kernel.detached": "attach",
+    "launching.kernel.detached": "attach detach",
     "launching.kernel.job": "Job",
     "launching.kernel.notebook_launcher": "debug_launcher notebook_launcher",
     "launching.results": "Results",
@@ -124,10 +124,10 @@ __all__ = [
     "ParallelismConfig", "PartialState", "PayloadError", "PreflightError", "ProfileKwargs", "ProjectConfiguration",
     "RankFailedError", "ResultError", "Results", "RunError", "RunStoppedError", "RunTimeoutError", "Session",
     "TrainingError", "attach", "compare", "config_widget", "cpu_offload", "cpu_offload_with_hook", "debug_launcher",
-    "disk_offload", "dispatch_model", "estimate_memory", "find_executable_batch_size", "infer_auto_device_map",
-    "init_empty_weights", "init_on_device", "is_rich_available", "load_checkpoint_and_dispatch",
-    "load_checkpoint_in_model", "notebook_launcher", "prepare_data_loader", "prepare_pippy", "report",
-    "skip_first_batches", "synchronize_rng_states", "write_basic_config",
+    "detach", "disk_offload", "dispatch_model", "estimate_memory", "find_executable_batch_size",
+    "infer_auto_device_map", "init_empty_weights", "init_on_device", "is_rich_available",
+    "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "notebook_launcher", "prepare_data_loader",
+    "prepare_pippy", "report", "skip_first_batches", "synchronize_rng_states", "write_basic_config",
 ]  # fmt: skip
 
 

@@ -23,6 +23,9 @@ import msgspec
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 
+FIRST_AFTER_HISTORY = 1 << 32
+"""Number before the first message of a journal that begins after a history, whose numbers are lower."""
+
 _HEADER = struct.Struct("!IIQ")
 _NUMBER = struct.Struct("!Q")
 _READ_BYTES = 1 << 20

@@ -137,6 +137,13 @@ def end_with_parent(parent_pid: int) -> None:
     die_with_parent(parent_pid, signal.SIGCONT)
 
 
+def outlive_parent() -> None:
+    """Undo ``end_with_parent``, and ignore the SIGHUP of a terminal that closes."""
+    _libc().prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 def state(pid: int) -> str:
     """Return a process's state as ``ps`` shows it, such as ``T`` for stopped; empty if there is no such process."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:

@@ -368,8 +368,8 @@ class ResultFiles:
     def __init__(
         self, descriptors: Sequence[int], by_value: Sequence[Any], set_variables: Callable[[dict[str, Any]], object]
     ) -> None:
-        self._descriptors = descriptors
-        self._by_value = by_value
+        self.descriptors = descriptors
+        self.by_value = by_value
         self._set_variables = set_variables
         self._bound: dict[str, None] = {}  # in order
         self._opened: dict[int, ResultFile] = {}
@@ -389,7 +389,7 @@ class ResultFiles:
         Raises:
             ResultError: An object can't be read. The other variables are set, and the error has the other results.
         """
-        for rank, descriptor in enumerate(self._descriptors, first_rank):
+        for rank, descriptor in enumerate(self.descriptors, first_rank):
             self._unpickle(rank, descriptor, has_variables=rank == first_rank)
         self._set_variables_of(first_rank)
         again = "make that possible, and read again: job.results(), or sys.last_value.job.results()"
@@ -405,10 +405,10 @@ class ResultFiles:
         Returns:
             The names that are bound, and the reasons for those that can't be unpickled.
         """
-        if not os.fstat(self._descriptors[0]).st_size:  # it was lost on its way from another machine
+        if not os.fstat(self.descriptors[0]).st_size:  # it was lost on its way from another machine
             self.close()
             return (), {}
-        file = self._unpickle(first_rank, self._descriptors[0])
+        file = self._unpickle(first_rank, self.descriptors[0])
         self._set_variables_of(first_rank)
         reasons = {key: problem.what for key, problem in file.problems.items() if key}
         if not reasons:
@@ -417,7 +417,7 @@ class ResultFiles:
 
     def _unpickle(self, rank: int, descriptor: int, *, has_variables: bool = True) -> ResultFile:
         file = self._opened.setdefault(rank, ResultFile(descriptor, rank, has_variables=has_variables))
-        file.unpickle(self._by_value)
+        file.unpickle(self.by_value)
         return file
 
     def _set_variables_of(self, rank: int) -> None:

@@ -32,11 +32,12 @@ JOURNAL_VERSION = 1
 
 _YOUNG_S = 5.0  # a folder of a launch that nobody holds and that is older belongs to a launch that was killed
 _DAY_S = 86_400.0
-_FACTS, _DRAFT, _LOCK, _PAYLOAD, _JOURNAL, _LATEST, _SOCKET = (
+_FACTS, _DRAFT, _LOCK, _PAYLOAD, _HISTORY, _JOURNAL, _LATEST, _SOCKET = (
     "run.json",
     "launch.json",
     "lock",
     "payload",
+    "history",
     "journal",
     "latest",
     "socket",
@@ -59,6 +60,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
         journal_version: ``JOURNAL_VERSION`` of that version.
         host: Name of the machine.
         boot_id: The machine's id for the time since it was started.
+        has_payload: Whether the payload is that of the launch. A run that was detached while it went on has lost it.
     """
 
     name: str
@@ -73,6 +75,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     journal_version: int
     host: str
     boot_id: str
+    has_payload: bool = True
 
 
 class RunFolder:
@@ -157,6 +160,13 @@ class RunFolder:
         """Return the descriptor of the new journal."""
         return self._create(_JOURNAL)
 
+    def fill_result(self, rank: int, source: int) -> None:
+        """Copy a rank's result from a file into the folder's."""
+        with open(self.path / f"result_{rank}", "r+b", buffering=0) as file:
+            position, size = 0, os.fstat(source).st_size
+            while position < size:
+                position += os.sendfile(file.fileno(), source, position, size - position)
+
     def open_payload(self) -> int:
         """Return a descriptor for reading the payload."""
         return self._open(_PAYLOAD)
@@ -168,6 +178,18 @@ class RunFolder:
     def open_journal(self) -> int:
         """Return a descriptor for reading the journal."""
         return self._open(_JOURNAL)
+
+    def write_history(self, data: bytes) -> None:
+        """Write frames that tell what was before the journal, in a run that was detached while it went on."""
+        self.replace(_HISTORY, data)
+
+    def open_history(self) -> int:
+        """Return a descriptor for reading what was before the journal.
+
+        Raises:
+            FileNotFoundError: The run was detached from its beginning.
+        """
+        return self._open(_HISTORY)
 
     def open_latest(self) -> int:
         """Return a descriptor for reading the latest message of each kind."""
@@ -261,11 +283,18 @@ def root(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
     return pathlib.Path(state, "notebook_accel", "runs")
 
 
-def make(name: str, *, is_unique: bool = False) -> tuple[RunFolder, int]:
-    """Make the folder of a new run, and return it with the descriptor that holds its lock.
+def new_id(name: str) -> str:
+    """Return a new id for a run of this name."""
+    words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40]
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{secrets.token_hex(3)}"
+
+
+def make(name: str, run_id: str = "", *, is_unique: bool = False) -> tuple[RunFolder, int]:
+    """Make the folder of a run, and return it with the descriptor that holds its lock.
 
     Args:
         name: The run's name.
+        run_id: The run's id, by default a new one.
         is_unique: Whether to refuse the name of a run that goes on.
 
     Raises:
@@ -277,8 +306,7 @@ def make(name: str, *, is_unique: bool = False) -> tuple[RunFolder, int]:
             f"A detached run of yours with the name {name!r} goes on already.",
             fix=f"--name with another name; or %distributed attach {name}, or notebook-accel stop {name}",
         )
-    words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40]
-    path = root() / f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{secrets.token_hex(3)}"
+    path = root() / (run_id or new_id(name))
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_rights(path.parent)

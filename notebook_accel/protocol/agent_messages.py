@@ -1,7 +1,7 @@
 """Messages between kernel, agent and template. Descriptors travel beside a message, in the order stated.
 
-kernel -> agent      Prepare, Launch, Interrupt, Respawn, End, Release, Inspect, Profile, Quit
-agent -> kernel      Said, Inspected, Starting, AboutNodes, RunEnded, Broken, Idle
+kernel -> agent      Prepare, Launch, Interrupt, Respawn, End, Release, Inspect, Profile, Detach, Quit
+agent -> kernel      Said, Inspected, Starting, AboutNodes, RunEnded, Broken, Idle, Detached
 any kernel -> agent  Hello, and then Interrupt, End, Inspect, Profile; for a detached run
 agent -> any kernel  Attached, and then what the launching kernel hears too
 agent -> template    Fork, ForkElastic
@@ -166,6 +166,28 @@ class Profile(_AgentMessage, frozen=True, kw_only=True):
     deadline_s: float
     trace: str = ""
     memory: bool = False
+
+
+class Detach(_AgentMessage, frozen=True, kw_only=True):
+    """Go on without the kernel, for a run that is the agent's only one, as the agent of a detached run does.
+
+    Descriptors: the one that holds the lock of the run's folder, then each rank's result file.
+    """
+
+    job_id: str
+    folder: str
+
+
+class Detached(_AgentMessage, frozen=True, kw_only=True):
+    """The answer to ``Detach``: the agent's last word to the kernel, unless ``why`` tells why it stays.
+
+    Attributes:
+        told_bytes: The part of each rank's log that the kernel has been told.
+    """
+
+    job_id: str
+    why: str = ""
+    told_bytes: list[int] = []
 
 
 class Quit(_AgentMessage, frozen=True):
@@ -395,9 +417,9 @@ class Exited(_AgentMessage, frozen=True, kw_only=True):
     peak_bytes: int
 
 
-ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Release | Inspect | Profile | Quit
+ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Release | Inspect | Profile | Detach | Quit
 Order: TypeAlias = Hello | Interrupt | End | Inspect | Profile
-ToKernel: TypeAlias = Said | Inspected | Starting | AboutNodes | RunEnded | Broken | Idle
+ToKernel: TypeAlias = Said | Inspected | Starting | AboutNodes | RunEnded | Broken | Idle | Detached
 ToTemplate: TypeAlias = Fork | ForkElastic
 FromTemplate: TypeAlias = Ready | Unusable | Forked | NotForked | Exited
 

@@ -83,6 +83,55 @@ def test_run_outlives_its_kernel_and_another_one_has_all_of_it(tmp_path: pathlib
     assert list(run_folders.root().iterdir()) == []
 
 
+def test_run_under_a_cell_is_detached_by_a_click_and_outlives_its_kernel(tmp_path: pathlib.Path) -> None:
+    mark = tmp_path / "mark"
+    first = new_kernel(tmp_path / "first")
+    try:
+        first.run(f"mark, factor = {str(mark)!r}, 2")
+        cell = first.start(_CELL.strip().replace("--detach --name night", "--name day").replace("none", "panel"))
+        cell.wait_for_display(_LONG_S)
+        opened = [message["content"] for message in cell.messages if message["msg_type"] == "comm_open"]
+        [button] = [comm for comm in opened if comm["data"]["state"].get("description") == "Detach"]
+        first.click(button["comm_id"])
+        outcome = cell.finish(_LONG_S)
+        assert "The run 'day' was detached, and goes on without this notebook." in outcome.traceback
+        assert "Fix: %distributed attach day" in outcome.traceback
+        assert "it goes on without this notebook" in outcome.displays[-1]["data"]["text/html"]
+        assert first.run("%%distributed -n 2 --view none\n1", _LONG_S).result == "[1, 1]"
+        first.kill()
+    finally:
+        first.close()
+    second = new_kernel(tmp_path / "second")
+    try:
+        attached = second.run("job = %distributed attach day\njob.status", _LONG_S)
+        assert attached.result == "'running'", attached.traceback
+        mark.touch()
+        ended = second.run("results = job.results()\n[type(model).__name__, model.size, steps > 0]", _LONG_S)
+        assert ended.result == "['Model', 42, True]", ended.traceback
+        assert second.value("results[1].double().size, job.pull('steps') == steps") == "(84, True)"
+        [folder] = run_folders.every()
+        processes.wait_until(lambda: not folder.is_held, "its agent has gone", _LONG_S)
+    finally:
+        second.close()
+
+
+def test_run_in_the_background_is_detached_by_name(tmp_path: pathlib.Path) -> None:
+    mark = tmp_path / "mark"
+    kernel = new_kernel(tmp_path / "kernel")
+    try:
+        kernel.run(f"mark, factor = {str(mark)!r}, 2")
+        kernel.run(_CELL.strip().replace("--detach --name night", "--background --name day"), _LONG_S)
+        detached = kernel.run("job = %distributed detach night --run day\njob", _LONG_S)
+        assert detached.result == "<Job 'night': running, 2 ranks on 2 CPUs>", detached.traceback
+        assert re.search(r"\(day\): detached, .*\n.*\(night\): running", kernel.run("%distributed status").stdout)
+        mark.touch()
+        assert kernel.run("job.results()[0].size", _LONG_S).result == "42"
+        [folder] = run_folders.every()
+        processes.wait_until(lambda: not folder.is_held, "its agent has gone", _LONG_S)
+    finally:
+        kernel.close()
+
+
 def test_wrong_words_are_answered(tmp_path: pathlib.Path) -> None:
     kernel = new_kernel(tmp_path / "kernel")
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pathlib
 import signal
 import socket
 import time
@@ -18,12 +19,13 @@ from collections.abc import Iterator
 import msgspec
 
 from notebook_accel.host_memory import MemoryWatch
-from notebook_accel.launching.agent.audience import Audience, Kernel
+from notebook_accel.launching.agent.audience import Attachments, Audience, Kernel
 from notebook_accel.launching.agent.elastic_runs import ElasticRuns
 from notebook_accel.launching.agent.inspection import Inspection
 from notebook_accel.launching.agent.runs import Rank, Run, fork_order, open_rank, reason_of
 from notebook_accel.launching.agent.templates import TemplateProcess, Templates
-from notebook_accel.launching.processes import end_with_parent, kill_group
+from notebook_accel.launching.processes import close_all, end_with_parent, kill_group
+from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message
@@ -145,6 +147,8 @@ class Agent:
             self._inspect(told)
         elif isinstance(told, messages.Profile):
             self._profile(told)
+        elif isinstance(told, messages.Detach):
+            self._detach(told, message.descriptors)
         elif isinstance(told, messages.Release):
             if told.job_id in self._runs:
                 self._runs[told.job_id].release()
@@ -169,6 +173,29 @@ class Agent:
 
     def _quit(self) -> None:
         self._is_quitting = True
+
+    def _detach(self, told: messages.Detach, descriptors: list[int]) -> None:
+        """Go on without the kernel, if the run goes on and is the only one."""
+        _, *results = descriptors  # the first is the lock, which is held as long as this process lives
+        run = self._runs.get(told.job_id)
+        why = "" if run is not None else "it has ended"
+        if run is not None and (self._waiting or len(self._runs) > 1):
+            why = "another run of this notebook goes on"
+        attachments = None
+        if run is not None and not why:
+            try:
+                attachments = Attachments(RunFolder(pathlib.Path(told.folder)), None, run.launch.world_size, results)
+            except OSError as error:
+                why = f"{error}"
+        told_bytes = [rank.log.position for rank in run.ranks] if run is not None else []
+        self._tell_kernel(messages.Detached(job_id=told.job_id, why=why, told_bytes=told_bytes))
+        if attachments is None:
+            close_all(descriptors)
+            return
+        assert isinstance(self._audience, Kernel)
+        self._audience.leave()
+        self._audience = attachments
+        attachments.begin(self._loop, self._hear, self._quit)
 
     # Templates -----------------------------------------------------------------------------------------------------
 

@@ -6,14 +6,14 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from notebook_accel.formatting import clipped, plain_text
-from notebook_accel.launching.journal import Journal, numbered
-from notebook_accel.launching.processes import pidfd_open
+from notebook_accel.launching.journal import FIRST_AFTER_HISTORY, Journal, numbered
+from notebook_accel.launching.processes import close_all, outlive_parent, pidfd_open
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message, peer_of, take_frames
@@ -78,7 +78,8 @@ class Kernel:
         self._connection.set_blocking(False)
         loop.watch(self._connection.fileno(), self._read)
         # The connection's other end may live on in a process that the kernel forked. Its pidfd can't be fooled.
-        loop.watch(pidfd_open(self._pid), quit_now)
+        self._pidfd = pidfd_open(self._pid)
+        loop.watch(self._pidfd, quit_now)
 
     @property
     def queued_bytes(self) -> int:
@@ -99,6 +100,18 @@ class Kernel:
         except OSError:  # the system has no memory for it just now: the rest goes with the next round
             self._loop.watch_writing(self._connection.fileno(), False)
 
+    def leave(self) -> None:
+        """Write what is queued, and close the connection: the agent outlives the kernel from now on."""
+        self._loop.unwatch(self._connection.fileno())
+        self._loop.unwatch(self._pidfd)
+        os.close(self._pidfd)
+        with contextlib.suppress(OSError, TimeoutError):
+            self._connection.set_blocking(True)
+            self._connection.set_send_deadline(_PATIENCE_S)
+            self._connection.flush()
+        self._connection.close()
+        outlive_parent()
+
     def _read(self) -> None:
         for message in self._connection.receive():
             self._hear(messages.decode_for_agent(message.body), message)
@@ -111,29 +124,36 @@ class Attachments:
 
     Args:
         folder: The run's folder.
-        launcher: The connection to the launching kernel.
+        launcher: The connection to the launching kernel; ``None`` for a run that was detached while it went on.
         world_size: Number of ranks.
+        results: Such a run's result files, which are copied to the folder at its end. This owns them.
     """
 
     is_behind = False  # output goes to the journal, whoever reads it
 
-    def __init__(self, folder: RunFolder, launcher: Connection, world_size: int) -> None:
+    def __init__(
+        self, folder: RunFolder, launcher: Connection | None, world_size: int, results: Sequence[int] = ()
+    ) -> None:
         self._folder = folder
         self._journal = Journal(folder.create_journal(), folder.id, world_size)
         self._listening = folder.listen()
         self._listening.setblocking(False)
-        self._attached: list[_Attachment] = [_Attachment(launcher, None)]
-        self._told = 0
+        self._attached: list[_Attachment] = [] if launcher is None else [_Attachment(launcher, None)]
+        self._results = results
+        self._told = 0 if launcher is not None else FIRST_AFTER_HISTORY
         self._ended_by = ""
         self._latest_due_s = 0.0
         self._has_news = False
-        self.is_launched = False
+        self.is_launched = launcher is None
         self.is_leaving = False
+        if self.is_launched:
+            folder.publish()
 
     def begin(self, loop: EventLoop, hear: Hear, quit_now: Callable[[], None]) -> None:
         self._loop, self._hear, self._quit = loop, hear, quit_now
         loop.watch(self._listening.fileno(), self._accept)
-        self._watch(self._attached[0])
+        for attachment in self._attached:
+            self._watch(attachment)
 
     @property
     def queued_bytes(self) -> int:
@@ -142,6 +162,8 @@ class Attachments:
     def tell(self, message: msgspec.Struct) -> None:
         if isinstance(message, messages.RunEnded) and message.reason in ("stopped", "interrupted"):
             message = msgspec.structs.replace(message, by=self._ended_by)
+        if isinstance(message, messages.RunEnded | messages.Broken):
+            self._copy_results()
         self._told += 1
         body = numbered(self._told, messages.encode(message))
         for attachment in self._attached:
@@ -154,6 +176,14 @@ class Attachments:
         if isinstance(message, messages.RunEnded | messages.Broken):
             self.is_leaving = True
             self._latest_due_s = 0.0
+
+    def _copy_results(self) -> None:
+        """Copy the ranks' results to the folder. The ranks have gone."""
+        for rank, result in enumerate(self._results):
+            with contextlib.suppress(OSError):  # no room: a file that isn't whole is reported where it is read
+                self._folder.fill_result(rank, result)
+        close_all(self._results)
+        self._results = ()
 
     def flush(self) -> None:
         now_s = time.monotonic()

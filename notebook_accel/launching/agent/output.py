@@ -102,7 +102,7 @@ class LogTail:
         self.descriptor = descriptor
         self._allowance = allowance
         self._say = say
-        # Position of the first byte that was neither sent nor skipped. A restarted rank continues its log.
+        # A restarted rank continues its log.
         self._position = self._seen_size = self.size_bytes
         self._left_out = 0
         self._first_bytes = _FIRST_BYTES
@@ -111,6 +111,11 @@ class LogTail:
     def close(self) -> None:
         """Close the log."""
         close_all([self.descriptor])
+
+    @property
+    def position(self) -> int:
+        """Position of the first byte that was neither sent nor skipped."""
+        return self._position
 
     @property
     def size_bytes(self) -> int:

@@ -20,8 +20,10 @@ from notebook_accel import environment, time_limit, uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, RunError, SupervisorLostError
 from notebook_accel.launching.kernel.engine import RunHandle
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.kernel.run_payload import PreparedRun
 from notebook_accel.launching.processes import bootstrap, resume_if_stopped
+from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
@@ -32,6 +34,7 @@ from notebook_accel.uninterruptible import Latch
 _Handle = TypeVar("_Handle", bound=RunHandle)
 
 _SEND_DEADLINE_S = 10.0
+_DETACH_DEADLINE_S = 30.0
 _CLOSE_DEADLINE_S = 5.0
 _LOOK_PERIOD_S = 0.5
 _SAMPLES_PAUSE_S = 0.05  # then one look takes those of many ranks, and not each its own
@@ -172,7 +175,7 @@ class AgentLink(Generic[_Handle]):
             job.deliver(0, events.Nodes(lines=said.lines, is_news=said.is_news))
         elif isinstance(said, messages.RunEnded):
             job.end(said.reason, elsewhere=said.elsewhere)
-        else:
+        elif isinstance(said, messages.Broken):
             kind = RunError if said.was_running else ProcessStartError
             job.end("", kind(said.text, why=said.why or self._last_words(), fix=said.fix))
         return False
@@ -190,6 +193,7 @@ class AgentProcess(AgentLink[RunHandle]):
         self._connection.set_send_deadline(_SEND_DEADLINE_S)
         self._connection.set_receive_deadline(_LOOK_PERIOD_S)
         self._errors = memory_files.memory_file("notebook-accel-agent-log")
+        self._answer = _Answer()
         self._process: subprocess.Popen[bytes] | None = None
         self._start_error: OSError | None = None
         self._has_started = Latch()
@@ -208,6 +212,10 @@ class AgentProcess(AgentLink[RunHandle]):
         """True if a run is on its way or runs."""
         return bool(self._jobs)
 
+    def serves(self, job: RunHandle) -> bool:
+        """Return whether the job's run is the agent's, and hasn't ended."""
+        return job.id in self._jobs
+
     @property
     def log(self) -> int:
         """Descriptor of the file that the agent and the templates write to."""
@@ -225,6 +233,31 @@ class AgentProcess(AgentLink[RunHandle]):
         except LaunchError:
             self.forget(prepared.job)
             raise
+
+    def detach(self, job: Job, folder: RunFolder, lock: int) -> list[int]:
+        """Let the agent go on without this process, with the run, which must be its only one.
+
+        All that the agent has said here is delivered before the job ends.
+
+        Args:
+            job: The run's job.
+            folder: The run's folder, with its facts.
+            lock: Descriptor that holds the folder's lock.
+
+        Returns:
+            The part of each rank's log that was delivered, in bytes.
+
+        Raises:
+            RunError: It doesn't: the run has ended, or another one goes on.
+        """
+        self._answer = _Answer(lambda: job.end_detached(folder.facts.name))
+        results = job.result_files.descriptors
+        self._send(messages.Detach(job_id=job.id, folder=str(folder.path)), [lock, *results])
+        self._answer.has_come.wait(_DETACH_DEADLINE_S)
+        if not self._answer.is_detached:
+            why = self._answer.why or "its agent, the process that supervises the ranks, doesn't answer"
+            raise RunError("The run can't be detached now.", why=f"{why[0].upper()}{why[1:]}.")
+        return self._answer.told_bytes
 
     def tell(self, message: messages.ToAgent) -> None:
         with contextlib.suppress(LaunchError):  # an agent that has gone took its ranks with it
@@ -284,10 +317,18 @@ class AgentProcess(AgentLink[RunHandle]):
             self._has_started.set()
         try:
             with contextlib.suppress(ClosedError, OSError):
-                while True:
+                while not self._answer.is_detached:
                     self._read()
         finally:
             self._lost()
+
+    def _heard(self, said: messages.ToKernel) -> bool:
+        if not isinstance(said, messages.Detached):
+            return super()._heard(said)
+        self._answer.come(said)
+        if not said.why:
+            self._jobs.clear()
+        return False
 
     def _receive(self) -> Sequence[bytes]:
         frames = self._connection.receive()
@@ -303,7 +344,11 @@ class AgentProcess(AgentLink[RunHandle]):
         assert self._process is not None
         self._connection.shutdown()  # whatever has ended the reading, this ends the agent
         self._connection.close()
-        self._wait_for_its_end()
+        if self._answer.is_detached:
+            self._process.wait()  # its parent has to, as long as it is there
+        else:
+            self._wait_for_its_end()
+            self._answer.come(None)
         for job in list(self._jobs.values()):
             if self._is_closing:
                 job.end("stopped")
@@ -324,6 +369,27 @@ class AgentProcess(AgentLink[RunHandle]):
 
     def _last_words(self) -> str:
         return last_words(self._errors)
+
+
+class _Answer:
+    """The agent's answer to ``Detach``. ``when_detached`` is called if the agent goes on by itself, however late."""
+
+    def __init__(self, when_detached: Callable[[], None] = lambda: None) -> None:
+        self._when_detached = when_detached
+        self.has_come = Latch()
+        self.is_detached = False
+        self.why = ""
+        self.told_bytes: list[int] = []
+
+    def come(self, said: messages.Detached | None) -> None:
+        """Take the answer; ``None`` if there won't be one."""
+        if not self.has_come.is_set:
+            said = said or messages.Detached(job_id="", why="its agent has gone")
+            self.why, self.told_bytes = said.why, said.told_bytes
+            self.is_detached = not self.why
+            if self.is_detached:
+                self._when_detached()
+            self.has_come.set()
 
 
 def start_process(theirs: Connection, log: int) -> subprocess.Popen[bytes]:

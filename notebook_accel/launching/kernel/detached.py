@@ -11,16 +11,23 @@ import contextlib
 import os
 import pathlib
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from notebook_accel import VERSION, uninterruptible
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import ConfigError, LaunchError, PreflightError, RunError
-from notebook_accel.launching import logs, run_folders
+from notebook_accel.errors import (
+    ConfigError,
+    LaunchError,
+    PayloadError,
+    PreflightError,
+    RunError,
+)
+from notebook_accel.launching import journal, logs, run_folders
 from notebook_accel.launching.kernel import detached_runs, foreground, local, preflight, registry, run_payload
 from notebook_accel.launching.kernel.detached_job import Definitions, DetachedJob, open_job, request_of
 from notebook_accel.launching.kernel.detached_link import Link, send_order
@@ -30,8 +37,11 @@ from notebook_accel.launching.kernel.run_payload import PreparedRun, RunFiles
 from notebook_accel.launching.run_folders import JOURNAL_VERSION, RunFacts, RunFolder
 from notebook_accel.payload import serialization
 from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol import events
 
 _PAUSE_S = 0.1
+_START_DEADLINE_S = 60.0
+_KEPT_BYTES = 1 << 16  # of what each rank has printed before its run was detached
 _STOP_DEADLINE_S = 30.0
 
 
@@ -40,7 +50,8 @@ class DetachedEngine:
 
     def launch(self, request: LaunchRequest) -> Job:
         """Start the ranks and return the run's job. See ``Engine``."""
-        _refuse_what_cannot_be(request)
+        if why := why_not(request.config, request.on_death):
+            raise ConfigError("This run can't be detached.", why=why, fix="leave out --detach (detach=True)")
         preflight.warn(detached_runs.logout_findings())
         local.check_size(request.spec.world_size)
         pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
@@ -57,20 +68,20 @@ class DetachedEngine:
             files = _FolderFiles(folder)
             with run_payload.prepared_run(request, pickled, unsent, files=files, make_job=make_job) as prepared:
                 assert isinstance(prepared.job, DetachedJob)
-                folder.write_facts(_facts(prepared.job, request))
+                folder.write_facts(_facts(prepared.job, prepared.job.name, request.config))
                 Link(prepared.job).launch(prepared, lock, release)
         return prepared.job
 
 
 @contextlib.contextmanager
-def _new_folder(name: str, *, is_unique: bool) -> Iterator[tuple[RunFolder, int, Callable[[], None]]]:
+def _new_folder(name: str, run_id: str = "", *, is_unique: bool) -> Iterator[tuple[RunFolder, int, Callable[[], None]]]:
     """Make the folder of a new run. Remove it on leaving if no agent has taken over the launch.
 
     Yields:
         The folder, the descriptor that holds its lock, and a function that closes the descriptor here.
     """
     run_folders.remove_old()
-    folder, lock = run_folders.make(name, is_unique=is_unique)
+    folder, lock = run_folders.make(name, run_id, is_unique=is_unique)
     with contextlib.ExitStack() as held:
         held.callback(os.close, lock)
         try:
@@ -102,33 +113,110 @@ class _FolderFiles(RunFiles):
         return self._folder.log_folder
 
 
-def _refuse_what_cannot_be(request: LaunchRequest) -> None:
-    config = request.config
-    why = ""
+def detach(job: Job, name: str = "") -> DetachedJob:
+    """Let a run that goes on outlive this process, as if it had been launched with ``detach=True``.
+
+    The job ends with the status ``detached``; the run's new job has everything from then on, and the curves so far.
+
+    Args:
+        job: The run's job, in the foreground or the background.
+        name: Name of the detached run. Default: the run's name.
+
+    Returns:
+        The run's new job.
+
+    Raises:
+        ConfigError: A run with these options can't be detached.
+        LaunchError: A detached run of that name goes on already, or there is no place for its folder.
+        RunError: The run has ended, or another run of this process goes on.
+    """
+    return job if isinstance(job, DetachedJob) else attach(let_go(job, name).id)
+
+
+def let_go(job: Job, name: str = "") -> RunFolder:
+    """Detach a run as ``detach`` does, without attaching to it, and return its folder."""
+    if why := why_not(job.config, job.on_death):
+        raise ConfigError(f"The run {job.name!r} can't be detached.", why=why)
+    deadline_s = time.monotonic() + _START_DEADLINE_S
+    while job.status == "starting" and time.monotonic() < deadline_s:
+        job.wait(_PAUSE_S)
+    preflight.warn(detached_runs.logout_findings())
+    return uninterruptible.call(lambda: _let_go(job, name or job.name))
+
+
+def _let_go(job: Job, name: str) -> RunFolder:
+    with _new_folder(name, job.id, is_unique=True) as (folder, lock, _):
+        try:
+            folder.write_facts(msgspec.structs.replace(_facts(job, name, job.config), has_payload=False))
+            _write_definitions(job, name, folder)
+            for rank in range(job.world_size):
+                os.close(folder.create_result(rank))
+        except OSError as error:
+            raise LaunchError(
+                f"The folder {folder.path} for the detached run can't be written: {error.strerror}. "
+                f"The run {job.name!r} goes on as before.",
+                fix="set XDG_STATE_HOME to a folder of yours on a local disk with room",
+            ) from None
+        told_bytes = local.engine().detach(job, folder, lock)
+        with contextlib.suppress(OSError):  # no room: the run goes on without what was before
+            folder.write_history(_history(job, told_bytes))
+    return folder
+
+
+def _write_definitions(job: Job, name: str, folder: RunFolder) -> None:
+    """Write the notebook's functions and classes, to which results refer, in place of the payload."""
+    namespace = sys.modules["__main__"].__dict__
+    try:
+        pickled = serialization.pickle_by_value(tuple(job.result_files.by_value), roots={}, namespace=namespace)
+    except PayloadError:  # the notebook has changed them: a result that refers to one can't be read elsewhere
+        pickled = serialization.pickle_by_value((), roots={})
+    payload = folder.create_payload()
+    try:
+        serialization.dump(payload, pickled, msgspec.structs.replace(job.spec, name=name).encode())
+    finally:
+        os.close(payload)
+
+
+def _history(job: Job, told_bytes: Sequence[int]) -> bytes:
+    """Return frames with the run's events so far: the state's, and the last lines that each rank has printed."""
+    with job.state_lock:
+        told = job.state.to_events()
+    for rank, (path, end) in enumerate(zip(job.log_files, told_bytes, strict=False)):
+        with contextlib.suppress(OSError), path.open("rb") as log:
+            log.seek(start := max(0, end - _KEPT_BYTES))
+            lines = log.read(end - start).decode(errors="replace").removesuffix("\n").split("\n")
+            if start:  # the first line may be cut off
+                lines.pop(0)
+            told += [(rank, events.Output(text="\n".join(lines)))] if any(lines) else []
+    said = (messages.Said(job_id=job.id, rank=rank, event=msgspec.Raw(events.encode(event))) for rank, event in told)
+    return b"".join(journal.frame(number, messages.encode(message)) for number, message in enumerate(said, 1))
+
+
+def why_not(config: LaunchConfig, on_death: messages.OnDeath) -> str:
+    """Return the reason why a run can't outlive its kernel; empty if it can."""
     if config.start_method in ("fork", "inline"):
-        why = f"With start_method={config.start_method!r} its ranks would be the kernel or forks of it."
-    elif config.num_nodes != "1":
-        why = "Runs on several nodes end with the kernels that have launched them."
-    elif config.engine != "local":
-        why = f"Ranks of the engine {config.engine!r} end with the kernel."
-    elif request.on_death == "keep":
-        why = "A session's ranks take their cells from the kernel."
-    if why:
-        raise ConfigError("This run can't be detached.", why=why, fix="leave out --detach (detach=True)")
+        return f"With start_method={config.start_method!r} its ranks would be the kernel or forks of it."
+    if config.num_nodes != "1":
+        return "Runs on several nodes end with the kernels that have launched them."
+    if config.engine != "local":
+        return f"Ranks of the engine {config.engine!r} end with the kernel."
+    if on_death == "keep":
+        return "A session's ranks take their cells from the kernel."
+    return ""
 
 
-def _facts(job: DetachedJob, request: LaunchRequest) -> RunFacts:
+def _facts(job: Job, name: str, config: LaunchConfig) -> RunFacts:
     defaults = msgspec.to_builtins(LaunchConfig())
-    options = msgspec.to_builtins(request.config)
+    options = msgspec.to_builtins(config)
     return RunFacts(
-        name=job.name,
+        name=name,
         world_size=job.world_size,
         devices=job.devices,
         config={name: value for name, value in options.items() if value != defaults[name]},
         log_folder="" if job.log_folder is None else str(job.log_folder),
-        began=time.time(),
+        began=time.time() - (time.monotonic() - job.started_s),
         began_s=job.started_s,
-        keep_days=request.config.keep_days,
+        keep_days=config.keep_days,
         version=VERSION,
         journal_version=JOURNAL_VERSION,
         host=socket.gethostname(),
@@ -198,6 +286,12 @@ def again(
     if earlier.is_held:
         name = earlier.facts.name
         raise LaunchError(f"The run {name!r} goes on.", fix=f"%distributed attach {name}; notebook-accel stop {name}")
+    if not earlier.facts.has_payload:
+        raise LaunchError(
+            f"The run {earlier.facts.name!r} can't be launched again from here.",
+            why="It was detached while it went on, and what was sent to its ranks wasn't kept.",
+            fix="run its cell again, with --detach",
+        )
     request = request_of(earlier, set_variables)
     findings = preflight.check(request.config)
     if any(finding.refuses for finding in findings):
@@ -218,7 +312,7 @@ def _launch_again(earlier: RunFolder, request: LaunchRequest) -> DetachedJob:
             job = DetachedJob(
                 request, folder=folder, by_value=Definitions(folder), result_files=results, log_folder=log_folder
             )
-            folder.write_facts(_facts(job, request))
+            folder.write_facts(_facts(job, job.name, request.config))
             Link(job).launch(PreparedRun(job, payload, results), lock, release)
         finally:
             os.close(payload)

@@ -143,6 +143,8 @@ class Definitions(Sequence[Any]):
         finally:
             os.close(descriptor)
         namespace.update({name: obj for name, obj in opened.by_value if name is not None})
+        if not self._folder.facts.has_payload:
+            return list(opened.value)
         namespace.update(opened.value.names)
         return [obj for _, obj in opened.by_value]
 

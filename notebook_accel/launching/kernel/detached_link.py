@@ -101,6 +101,12 @@ class Link(AgentLink[DetachedJob]):
         else:
             self._start_thread()
 
+    def hear_history(self) -> None:
+        """Hear what was before the journal of a run that was detached while it went on."""
+        with contextlib.suppress(FileNotFoundError):
+            if not self._seen:
+                self._replay(self._folder.open_history())
+
     def hear(self, descriptor: int) -> None:
         """Hear the messages in a file only, and close it."""
         self._replay(descriptor)
@@ -193,6 +199,7 @@ class Link(AgentLink[DetachedJob]):
             if time.monotonic() > deadline_s:
                 raise _no_answer(self._folder)
             time.sleep(_PAUSE_S)
+        self.hear_history()
         self._known = self._seen
         self._replay(self._folder.open_journal())
         return self._is_over
@@ -206,6 +213,7 @@ class Link(AgentLink[DetachedJob]):
         """
         self._connection = connection
         frames = _introduce(connection, agent_pid, _START_DEADLINE_S, follows=True)
+        self.hear_history()
         self._known = self._seen
         [descriptor] = frames[0].descriptors
         self._replay(descriptor, messages.decode_attached(frames[0].body).size_bytes)

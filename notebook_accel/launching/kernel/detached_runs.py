@@ -98,10 +98,13 @@ def _job_of_latest(folder: RunFolder) -> DetachedJob:
     job = open_job(folder, has_results=False)
     was_held = folder.is_held  # read before the messages, the last of which is written before the agent ends
     with contextlib.suppress(FileNotFoundError):
-        Link(job).hear(folder.open_latest())
+        link = Link(job)
+        link.hear_history()
+        link.hear(folder.open_latest())
     if not job.done and not was_held:  # the disk may have been full
         job = open_job(folder, has_results=False)
         link = Link(job)
+        link.hear_history()
         link.hear(folder.open_journal())
         link.end_if_lost()
     return job

@@ -6,8 +6,6 @@ import abc
 import collections
 import contextlib
 import dataclasses
-import itertools
-import os
 import pathlib
 import threading
 import time
@@ -24,7 +22,7 @@ from notebook_accel.errors import (
     RunStoppedError,
     RunTimeoutError,
 )
-from notebook_accel.launching import logs, traces
+from notebook_accel.launching import logs, run_folders, traces
 from notebook_accel.launching.kernel.engine import LaunchRequest, RunControl
 from notebook_accel.launching.results import ResultFiles, Results
 from notebook_accel.launching.state import failures, profiles
@@ -40,9 +38,8 @@ from notebook_accel.uninterruptible import Latch
 _MOST_PENDING_EVENTS = 100_000
 _DISCARD_DEADLINE_S = 10.0
 _TRACE_DEADLINE_S = 60.0  # for ranks to read what they have recorded
-_numbers = itertools.count(1)
 
-Status = Literal["waiting", "starting", "running", "succeeded", "failed", "stopped"]
+Status = Literal["waiting", "starting", "running", "succeeded", "failed", "stopped", "detached"]
 
 
 class Handle(abc.ABC):
@@ -137,8 +134,9 @@ class Job(Handle):
     """A run that was started. The launcher makes it, an engine feeds it, views and users read it.
 
     Attributes:
-        id: An identifier, unique among the kernel's runs.
+        id: An identifier, unique among this user's runs.
         name: The run's name.
+        spec: The description of the run that its ranks get.
         config: Its options.
         world_size: Number of ranks here.
         devices: The ranks' devices in words, such as ``2 CPUs``.
@@ -173,7 +171,8 @@ class Job(Handle):
     ) -> None:
         spec, config = request.spec, request.config
         super().__init__(spec.name)
-        self.id = f"{os.getpid()}-{next(_numbers)}"
+        self.id = run_folders.new_id(spec.name)
+        self.spec = spec
         self.config = config
         self.world_size = spec.world_size
         self.devices = request.devices
@@ -191,6 +190,7 @@ class Job(Handle):
         self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
         self._files = ResultFiles(result_files, by_value, request.set_variables or (lambda _: None))
         self._is_discarded = False
+        self._is_detached = False
         self._can_be_asked_again = False
         self._control: RunControl | None = None
         self._lock = threading.Lock()
@@ -221,6 +221,8 @@ class Job(Handle):
         return self._end_status()
 
     def _end_status(self) -> Status:
+        if self._is_detached:
+            return "detached"
         if self._reason in ("stopped", "interrupted", "terminated"):
             return "stopped"
         return "succeeded" if self._has_all_results() else "failed"
@@ -524,13 +526,29 @@ class Job(Handle):
         self.ending.fill_in(status, why, self.ended_s - self.started_s, self.diagnosis())
         if self._is_discarded or not (self._has_all_results() or self.state.has_saved):
             self._files.close()
-        with self.state_lock:
-            self.state.close()
+        if not self._is_detached:
+            with self.state_lock:
+                self.state.close()
         self._ended.set()
         self._stack_request.end()
         with self.state_lock:
             if self._profile_request is not None:
                 self._profile_request.end()
+
+    def end_detached(self, name: str) -> None:
+        """Note that the run goes on, and that this job hears no more of it.
+
+        Args:
+            name: Its name from now on.
+        """
+        self._is_detached = True
+        what = f"The run {self.name!r} was detached, and goes on without this notebook."
+        self.end("", RunError(what, fix=f"%distributed attach {name}, or notebook_accel.attach({name!r})"))
+
+    @property
+    def result_files(self) -> ResultFiles:
+        """The ranks' result files, which the job owns."""
+        return self._files
 
     def end_here(self, outcome: Results | None, raised: BaseException | None) -> None:
         """Note the end of a run whose one rank was this process, with its results or the rank's exception."""

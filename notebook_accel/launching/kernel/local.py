@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 
 from notebook_accel import config, uninterruptible
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import ConfigError, LaunchError
+from notebook_accel.errors import ConfigError, LaunchError, RunError
 from notebook_accel.launching import processes
 from notebook_accel.launching.kernel import run_payload
 from notebook_accel.launching.kernel.agent_process import AgentProcess, TemplateLine
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.kernel.run_payload import PreparedRun
+from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.payload import serialization
 from notebook_accel.protocol.agent_messages import ElasticOptions
 
@@ -108,6 +109,28 @@ class LocalEngine:
             agent.launch(prepared, line)
         finally:
             line.close()
+
+    def detach(self, job: Job, folder: RunFolder, lock: int) -> list[int]:
+        """Let a run and its agent go on without this process. Another agent serves later launches.
+
+        Args:
+            job: The run's job.
+            folder: The run's folder, with its facts.
+            lock: Descriptor that holds the folder's lock.
+
+        Returns:
+            The part of each rank's log that was delivered, in bytes.
+
+        Raises:
+            RunError: It can't be.
+        """
+        with self._lock:
+            agent = self._agent
+            if agent is None or not agent.serves(job):
+                raise RunError(f"The run {job.name!r} can't be detached now.", why="It has ended.")
+            told_bytes = agent.detach(job, folder, lock)
+            self._agent = None
+        return told_bytes
 
     def close(self) -> None:
         """End every run, the agent and the template, and waits until they are gone."""

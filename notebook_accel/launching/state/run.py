@@ -10,6 +10,7 @@ Times are the seconds of ``time.monotonic()`` that events carry; methods that ne
 from __future__ import annotations
 
 import collections
+import operator
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import Literal
@@ -152,6 +153,27 @@ class RunState:
         for rank, event in stored:
             state.apply(rank, event)
         return state
+
+    def to_events(self) -> list[tuple[int, events.Event]]:
+        """Return events that make a state like this one when they are replayed, but for what ranks have printed."""
+        points = [
+            (step, rank, name, value)
+            for name, curves in self.history.items()
+            for rank, series in curves.ranks.items()
+            for step, value in series.points
+        ]
+        points.sort(key=operator.itemgetter(0))  # since a point of the mean needs all ranks
+        found: list[tuple[int, events.Event]] = []
+        if self.first_step_s is not None or any(curves.unit == "steps" for curves in self.history.values()):
+            counting = next((rank.rank for rank in self.ranks if rank.steps is not None), 0)
+            found.append((counting, events.Progress(step=0, time_s=self.first_step_s or 0.0)))
+        found += [(rank, events.Metrics(step=step, values={name: value})) for step, rank, name, value in points]
+        found += [(0, event) for event in self.restartings]  # after which ranks have no metrics
+        told = {} if self.restartings else {(rank, name): value for _, rank, name, value in points}
+        for rank in self.ranks:
+            rest = {name: value for name, value in rank.metrics.items() if told.get((rank.rank, name)) != value}
+            found += [(rank.rank, event) for event in rank.to_events(rest)]
+        return found
 
     def apply(self, rank: int, event: events.Event) -> None:
         """Take in one event of one rank, or one of the whole run, for which the rank doesn't matter."""

@@ -6,6 +6,8 @@ import collections
 import dataclasses
 from collections.abc import Iterable
 
+import msgspec
+
 from notebook_accel.protocol import events
 
 _RECENT_STEPS = 50
@@ -94,6 +96,23 @@ class StepTimes:
                 self.lines[key] += sign * line.samples
                 if self.lines[key] <= 0:
                     del self.lines[key]
+
+    def to_event(self) -> events.StepTimes | None:
+        """Return one event that has these sums; ``None`` without a step."""
+        if self.last is None:
+            return None
+        return msgspec.structs.replace(
+            self.last,
+            steps=self.steps,
+            seconds=self.seconds,
+            evaluations=self.evaluations,
+            collecting_s=self.collecting_s,
+            compilations=self.compilations,
+            smallest_batch=self.smallest_batch,
+            largest_batch=self.largest_batch,
+            samples=self.samples,
+            lines=[events.SampledLine(*line, samples) for line, samples in self.lines.items()],
+        )
 
     def copy(self) -> StepTimes:
         """Return a copy that later events don't change."""

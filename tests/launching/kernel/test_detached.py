@@ -10,22 +10,24 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from notebook_accel import attach, notebook_launcher
+from notebook_accel import attach, detach, notebook_launcher
 from notebook_accel.errors import (
     ConfigError,
     LaunchError,
     NotebookAccelError,
     RankFailedError,
+    RunError,
     RunStoppedError,
     SupervisorLostError,
 )
 from notebook_accel.launching import run_folders
-from notebook_accel.launching.kernel import detached, detached_runs
+from notebook_accel.launching.kernel import detached, detached_runs, local
 from notebook_accel.launching.kernel.detached_job import DetachedJob
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol import events
 from tests import processes
 from tests.launching import functions
@@ -48,7 +50,7 @@ def launch(function: Callable[..., object], *args: object, ranks: int = 2, **opt
     return job
 
 
-def wait_for_steps(job: DetachedJob) -> None:
+def wait_for_steps(job: Job) -> None:
     processes.wait_until(
         lambda: all(rank.metrics and rank.last_line for rank in job.ranks), "all ranks have reported", _LONG_S
     )
@@ -209,6 +211,74 @@ def test_kernel_that_was_dropped_attaches_again_and_hears_each_line_once(mark: p
             lines[rank] += event.text.split("\n")
     assert lines == {rank: [f"step {number}" for number in range(steps)] for rank, steps, _ in results}
     wait_for_its_end(job)
+
+
+@pytest.fixture
+def own_agent() -> Iterator[None]:
+    """Ends the agent that later launches of this process have got."""
+    yield
+    local.engine().close()
+
+
+def launch_here(function: Callable[..., object], *args: object, **options: object) -> Job:
+    given = {"name": "day", "use_cpu": True, "view": "none", "background": True} | options
+    job = notebook_launcher(function, args, 2, **given)  # type: ignore[arg-type]
+    assert isinstance(job, Job)
+    return job
+
+
+@pytest.mark.usefixtures("own_agent")
+def test_run_that_goes_on_is_detached_with_its_curves_its_output_and_its_results(mark: pathlib.Path) -> None:
+    here = launch_here(functions.reports_until, str(mark), {"answer": 42})
+    wait_for_steps(here)
+    processes.wait_until(lambda: len(here.state.history["loss"].ranks) == 2, "both have a curve", _LONG_S)
+    before = here.state.history["loss"].ranks[1].points
+    job = detach(here, "night")
+    assert (here.status, here.done, job.status, job.name) == ("detached", True, "running", "night")
+    with pytest.raises(RunError, match=r"'day' was detached.*\nFix: %distributed attach night"):
+        here.results()
+    assert [rank.pid for rank in job.ranks] == [rank.pid for rank in here.ranks]
+    assert job.state.history["loss"].ranks[1].points[: len(before) - 1] == before[:-1]
+    assert len(job.stacks(_LONG_S)) == 2
+    assert detach(job) is job
+    # Later launches get another agent, which a Quit ends without the detached run.
+    assert launch_here(functions.rank).results(_LONG_S) == [0, 1]
+    local.engine().close()
+    steps = job.ranks[0].metrics["loss"]
+    processes.wait_until(lambda: job.ranks[0].metrics["loss"] < steps, "the run goes on", _LONG_S)
+    mark.touch()
+    results = job.results(_LONG_S)
+    assert [(rank, answer) for rank, _, answer in results] == [(0, {"answer": 42}), (1, {"answer": 42})]
+    assert job.logs(0).splitlines() == [f"step {number}" for number in range(results[0][1])]
+    wait_for_its_end(job)
+    later = attach("night", view="none")
+    assert later.results() == results
+    printed = [event.text for rank, event in later.events() if rank == 0 and isinstance(event, events.Output)]
+    assert "\n".join(printed) == "\n".join(f"step {number}" for number in range(results[0][1]))
+    with pytest.raises(LaunchError, match="what was sent to its ranks wasn't kept"):
+        detached.again("night")
+
+
+@pytest.mark.usefixtures("own_agent")
+def test_run_that_was_detached_is_stopped_by_name(mark: pathlib.Path) -> None:
+    job = detach(launch_here(functions.reports_until, str(mark)))
+    assert command("stop", "day").stdout.startswith("The run 'day' is stopped.")
+    with pytest.raises(RunStoppedError):
+        job.results(_LONG_S)
+    wait_for_its_end(job)
+
+
+@pytest.mark.usefixtures("own_agent")
+def test_run_that_cannot_be_detached_goes_on_as_before(mark: pathlib.Path) -> None:
+    job = launch_here(functions.reports_until, str(mark))
+    other = launch_here(functions.reports_until, str(mark), name="other")
+    with pytest.raises(RunError, match=r"can't be detached now\.\nAnother run of this notebook goes on\."):
+        detach(job)
+    mark.touch()
+    assert [len(run.results(_LONG_S)) for run in (job, other)] == [2, 2]
+    with pytest.raises(RunError, match=r"can't be detached now\.\nIt has ended\."):
+        detach(job)
+    assert list(run_folders.root().iterdir()) == []
 
 
 def test_variable_that_no_pull_has_named_is_not_kept(mark: pathlib.Path) -> None:

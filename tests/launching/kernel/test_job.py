@@ -47,13 +47,13 @@ def job() -> Iterator[Job]:
 
 
 def write_result(job: Job, rank: int, value: object, pulled: dict[str, object] | None = None) -> None:
-    write_result_file(job._files._descriptors[rank], {"": value, **(pulled or {})}, rank=rank, advice="")
+    write_result_file(job.result_files.descriptors[rank], {"": value, **(pulled or {})}, rank=rank, advice="")
     job.deliver(rank, events.Finished(result_bytes=1))
     job.deliver(rank, events.Ended(exit_code=0))
 
 
 def test_results_and_pulled_names(job: Job) -> None:
-    descriptors = list(job._files._descriptors)
+    descriptors = list(job.result_files.descriptors)
     write_result(job, 1, "one")
     write_result(job, 0, "zero", {"model": 3})
     assert (job.done, job.status) == (False, "starting")

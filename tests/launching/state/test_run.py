@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from typing import Any
 
@@ -217,6 +218,38 @@ def test_a_state_is_made_again_from_stored_events(sequence: list[tuple[int, even
         stored.append((rank, events.encode(event)))
     again = RunState.replay(3, ((rank, events.decode(data)) for rank, data in stored))
     assert _all_of(again) == _all_of(state)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), strategies.any_event), max_size=60))
+def test_state_is_told_again_by_events_but_for_what_was_printed(sequence: list[tuple[int, events.Event]]) -> None:
+    state = RunState.replay(3, sequence)
+    again = RunState.replay(3, state.to_events())
+    for rank, known in zip(again.ranks, state.ranks, strict=True):
+        assert (rank.steps, rank.step, rank.total, rank.metrics) == (
+            known.steps,
+            known.step,
+            known.total,
+            known.metrics,
+        )
+        assert (rank.has_result, rank.failed, rank.ended) == (known.has_result, known.failed, known.ended)
+        assert (rank.memory, rank.step_history.total.steps) == (known.memory, known.step_history.total.steps)
+    assert again.restarts_why == state.restarts_why
+
+
+def test_curves_are_told_again_as_they_are() -> None:
+    state = RunState(2)
+    for step, rank in itertools.product(range(1, 600), range(2)):
+        state.apply(rank, _progress(float(step), step))
+        state.apply(rank, events.Metrics(step=step, values={"loss": rank + 1 / step, "accuracy": step / 600}))
+    again = RunState.replay(2, state.to_events())
+    assert again.first_step_s == state.first_step_s == 1.0
+    for name in ("loss", "accuracy"):
+        told, known = again.history[name], state.history[name]
+        assert told.unit == known.unit == "steps"
+        assert told.ranks[1].points[-1] == known.ranks[1].points[-1]
+        assert set(told.ranks[1].points) <= set(known.ranks[1].points)
+        assert len(told.ranks[1].points) > len(known.ranks[1].points) // 3
+        assert told.mean.points[-1] == pytest.approx(known.mean.points[-1], rel=1e-2)
 
 
 @given(st.lists(strategies.any_event, max_size=60), strategies.times)
