@@ -52,9 +52,8 @@ class MemoryRecorder:
     def stop(self) -> None:
         """Record no more."""
         self._tensors.is_on = False
-        if _modes()[-1:] == [
-            self._mode
-        ]:  # else the user's code has put one on top, and this one stays and does nothing
+        # If the user's code has put another mode on top, this one stays and does nothing.
+        if _modes()[-1:] == [self._mode]:
             self._mode.__exit__(None, None, None)
         self._mode = None
 
