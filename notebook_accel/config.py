@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from notebook_accel import config_file, time_limit
+from notebook_accel import config_file, environment, time_limit
 from notebook_accel.environment import fsdp_variables, is_false, is_true
 from notebook_accel.errors import ConfigError
 
@@ -176,6 +176,17 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ConfigError: A value isn't allowed, or there is no such option.
         """
         return _checked({**msgspec.structs.asdict(self), **changes})
+
+    def training_variables(self) -> dict[str, str]:
+        """Return the environment variables by which an ``Accelerator`` finds these options."""
+        variables: dict[str, str] = {environment.MIXED_PRECISION: self.mixed_precision}
+        if self.gradient_accumulation_steps is not None:
+            variables[environment.GRADIENT_ACCUMULATION_STEPS] = str(self.gradient_accumulation_steps)
+        if self.dynamo_backend != "no":  # otherwise the user's own variable counts
+            variables[f"{environment.DYNAMO}BACKEND"] = self.dynamo_backend
+        if self.fsdp:
+            variables |= environment.fsdp_variables(self.fsdp_options)
+        return variables
 
 
 class Option(msgspec.Struct, frozen=True):

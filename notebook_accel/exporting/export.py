@@ -212,16 +212,9 @@ def _usage(request: ExportRequest) -> list[str]:
 
 def _settings(request: ExportRequest) -> list[str]:
     """Return lines that set the environment variables for ``Accelerator`` as the launch would."""
-    options = request.options
-    values: dict[str, str] = {}
-    if options.mixed_precision != "no":
-        values[environment.MIXED_PRECISION] = options.mixed_precision
-    if options.gradient_accumulation_steps is not None:
-        values[environment.GRADIENT_ACCUMULATION_STEPS] = str(options.gradient_accumulation_steps)
-    if options.dynamo_backend != "no":
-        values[f"{environment.DYNAMO}BACKEND"] = options.dynamo_backend
-    if options.fsdp:
-        values |= environment.fsdp_variables(options.fsdp_options)
+    values = request.options.training_variables()
+    if request.options.mixed_precision == "no":
+        del values[environment.MIXED_PRECISION]
     if request.given.get("use_cpu"):
         values[environment.USE_CPU] = "true"
     return [f'os.environ["{name}"] = "{value}"' for name, value in values.items()]

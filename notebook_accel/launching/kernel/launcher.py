@@ -268,8 +268,8 @@ def _working_directory() -> str:
 
 
 def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
-    variables: dict[str, str] = {
-        environment.MIXED_PRECISION: config.mixed_precision,
+    variables = {
+        **config.training_variables(),
         environment.PROFILE: config.profile,
         # What torchrun sets besides a rank's place; several nodes have their own values. By the first of them Lightning
         # knows that its processes are there already, and asks neither Slurm nor MPI then.
@@ -279,12 +279,6 @@ def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
         "GROUP_WORLD_SIZE": "1",
         "ROLE_NAME": "default_role",
     }
-    if config.gradient_accumulation_steps is not None:
-        variables[environment.GRADIENT_ACCUMULATION_STEPS] = str(config.gradient_accumulation_steps)
-    if config.dynamo_backend != "no":  # otherwise the user's own variable counts
-        variables[f"{environment.DYNAMO}BACKEND"] = config.dynamo_backend
-    if config.fsdp:
-        variables |= environment.fsdp_variables(config.fsdp_options)
     if devices.kind == "CPU":
         # Without the first, Accelerate inside a rank trains alone.
         variables |= {environment.USE_CPU: "true", **devices.hiding()}

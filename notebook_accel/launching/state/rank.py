@@ -284,6 +284,7 @@ class RankState:
             events.Metrics(step=self.steps or 0, values=metrics, time_s=time_s) if metrics else None,
             self.memory,
             self.model_memory,
+            None if self.time_limit is None else events.TimeLimitReached(limit=self.time_limit, time_s=time_s),
             events.Finished(result_bytes=0, time_s=time_s) if self.has_result else None,
             self.failed,
             self.ended,

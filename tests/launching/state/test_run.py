@@ -233,6 +233,7 @@ def test_state_is_told_again_by_events_but_for_what_was_printed(sequence: list[t
         )
         assert (rank.has_result, rank.failed, rank.ended) == (known.has_result, known.failed, known.ended)
         assert (rank.memory, rank.step_history.total.steps) == (known.memory, known.step_history.total.steps)
+        assert rank.time_limit == known.time_limit
     assert again.restarts_why == state.restarts_why
 
 
