@@ -8,6 +8,7 @@ import time
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 
 _STEPS_IN_PROFILE = 20
 
@@ -89,6 +90,14 @@ def holds_memory(device: str, compiles: bool) -> None:
 
     while True:
         step()
+
+
+def counts_flops() -> None:
+    model, optimizer = _model()
+    with FlopCounterMode(display=False):
+        while True:
+            _step(model, optimizer, torch.ones(4, 8))
+            time.sleep(0.01)
 
 
 def does_no_step() -> None:

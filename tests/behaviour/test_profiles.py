@@ -94,6 +94,16 @@ def test_profile_of_memory_names_the_lines_that_hold_it_at_the_peak(
     assert "held at the peak by" in str(profile)
 
 
+def test_memory_is_not_profiled_beside_a_mode_of_the_programs_own(running: Callable[..., Job]) -> None:
+    job = running(profiled_programs.counts_flops)
+    with pytest.raises(RunError, match="could be profiled") as raised:
+        job.profile(2, memory=True)
+    assert (
+        raised.value.why == "ranks 0-1: its code runs in a mode of torch's dispatcher itself, such as FlopCounterMode"
+    )
+    job.kill()
+
+
 def test_ranks_are_profiled_at_the_same_time(running: Callable[..., Job]) -> None:
     job = running(slow_programs.slow_forward_on_one_rank, False)
 

@@ -38,7 +38,9 @@ class MemoryRecorder:
         self._mode: Any = None
 
     def begin(self) -> str:
-        """Begin to record at the next operator."""
+        # Modes form a stack, and who leaves a mode takes the top one off it.
+        if _modes():
+            return "its code runs in a mode of torch's dispatcher itself, such as FlopCounterMode"
         self._tensors.is_on = True
         self._mode = _mode_class()(self._tensors)
         self._mode.__enter__()
@@ -50,9 +52,8 @@ class MemoryRecorder:
     def stop(self) -> None:
         """Record no more."""
         self._tensors.is_on = False
-        dispatch = sys.modules["torch.utils._python_dispatch"]
-        # Modes form a stack. One that the user's code has put on top goes first, and this one then does nothing.
-        if dispatch._get_current_dispatch_mode_stack()[-1] is self._mode:
+        # If the user's code has put another mode on top, this one stays and does nothing.
+        if _modes()[-1:] == [self._mode]:
             self._mode.__exit__(None, None, None)
         self._mode = None
 
@@ -67,6 +68,10 @@ class MemoryRecorder:
             peak_bytes=self._tensors.peak_bytes,
             held=held,
         )
+
+
+def _modes() -> list[Any]:
+    return list(sys.modules["torch.utils._python_dispatch"]._get_current_dispatch_mode_stack())
 
 
 class _Tensors:
