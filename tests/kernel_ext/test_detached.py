@@ -124,6 +124,8 @@ def test_run_in_the_background_is_detached_by_name(tmp_path: pathlib.Path) -> No
         detached = kernel.run("job = %distributed detach night --run day\njob", _LONG_S)
         assert detached.result == "<Job 'night': running, 2 ranks on 2 CPUs>", detached.traceback
         assert re.search(r"\(day\): detached, .*\n.*\(night\): running", kernel.run("%distributed status").stdout)
+        again = kernel.run("%distributed detach")
+        assert again.result == detached.result, again.traceback
         mark.touch()
         assert kernel.run("job.results()[0].size", _LONG_S).result == "42"
         [folder] = run_folders.every()

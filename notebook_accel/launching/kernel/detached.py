@@ -135,13 +135,17 @@ def detach(job: Job, name: str = "") -> DetachedJob:
 
 def let_go(job: Job, name: str = "") -> RunFolder:
     """Detach a run as ``detach`` does, without attaching to it, and return its folder."""
+    if isinstance(job, DetachedJob):
+        return job.folder
     if why := why_not(job.config, job.on_death):
         raise ConfigError(f"The run {job.name!r} can't be detached.", why=why)
     deadline_s = time.monotonic() + _START_DEADLINE_S
     while job.status == "starting" and time.monotonic() < deadline_s:
         job.wait(_PAUSE_S)
     preflight.warn(detached_runs.logout_findings())
-    return uninterruptible.call(lambda: _let_go(job, name or job.name))
+    folder = uninterruptible.call(lambda: _let_go(job, name or job.name))
+    local.engine().warm_in_kernel()  # the run has taken its agent and template along
+    return folder
 
 
 def _let_go(job: Job, name: str) -> RunFolder:
