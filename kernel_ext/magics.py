@@ -185,7 +185,13 @@ class Magics:
                 "--args was given, and the cell doesn't end with a `def` that could take them.",
                 fix="end the cell with the function, or leave out --args: the cell sees the notebook's names",
             )
-        value = self._shell.ev(expression)
+        try:
+            value = self._shell.ev(expression)
+        except Exception as error:  # noqa: BLE001 - the user's expression may raise anything
+            raise CellError(
+                f"--args {expression} can't be evaluated: {type(error).__name__}: {error}",
+                fix="--args with a Python expression, in brackets if it has quotes: --args ('pear', 10)",
+            ) from None
         return value if isinstance(value, tuple) else (value,)
 
     def _define_here(self, cell: cells.Cell) -> None:

@@ -144,10 +144,8 @@ class SessionMagics:
                 "%distributed start; --fresh launches this cell by itself."
             )
         session = self._needed("%%distributed")
-        asked = _asked_about(cell)
-        if asked:
-            lines = session.describe(asked, _ASKED_DEADLINE_S)
-            print("\n".join(lines or [_why_nothing_is_known(session, asked, has_answered=lines is not None)]))
+        if asked := _asked_about(cell):
+            _describe(session, asked)
             return None
         wants_value = given.background or given.out is not None
         job = session.cell_job(self._read(cell), self._shell.user_ns, push=given.push, wants_value=wants_value)
@@ -189,6 +187,11 @@ class SessionMagics:
         if not line.strip():
             raise UsageError("%%rank needs ranks: %%rank 0, or %%rank 0,2-3.")
         ranks = parse_ranks(line)
+        if asked := _asked_about(cell):
+            if ranks != [0]:
+                raise UsageError(f"%%rank: only rank 0 can be asked for {asked}?, in a cell with %%rank 0.")
+            _describe(session, asked)
+            return None
         job = session.cell_job(self._read(cell), self._shell.user_ns, ranks=ranks, wants_value=False)
         return job.run().shown or None
 
@@ -231,6 +234,12 @@ class SessionMagics:
             error.values, error.pulled = {}, tuple(found)
             raise
         self._shell.push(values)
+
+
+def _describe(session: Session, asked: str) -> None:
+    """Print what rank 0 says about a name."""
+    lines = session.describe(asked, _ASKED_DEADLINE_S)
+    print("\n".join(lines or [_why_nothing_is_known(session, asked, has_answered=lines is not None)]))
 
 
 def _why_nothing_is_known(session: Session, asked: str, *, has_answered: bool) -> str:

@@ -88,6 +88,13 @@ def test_bad_flag_is_said_in_a_few_lines_before_anything_runs(notebook: kernels.
     assert notebook.value("os.path.exists('it_ran')") == "False"
 
 
+def test_arguments_that_are_no_expression_are_said(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run("%%distributed --args 'pear',10\ndef train(fruit, count): pass")
+    shown = plain(outcome.traceback)
+    assert "--args pear,10 can't be evaluated: NameError: name 'pear' is not defined" in shown
+    assert "--args ('pear', 10)" in shown and "magics.py" not in shown
+
+
 @pytest.mark.front_end
 def test_syntax_error_is_shown_as_the_notebook_shows_one(notebook: kernels.Kernel) -> None:
     outcome = notebook.run("%%distributed -n 2\nfine = 1\nx = = 3")

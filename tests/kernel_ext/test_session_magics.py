@@ -215,6 +215,8 @@ def test_tab_and_question_mark_know_what_rank_0_has(notebook: kernels.Kernel) ->
     assert "Value: 'red'" in ast.literal_eval(told)
     assert notebook.run("%%distributed\nitem_of_ranks?").stdout == "Type: Item\nDocstring:\nSomething.\n"
     assert notebook.run("%%distributed\n?nothing").stdout == "Rank 0 has no name 'nothing'.\n"
+    assert notebook.run("%%rank 0\nitem_of_ranks?").stdout == "Type: Item\nDocstring:\nSomething.\n"
+    assert "only rank 0 can be asked for item_of_ranks?" in notebook.run("%%rank 0-1\nitem_of_ranks?").stderr
     notebook.run("_pool._LOOKUP_DEADLINE_S = 0.0")
     assert notebook.run("%%distributed\nitem_of_ranks?").stdout == "Type: Item\nDocstring:\nSomething.\n"
 
