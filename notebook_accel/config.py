@@ -177,16 +177,17 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """
         return _checked({**msgspec.structs.asdict(self), **changes})
 
-    def training_variables(self) -> dict[str, str]:
-        """Return the environment variables by which an ``Accelerator`` finds these options."""
-        variables: dict[str, str] = {environment.MIXED_PRECISION: self.mixed_precision}
-        if self.gradient_accumulation_steps is not None:
-            variables[environment.GRADIENT_ACCUMULATION_STEPS] = str(self.gradient_accumulation_steps)
-        if self.dynamo_backend != "no":  # otherwise the user's own variable counts
-            variables[f"{environment.DYNAMO}BACKEND"] = self.dynamo_backend
-        if self.fsdp:
-            variables |= environment.fsdp_variables(self.fsdp_options)
-        return variables
+
+def training_variables(config: LaunchConfig) -> dict[str, str]:
+    """Return the environment variables by which an ``Accelerator`` finds these options."""
+    variables: dict[str, str] = {environment.MIXED_PRECISION: config.mixed_precision}
+    if config.gradient_accumulation_steps is not None:
+        variables[environment.GRADIENT_ACCUMULATION_STEPS] = str(config.gradient_accumulation_steps)
+    if config.dynamo_backend != "no":  # otherwise the user's own variable counts
+        variables[f"{environment.DYNAMO}BACKEND"] = config.dynamo_backend
+    if config.fsdp:
+        variables |= environment.fsdp_variables(config.fsdp_options)
+    return variables
 
 
 class Option(msgspec.Struct, frozen=True):

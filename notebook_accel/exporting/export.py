@@ -212,7 +212,7 @@ def _usage(request: ExportRequest) -> list[str]:
 
 def _settings(request: ExportRequest) -> list[str]:
     """Return lines that set the environment variables for ``Accelerator`` as the launch would."""
-    values = request.options.training_variables()
+    values = config.training_variables(request.options)
     if request.options.mixed_precision == "no":
         del values[environment.MIXED_PRECISION]
     if request.given.get("use_cpu"):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from notebook_accel import environment
-from notebook_accel.config import LaunchConfig
+from notebook_accel.config import LaunchConfig, training_variables
 from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError, RunError
 from notebook_accel.launching.kernel import (
     detached,
@@ -269,7 +269,7 @@ def _working_directory() -> str:
 
 def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     variables = {
-        **config.training_variables(),
+        **training_variables(config),
         environment.PROFILE: config.profile,
         # What torchrun sets besides a rank's place; several nodes have their own values. By the first of them Lightning
         # knows that its processes are there already, and asks neither Slurm nor MPI then.
