@@ -153,7 +153,8 @@ def test_template_that_is_lost_while_ranks_end_ends_that_run_alone(launch: Launc
     other = launch(functions.waits)
     job = launch(restarted.ends_slowly, str(tmp_path), max_restarts=9, grace_s=60.0, preload=("wave",))
     processes.wait_until(lambda: (tmp_path / "0 was told to end").exists(), "rank 0 is being ended", timeout_s=60)
-    rank = processes.read(next(info.pid for info in job.ranks if info.pid and not info.has_ended))
+    # Its file may be there before this process has heard of its start.
+    rank = processes.read(processes.wait_until(lambda: job.ranks[0].pid, "rank 0 has said who it is"))
     assert rank is not None
     os.kill(rank.parent, signal.SIGKILL)
     with pytest.raises(RankFailedError, match="ValueError: fails"):
