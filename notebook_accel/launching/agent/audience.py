@@ -162,18 +162,20 @@ class Attachments:
     def tell(self, message: msgspec.Struct) -> None:
         if isinstance(message, messages.RunEnded) and message.reason in ("stopped", "interrupted"):
             message = msgspec.structs.replace(message, by=self._ended_by)
-        if isinstance(message, messages.RunEnded | messages.Broken):
-            self._copy_results()
+        is_ours = getattr(message, "job_id", "") == self._folder.id
+        is_end = is_ours and isinstance(message, messages.RunEnded | messages.Broken)
+        if is_end:
+            self._copy_results()  # before anybody hears of the end and reads them
         self._told += 1
         body = numbered(self._told, messages.encode(message))
         for attachment in self._attached:
             if attachment.follows:
                 attachment.connection.queue(body)
-        if isinstance(message, messages.Inspected) or getattr(message, "job_id", "") != self._folder.id:
+        if isinstance(message, messages.Inspected) or not is_ours:
             return  # news for those who are there
         self._journal.add(self._told, message)
         self._has_news = True
-        if isinstance(message, messages.RunEnded | messages.Broken):
+        if is_end:
             self.is_leaving = True
             self._latest_due_s = 0.0
 
