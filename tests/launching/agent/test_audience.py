@@ -15,8 +15,10 @@ from collections.abc import Iterator
 import pytest
 
 from notebook_accel.launching import run_folders
+from notebook_accel.launching.agent.audience import Attachments
 from notebook_accel.launching.kernel import detached_link
 from notebook_accel.launching.kernel.detached_job import DetachedJob
+from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection
 from tests import processes
@@ -200,3 +202,21 @@ def test_reader_that_takes_nothing_is_dropped_and_holds_nobody_up(tmp_path: path
     mark.touch()
     assert len(job.results(_LONG_S)) == 2
     wait_for_its_end(job)
+
+
+def test_results_are_copied_at_the_end_of_the_run_itself() -> None:
+    """News about a template names no run, and a run that was detached goes on after it."""
+    folder, lock = run_folders.make("night")
+    folder.write_facts(facts())
+    os.close(folder.create_result(0))
+    result = memory_files.memory_file("result")
+    attachments = Attachments(folder, None, 1, [os.dup(result)])
+    attachments.tell(messages.Broken(text="There is no template."))
+    os.write(result, b"written later")
+    assert (folder.path / "result_0").read_bytes() == b""
+    attachments.tell(messages.RunEnded(job_id=folder.id, reason=""))
+    assert (folder.path / "result_0").read_bytes() == b"written later"
+    assert attachments.is_leaving
+    attachments.close()
+    for descriptor in (result, lock):
+        os.close(descriptor)
