@@ -15,8 +15,7 @@ _INSTEAD = {
     "deepspeed_plugin": _SHARDING,
     "deepspeed_plugins": _SHARDING,
     "megatron_lm_plugin": _SHARDING,
-    "parallelism_config": _SHARDING,
-    "torch_tp_plugin": _SHARDING,
+    "torch_tp_plugin": "parallelism_config=ParallelismConfig(tp_size=...), and torch's parallelize_module",
 }
 
 
@@ -50,12 +49,11 @@ class MegatronLMPlugin(_Unsupported):
     """Megatron-LM isn't supported."""
 
 
-class ParallelismConfig(_Unsupported):
-    """Only data parallelism is supported."""
-
-
 class TorchTensorParallelPlugin(_Unsupported):
-    """Tensor parallelism isn't supported."""
+    """``ParallelismConfig`` has taken its place."""
+
+    _why = "A model's parts are made by torch's parallelize_module."
+    _fix = "parallelism_config=ParallelismConfig(tp_size=...)"
 
 
 class DummyOptim(_Unsupported):

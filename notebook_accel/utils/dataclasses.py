@@ -14,6 +14,7 @@ from notebook_accel.training.handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
+from notebook_accel.training.parallelism import ParallelismConfig
 from notebook_accel.training.precision import PrecisionType
 from notebook_accel.training.random_state import RNGType
 from notebook_accel.training.refusals import (
@@ -22,7 +23,6 @@ from notebook_accel.training.refusals import (
     FP8RecipeKwargs,
     MegatronLMPlugin,
     MSAMPRecipeKwargs,
-    ParallelismConfig,
     TERecipeKwargs,
     TorchTensorParallelPlugin,
 )
