@@ -51,6 +51,7 @@ from notebook_accel.training.fsdp_plugin import of_launch as fsdp_plugin_of_laun
 from notebook_accel.training.handlers import AutocastKwargs, ProfileKwargs
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard, join_uneven_inputs, skip_first_batches
+from notebook_accel.training.memory_estimate import warn_if_too_large
 from notebook_accel.training.model_memory import ModelMemoryReports
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.parallelism import ParallelismConfig
@@ -302,6 +303,7 @@ class Accelerator(ProcessState):
             TrainingError: An optimizer comes with a model and moves no parameter of any prepared model.
         """
         data.refuse_data(objects)
+        self._warn_of_large_models(objects)
         prepared, placed = objects, self._placements(objects, device_placement)
         for is_kind, prepare_one in self._kinds:
             pairs = zip(prepared, placed, strict=True)
@@ -310,6 +312,23 @@ class Accelerator(ProcessState):
             optimizers.refuse_unrelated(prepared, self._all_prepared)
         self._memory_reports.follow(self._models, [prepared.optimizer for prepared in self._optimizers])
         return prepared[0] if len(prepared) == 1 else prepared
+
+    def _warn_of_large_models(self, objects: Sequence[Any]) -> None:
+        """Warn of models whose shares won't fit on the device, where its size is known."""
+        memory = self._backend.memory()
+        if memory is None or self._sharding is None or self._sharding.cpu_offload or not self.is_main_process:
+            return
+        copies = 1 if self.parallelism_config is None else self.parallelism_config.dp_replicate_size or 1
+        optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+        for model in objects:
+            if isinstance(model, torch.nn.Module) and not fsdp.was_fully_sharded(model):
+                warn_if_too_large(
+                    model,
+                    optimizers,
+                    ranks=self.num_processes // copies,
+                    mixed_precision=self.mixed_precision,
+                    device_bytes=memory()[1],
+                )
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -99,8 +99,8 @@ optimizer.step(); optimizer.zero_grad()
 
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_shard_size": 2, "tp_size": 2}], ids=str)
 def test_a_model_of_parts_is_pulled_whole(sharding: Run, sizes: dict[str, int]) -> None:
-    cell = _CUT.replace("SIZES", str(sizes))
-    ok(sharding(f"%%distributed -n {2 ** len(sizes)} --pull net,optimizer,own\n{cell}\nown = accelerator.get_state_dict(net)"))
+    cell = _CUT.replace("SIZES", str(sizes)) + "\nown = accelerator.get_state_dict(net)"
+    ok(sharding(f"%%distributed -n {2 ** len(sizes)} --pull net,optimizer,own\n{cell}"))
     state = """
 ({type(block) for block in net.blocks} == {torch.nn.Linear}, all(map(whole, net.state_dict().values())),
  all(torch.equal(value, own[name]) for name, value in net.state_dict().items()),
