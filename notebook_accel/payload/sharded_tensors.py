@@ -36,7 +36,8 @@ def note_on(value: Any) -> str:
     if not types():
         return ""
     if isinstance(value, types()[1]):
-        is_sharded = any(map(is_sharded_tensor, value.parameters()))
+        module: Any = value
+        is_sharded = any(map(is_sharded_tensor, module.parameters()))
         fix = "%pull its name, or accelerator.get_state_dict(...) on all ranks, brings them whole"
         return f"\n[its parameters are sharded over the ranks: {fix}]" if is_sharded else ""
     items = value.values() if isinstance(value, Mapping) else value if type(value) in (list, tuple) else [value]

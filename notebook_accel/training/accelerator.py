@@ -30,6 +30,7 @@ from notebook_accel.training import (
     data,
     fsdp,
     handlers,
+    memory_estimate,
     model_files,
     models,
     optimizers,
@@ -51,7 +52,6 @@ from notebook_accel.training.fsdp_plugin import of_launch as fsdp_plugin_of_laun
 from notebook_accel.training.handlers import AutocastKwargs, ProfileKwargs
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard, join_uneven_inputs, skip_first_batches
-from notebook_accel.training.memory_estimate import warn_if_too_large
 from notebook_accel.training.model_memory import ModelMemoryReports
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.parallelism import ParallelismConfig
@@ -119,6 +119,7 @@ class Accelerator(ProcessState):
 
     # Programs that support other ways to spread a model over devices check these first.
     deepspeed_plugin: None = None
+    parallelism_config: ParallelismConfig | None = None
     is_composable_parallelism_enabled = False
 
     def __init__(
@@ -190,10 +191,16 @@ class Accelerator(ProcessState):
 
     def _open_mesh(self, given: ParallelismConfig | None) -> None:
         config = self.parallelism_config = parallelism.resolve(given, self._sharding, self._backend.place)
-        self.torch_device_mesh: Any = None if config is None else self._backend.mesh(config.sizes)
+        _ = self.torch_device_mesh  # all ranks make it here
         if config is not None and config.dp_shard_enabled and self._sharding is None:
             self._sharding = FullyShardedDataParallelPlugin()
         self._parts = 1 if config is None else config.non_data_parallel_size
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The ``DeviceMesh`` of the ranks, with the names in ``parallelism_config``; ``None`` without one."""
+        config = self.parallelism_config
+        return None if config is None else self._backend.mesh(config.sizes)
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -303,7 +310,15 @@ class Accelerator(ProcessState):
             TrainingError: An optimizer comes with a model and moves no parameter of any prepared model.
         """
         data.refuse_data(objects)
-        self._warn_of_large_models(objects)
+        memory = self._backend.memory()
+        if memory is not None and self._sharding is not None and self.is_main_process:
+            memory_estimate.warn_of_large_models(
+                objects,
+                ranks=self.num_processes // (self.parallelism_config or ParallelismConfig()).copies,
+                plugin=self._sharding,
+                mixed_precision=self.mixed_precision,
+                device_bytes=memory()[1],
+            )
         prepared, placed = objects, self._placements(objects, device_placement)
         for is_kind, prepare_one in self._kinds:
             pairs = zip(prepared, placed, strict=True)
@@ -313,28 +328,13 @@ class Accelerator(ProcessState):
         self._memory_reports.follow(self._models, [prepared.optimizer for prepared in self._optimizers])
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def _warn_of_large_models(self, objects: Sequence[Any]) -> None:
-        """Warn of models whose shares won't fit on the device, where its size is known."""
-        memory = self._backend.memory()
-        if memory is None or self._sharding is None or self._sharding.cpu_offload or not self.is_main_process:
-            return
-        copies = 1 if self.parallelism_config is None else self.parallelism_config.dp_replicate_size or 1
-        optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
-        for model in objects:
-            if isinstance(model, torch.nn.Module) and not fsdp.was_fully_sharded(model):
-                warn_if_too_large(
-                    model,
-                    optimizers,
-                    ranks=self.num_processes // copies,
-                    mixed_precision=self.mixed_precision,
-                    device_bytes=memory()[1],
-                )
-
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """Prepare one model; in ``evaluation_mode`` it doesn't average gradients, unless it is sharded."""
-        self._take_parts_of(model)
+        fixed_by = "parallelism_config says otherwise" if self.parallelism_config is not None else ""
+        fixed_by = "the loaders were prepared before" if self._dataloaders else fixed_by
+        self._parts = parallelism.parts_with(model, self._parts, self._backend.place, fixed_by)
         model = self._once(
             model,
             compiling.compiling(self._dynamo, models.prepare_model),
@@ -358,20 +358,6 @@ class Accelerator(ProcessState):
     def _data_mesh(self) -> Any:
         config = self.parallelism_config
         return None if config is None or not config.dp_dim_names else self.torch_device_mesh[tuple(config.dp_dim_names)]
-
-    def _take_parts_of(self, model: torch.nn.Module) -> None:
-        """Have loaders and metrics follow the parts of a model that the user's own mesh has."""
-        parts = parallelism.parts_in(model, self._backend.place)
-        if parts is None or parts == self._parts:
-            return
-        if self.parallelism_config is not None or self._dataloaders:
-            raise TrainingError(
-                f"{type(model).__name__} has parts on {parts} ranks, which work on the same samples, and "
-                + ("the loaders were prepared before." if self._dataloaders else "parallelism_config says otherwise."),
-                fix=f"Accelerator(parallelism_config=ParallelismConfig(tp_size={parts})), whose "
-                'accelerator.torch_device_mesh["tp"] parallelize_module takes',
-            )
-        self._parts = parts
 
     def _prepare_leaf(self, leaf: torch.Tensor, device_placement: bool) -> torch.Tensor:
         return self._once(leaf, models.prepare_leaf, self._backend, device_placement=device_placement)

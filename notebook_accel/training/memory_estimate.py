@@ -14,6 +14,8 @@ import torch
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.formatting import format_number, format_size
+from notebook_accel.payload.sharded_tensors import is_sharded_tensor
+from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.model_files import size_bytes
 
@@ -128,40 +130,51 @@ def estimate_memory(
     return dataclasses.replace(estimate, fits_with=tuple(_remedies(whole, estimate)))
 
 
-def warn_if_too_large(
-    model: torch.nn.Module,
-    optimizers: Iterable[torch.optim.Optimizer],
+def warn_of_large_models(
+    objects: Iterable[Any],
     *,
     ranks: int,
+    plugin: FullyShardedDataParallelPlugin,
     mixed_precision: str,
     device_bytes: int,
 ) -> None:
-    """Warn, before a model is sharded, if a rank's share and its optimizer's state won't fit on the device.
+    """Warn, before models are sharded, if a rank's share of one and its optimizer's state won't fit on the device.
+
+    Nothing is known of what a model needs whose optimizer isn't there, and of one that is kept in the host's memory.
 
     Args:
-        model: The whole model. Nothing is known of what it needs unless one of the optimizers moves its parameters.
-        optimizers: The optimizers that are prepared with it.
+        objects: The objects that are prepared, with whole models.
         ranks: Number of ranks that will have shares.
+        plugin: The settings of the shares.
         mixed_precision: The ``Accelerator``'s.
         device_bytes: The device's memory.
     """
-    own = set(model.parameters())
-    for optimizer in optimizers:
-        if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
+    objects = list(objects)
+    models = [] if plugin.cpu_offload else [item for item in objects if isinstance(item, torch.nn.Module)]
+    optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+    for model in models:
+        own = set(model.parameters())
+        moving = (opt for opt in optimizers if any(p in own for group in opt.param_groups for p in group["params"]))
+        optimizer = next(moving, None)
+        if optimizer is None or any(map(is_sharded_tensor, own)):
             continue
-        known = set(inspect.signature(type(optimizer)).parameters) - {"fused", "foreach", "capturable"}
-        settings = {name: value for name, value in optimizer.defaults.items() if name in known}
-        with contextlib.suppress(ConfigError, RuntimeError, TypeError, ValueError):  # it can't be made again from these
+        with contextlib.suppress(ConfigError, RuntimeError, TypeError, ValueError):  # it can't be made once more
             estimate = estimate_memory(
                 model,
                 num_processes=ranks,
                 sharded=True,
-                optimizer=functools.partial(type(optimizer), **settings),
+                optimizer=_making_another(optimizer),
                 mixed_precision=mixed_precision,
                 device_memory=device_bytes,
             )
             if estimate.total_bytes > device_bytes:
                 warnings.warn(f"{type(model).__name__} may not fit: {estimate}.", stacklevel=3)
+
+
+def _making_another(optimizer: torch.optim.Optimizer) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
+    known = set(inspect.signature(type(optimizer)).parameters) - {"fused", "foreach", "capturable"}
+    settings = {name: value for name, value in optimizer.defaults.items() if name in known}
+    return functools.partial(type(optimizer), **settings)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,8 +76,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the wrapped optimizer."""
+        """Load a state into the wrapped optimizer, which goes on to update its parameters together or one by one."""
+        together = [group.get("foreach") for group in self.param_groups]
         self.optimizer.load_state_dict(state_dict)
+        for group, foreach in zip(self.param_groups, together, strict=True):
+            if "foreach" in group:
+                group["foreach"] = foreach  # that of the saved run may have been for parameters on other meshes
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""

@@ -112,6 +112,11 @@ class ParallelismConfig:
         return int(self.tp_size or 1)
 
     @property
+    def copies(self) -> int:
+        """The number of copies of a model."""
+        return int(self.dp_replicate_size or 1)
+
+    @property
     def dp_replicate_enabled(self) -> bool:
         """True if there are several copies of a model."""
         return self.dp_replicate_size != 1
@@ -177,6 +182,30 @@ def _hybrid(place: RankPlace) -> ParallelismConfig | None:
     if nodes == 1 or place.local_world_size == 1:
         return None
     return ParallelismConfig(dp_replicate_size=nodes, dp_shard_size=place.local_world_size)
+
+
+def parts_with(model: torch.nn.Module, parts: int, place: RankPlace, fixed_by: str) -> int:
+    """Return how many ranks work on the same samples, once a model is prepared that may have parts.
+
+    Args:
+        model: The model.
+        parts: The number so far.
+        place: This rank's place.
+        fixed_by: The reason why that number can't change, such as that loaders follow it; ``""`` if it can.
+
+    Raises:
+        TrainingError: The model's parts are on another number of ranks, and that can't change.
+    """
+    found = parts_in(model, place)
+    if found in (None, parts):
+        return parts
+    if fixed_by:
+        raise TrainingError(
+            f"{type(model).__name__} has parts on {found} ranks, which work on the same samples, and {fixed_by}.",
+            fix=f"Accelerator(parallelism_config=ParallelismConfig(tp_size={found})), whose "
+            'accelerator.torch_device_mesh["tp"] parallelize_module takes',
+        )
+    return int(found or parts)
 
 
 def parts_in(model: torch.nn.Module, place: RankPlace) -> int | None:

@@ -1,4 +1,7 @@
-"""Sharded models on two GPUs: precision, clipping, the host's memory, checkpoints, and what is gathered."""
+"""Sharded models on two GPUs: precision, clipping, the host's memory, checkpoints, and what is gathered.
+
+Copies and shares of models that also have parts need four.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
 from notebook_accel.launching.ranks import gathering
 from notebook_accel.utils import set_seed
 from tests.gpu.test_gpu import gpus
-from tests.training import ranks
-from tests.training.sharded_programs import SHADES, Writer, digits
+from tests.training import ranks, sharded_programs
+from tests.training.sharded_programs import SHADES, Case, Writer, digits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -150,3 +153,36 @@ def test_no_gpu_ever_holds_the_whole_model(two_gpus: ranks.Ranks, settings: dict
     for peaks, are_right in two_gpus.run(gather_whole, settings, deadline_s=_DEADLINE_S):
         assert are_right == [True, True]
         assert max(peaks) < 0.3  # one weight of 16, its share, and what NCCL needs to gather it
+
+
+@pytest.fixture(scope="module")
+def four_gpus() -> Iterator[ranks.Ranks]:
+    with ranks.running(4) as running:
+        yield running
+
+
+def divided(on: ranks.Ranks, tmp_path: pathlib.Path, parallel: dict[str, int]) -> None:
+    """Check that a model whose ranks divide the work trains as a whole one, and goes on from a checkpoint."""
+    case = Case(cpu=False, groups=True, parallel=parallel)
+    whole = Case(cpu=False, groups=True, sharded=False)
+    expected = on.run(sharded_programs.losses, whole, _STEPS, deadline_s=_DEADLINE_S)
+    for losses in on.run(sharded_programs.losses, case, _STEPS, deadline_s=_DEADLINE_S):
+        assert losses == pytest.approx(expected[0], abs=1e-4)
+    folder = str(tmp_path / "saved")
+    (_, undisturbed), *_ = on.run(sharded_programs.saved, folder, case, deadline_s=_DEADLINE_S)
+    for _, resumed in on.run(sharded_programs.loaded, folder, case, deadline_s=_DEADLINE_S):
+        assert resumed == pytest.approx(undisturbed, abs=1e-4)
+
+
+def test_parts_on_two_gpus(two_gpus: ranks.Ranks, tmp_path: pathlib.Path) -> None:
+    divided(two_gpus, tmp_path, {"tp_size": 2})
+
+
+@pytest.mark.skipif(gpus() < 4, reason="NOT TESTED: no four NVIDIA GPUs on this machine")
+@pytest.mark.parametrize("parallel", [
+    {"dp_shard_size": 2, "tp_size": 2}, {"dp_replicate_size": 2, "dp_shard_size": 2},
+], ids=str)  # fmt: skip
+def test_copies_shares_and_parts_on_four_gpus(
+    four_gpus: ranks.Ranks, tmp_path: pathlib.Path, parallel: dict[str, int]
+) -> None:
+    divided(four_gpus, tmp_path, parallel)

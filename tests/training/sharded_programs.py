@@ -87,6 +87,7 @@ class Case:
         calls: Prepare ``"together"``, the ``"model first"``, or the ``"optimizer first"``.
         seed: The seed of the model.
         parallel: The arguments of ``ParallelismConfig``; with ``tp_size`` the blocks are cut into parts.
+        cpu: Train on CPUs even where there are GPUs.
     """
 
     sharded: bool = True
@@ -98,6 +99,7 @@ class Case:
     calls: str = "together"
     seed: int = 3
     parallel: dict[str, int] = dataclasses.field(default_factory=dict)
+    cpu: bool = True
 
 
 def cut_into_parts(model: Writer, mesh: Any) -> None:
@@ -114,7 +116,7 @@ class Program:
         parallel = ParallelismConfig(**case.parallel)
         is_sharded = case.sharded and (not case.parallel or parallel.dp_shard_enabled)
         self.accelerator = accelerator = Accelerator(
-            cpu=True,
+            cpu=case.cpu,
             mixed_precision=case.precision,
             gradient_accumulation_steps=case.window,
             fsdp_plugin=FullyShardedDataParallelPlugin(**case.plugin) if is_sharded else None,
@@ -213,7 +215,8 @@ def optimizer_state(program: Program) -> list[Any]:
         {name: getattr(value, "full_tensor", lambda value=value: value)().tolist() for name, value in values.items()}
         for _, values in sorted(state["state"].items())
     ]
-    return [moments, state["param_groups"]]
+    # Parameters on several meshes are updated one by one, which changes no number.
+    return [moments, [{**group, "foreach": None} for group in state["param_groups"]]]
 
 
 def saved(folder: str, case: Case) -> Any:

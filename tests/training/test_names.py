@@ -52,9 +52,8 @@ MISSING = {
     "utils.versions": "",
 }
 MISSING_ATTRIBUTES = {
-    "Accelerator": "context_parallel_rank data_parallel_rank data_parallel_shard_rank deepspeed_ulysses_dl_adapter "
-    "fp8_backend lomo_backward maybe_context_parallel pipeline_parallel_rank tensor_parallel_rank torch_device_mesh "
-    "verify_device_map",
+    "Accelerator": "context_parallel_rank deepspeed_ulysses_dl_adapter fp8_backend lomo_backward "
+    "maybe_context_parallel pipeline_parallel_rank verify_device_map",
     "PartialState": "set_device",
     "AcceleratorState": "fork_launched get_deepspeed_plugin is_fsdp2 select_deepspeed_plugin",
     "GradientState": "dataloader_references is_xla_gradients_synced num_steps",  # the last is an instance's here

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from notebook_accel import Accelerator, ConfigError, FullyShardedDataParallelPlugin, ParallelismConfig
@@ -52,6 +53,45 @@ def test_losses_and_weights_are_those_of_one_process(
     for name, values in trained.items():
         assert torch.allclose(torch.tensor(values), torch.tensor(weights[name]), atol=1e-5), name
     assert expected[-1] < 0.8 * expected[0]
+
+
+def train_with_dropout(precision: str) -> Any:
+    """Train with dropout after the layers, and return losses, weights that stay whole, and what prepare has changed."""
+    set_seed(5, device_specific=True)
+    sizes = ParallelismConfig(tp_size=2)
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, parallelism_config=sizes)
+    model: Any = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16), torch.nn.Dropout(), torch.nn.LayerNorm(16)
+    )
+    mesh = accelerator.torch_device_mesh["tp"]
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    samples: Any = sharded_programs.digits()[:64, :16] / 16
+    loader: Any = DataLoader(samples, batch_size=16, shuffle=True)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    losses = []
+    for _ in range(4):
+        for x in loader:
+            loss = F.mse_loss(model(x), x)
+            accelerator.backward(loss)
+            accelerator.clip_grad_value_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    whole = [parameter.tolist() for parameter in model[4].parameters()]
+    return losses, whole, optimizer.param_groups[0]["foreach"], schedule.last_epoch
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_ranks_with_parts_stay_equal(two_ranks: Ranks, precision: str) -> None:
+    """Their seeds differ at first, and what isn't cut into parts has no other tie between them."""
+    (losses, whole, foreach, steps), of_rank_1 = two_ranks.run(train_with_dropout, precision)
+    assert of_rank_1 == (losses, whole, foreach, steps)
+    assert losses[-1] < 0.9 * losses[0]
+    assert foreach is False  # torch can't update parts and whole parameters together
+    assert steps == 16  # one a batch, though two ranks work on it
 
 
 class Numbers(IterableDataset[torch.Tensor]):
