@@ -98,7 +98,7 @@ def _status(given: argparse.Namespace) -> None:
 def _facts(entry: registry.Entry) -> dict[str, Any]:
     """Return a run as JSON has it: times in seconds, those of day since the epoch, and memory in bytes."""
     job = entry.job
-    ended = entry.ending.status
+    ended = entry.ending.status  # read once, since the run may end meanwhile
     return {
         "number": entry.number,
         "name": entry.name,
@@ -127,30 +127,28 @@ def _rank_facts(rank: RankState) -> dict[str, Any]:
 
 
 def _print_run(entry: registry.Entry) -> None:
-    job = entry.job
+    job, run = entry.job, _facts(entry)
     where = f"; logs in {entry.log_files[0].parent}" if entry.log_files else ""
-    ended = entry.ending.status  # read once, since the run may end meanwhile
-    status = ended or ("running" if job is None else job.status)
-    began = f"began {time.strftime('%H:%M:%S', time.localtime(entry.began))}"
-    took = f", took {format_duration(entry.ending.took_s)}" if ended else ""
-    print(f"{entry.number} ({entry.name}): {status}, on {entry.devices}; {began}{took}{where}")
-    if ended and entry.ending.why:
-        print(f"  {entry.ending.why}")
-    if job is None or ended:
+    began = f"began {time.strftime('%H:%M:%S', time.localtime(run['began']))}"
+    took = "" if run["took_s"] is None else f", took {format_duration(run['took_s'])}"
+    print(f"{run['number']} ({run['name']}): {run['status']}, on {run['devices']}; {began}{took}{where}")
+    if took and run["why"]:
+        print(f"  {run['why']}")
+    if job is None or took:
         return
     if job.doing():
         print(f"  {job.doing()}")
     rows = [("rank", "state", "pid", "device", "step", "memory")]
-    for info in job.ranks:
-        used = "" if info.memory_used_bytes is None else format_size(info.memory_used_bytes)
-        steps = "" if info.steps is None else f"{info.steps:,}"
-        rows.append((str(info.rank), info.word, str(info.pid or ""), info.device, steps, used))
+    for rank in run["ranks"]:
+        used = "" if rank["memory_bytes"] is None else format_size(rank["memory_bytes"])
+        steps = "" if rank["step"] is None else f"{rank['step']:,}"
+        rows.append((str(rank["rank"]), rank["state"], str(rank["pid"] or ""), rank["device"], steps, used))
     for line in aligned(rows):
         print(f"  {line}")
-    for info in job.ranks:
-        if info.silent is not None:
-            does = f"waits in {info.silent.waits_in}" if info.silent.waits_in else "keeps the others waiting"
-            print(f"  rank {info.rank} {does}" + (f", at {info.silent.at}" if info.silent.at else ""))
+    for rank in run["ranks"]:
+        if rank["waits_in"] is not None:
+            does = f"waits in {rank['waits_in']}" if rank["waits_in"] else "keeps the others waiting"
+            print(f"  rank {rank['rank']} {does}" + (f", at {rank['at']}" if rank["at"] else ""))
 
 
 def _stop(given: argparse.Namespace) -> None:
