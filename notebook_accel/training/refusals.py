@@ -11,6 +11,7 @@ from notebook_accel.errors import ConfigError
 _WHOLE_MODEL = "Models are whole on each rank, or sharded by fully_shard (FSDP 2)."
 _NO_FP8 = "There is no arithmetic in 8 bits here."
 _SHARDING = "fsdp_plugin=FullyShardedDataParallelPlugin() to shard it; or Accelerate itself, which runs in ranks too"
+_TENSOR_PARALLEL = "parallelism_config=ParallelismConfig(tp_size=...), and torch's parallelize_module"
 
 
 def refuse(**given: object) -> None:
@@ -21,7 +22,8 @@ def refuse(**given: object) -> None:
     """
     for name, value in given.items():
         if value is not None and str(getattr(value, "value", value)).lower() != "no":
-            raise ConfigError(f"Accelerator({name}=...) isn't supported.", why=_WHOLE_MODEL, fix=_SHARDING)
+            fix = _TENSOR_PARALLEL if name == "torch_tp_plugin" else _SHARDING
+            raise ConfigError(f"Accelerator({name}=...) isn't supported.", why=_WHOLE_MODEL, fix=fix)
 
 
 _TOO_LARGE = "Models that don't fit on one device are outside of this package."
@@ -30,7 +32,8 @@ _STANDS_FOR = "It stands for {} that DeepSpeed makes, and ranks don't train by D
 # Names of Accelerate's documented modules that aren't here, by the reason and what to do instead. Where that is empty,
 # Accelerate's own one works in these ranks too.
 _ELSEWHERE = {
-    (_WHOLE_MODEL, _SHARDING): "DeepSpeedPlugin MegatronLMPlugin ParallelismConfig TorchTensorParallelPlugin",
+    (_WHOLE_MODEL, _SHARDING): "DeepSpeedPlugin MegatronLMPlugin",
+    ("A model's parts are made by torch's parallelize_module.", _TENSOR_PARALLEL): "TorchTensorParallelPlugin",
     (_NO_FP8, "mixed_precision='bf16'"): "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
     (_STANDS_FOR.format("an optimizer"), "torch.optim.AdamW(parameters)"): "DummyOptim",
     (_STANDS_FOR.format("a scheduler"), "a scheduler of torch.optim.lr_scheduler"): "DummyScheduler",

@@ -16,6 +16,7 @@ from notebook_accel.training.handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
+from notebook_accel.training.parallelism import ParallelismConfig
 from notebook_accel.training.precision import PrecisionType
 from notebook_accel.training.random_state import RNGType
 from notebook_accel.training.refusals import names_elsewhere
@@ -35,6 +36,7 @@ __all__ = [
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoggerType",
+    "ParallelismConfig",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",

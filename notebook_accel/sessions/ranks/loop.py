@@ -21,7 +21,7 @@ from notebook_accel.formatting import clipped
 from notebook_accel.launching.ranks import displays, failure, gathering, interruption, loops, profiling, streams, worker
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
-from notebook_accel.payload import memory_files
+from notebook_accel.payload import memory_files, sharded_tensors
 from notebook_accel.protocol import events
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, Message
@@ -338,5 +338,5 @@ class _TorchModes:
 def _bundle(value: Any) -> dict[str, str]:
     """Return a value's mime bundle, with long text cut off."""
     data = displays.sendable(displays.bundle_of(value)[0])
-    data["text/plain"] = clipped(data["text/plain"], _MOST_SHOWN_CHARACTERS)
+    data["text/plain"] = clipped(data["text/plain"], _MOST_SHOWN_CHARACTERS) + sharded_tensors.note_on(value)
     return {kind: shown for kind, shown in data.items() if isinstance(shown, str)}
