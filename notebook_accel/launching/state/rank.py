@@ -280,7 +280,7 @@ class RankState:
         found: list[events.Event | None] = [
             None if self.pid is None else events.Started(pid=self.pid, node=self.node, time_s=time_s),
             None if self.steps is None else self._progress(time_s),
-            self.step_history.total.to_event(),
+            *self.step_history.to_events(),
             events.Metrics(step=self.steps or 0, values=metrics, time_s=time_s) if metrics else None,
             self.memory,
             self.model_memory,
