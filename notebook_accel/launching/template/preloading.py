@@ -39,6 +39,7 @@ LATER = (
     "torch.distributed.fsdp",
     "torch._dynamo.utils",
     "torch._dynamo",
+    "tabulate",  # where it is installed, torch._dynamo imports it at the end of each process
 )
 
 

@@ -189,7 +189,7 @@ def serve(agent: Connection, inherited: worker.Inherited | None = None, later: I
 def _make_better() -> Iterator[object]:
     """Do, one step each time, what makes ranks start faster and isn't needed for their start."""
     for name in preloading.LATER:
-        with contextlib.suppress(ImportError):  # another version of torch
+        with contextlib.suppress(ImportError):  # another version of torch, or not installed
             importlib.import_module(name)
         yield name
     for address, length in preloading.memory_blocks():

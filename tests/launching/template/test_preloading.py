@@ -1,10 +1,13 @@
-"""Memory that is moved into huge pages stays what it is, and forks of it still write to their own."""
+"""A template is prepared: moved memory stays what it is, and what its forks need is imported."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
+import pathlib
+import subprocess
+import sys
 
 from notebook_accel.launching.template import preloading
 
@@ -45,3 +48,24 @@ def test_memory_that_cannot_be_moved_is_left() -> None:
     before = huge_bytes()
     preloading.collapse(HUGE_BYTES, HUGE_BYTES)  # nothing is mapped there
     assert huge_bytes() == before
+
+
+def test_end_of_a_process_that_has_everything_preloaded_imports_nothing(tmp_path: pathlib.Path) -> None:
+    # torch._dynamo imports it at the end, where it is installed. An import of the real one takes 20 ms.
+    (tmp_path / "tabulate.py").write_text("def tabulate(rows, headers): return str(rows)")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    code = """
+import atexit, contextlib, importlib, sys
+from notebook_accel.launching.template import preloading
+preloading.import_needed()
+preloading.import_welcome()
+for name in preloading.LATER:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+before = set(sys.modules)
+atexit._run_exitfuncs()
+print(sorted(set(sys.modules) - before))
+"""
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, env=environment)
+    assert run.stdout.strip() == "[]"
