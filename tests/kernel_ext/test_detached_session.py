@@ -46,10 +46,19 @@ def first(tmp_path: pathlib.Path) -> Iterator[kernels.Kernel]:
         yield kernel
 
 
-def attach(kernel: kernels.Kernel) -> None:
+def attach(kernel: kernels.Kernel) -> kernels.Outcome:
     attached = kernel.run("%distributed attach lab", _LONG_S)
     assert attached.status == "ok", attached.traceback
     assert attached.stdout.startswith("<Session 'lab': 2 of 2 ranks are there, on 2 CPUs>\n"), attached
+    return attached
+
+
+def debug(kernel: kernels.Kernel, *commands: str) -> str:
+    """Answer the debugger's questions with these commands; what it says."""
+    cell = kernel.start("%distributed debug", allow_stdin=True)
+    for command in commands:
+        assert cell.answer(command) == "rank 1 (Pdb) "
+    return cell.finish(_LONG_S).stdout
 
 
 def test_session_outlives_its_kernel_and_another_one_goes_on_with_it(
@@ -59,12 +68,17 @@ def test_session_outlives_its_kernel_and_another_one_goes_on_with_it(
     assert shown(first, "%%distributed\nmodel = Model()\nmodel.size = rank + lr\nmodel.double()") == (
         "rank 0: 0.2\nrank 1: 2.2"
     )
+    assert "ZeroDivisionError" in error(first, "%%distributed\nnobody = 1 - rank\nrank / nobody")
     first.kill()
     with notebook(tmp_path / "second") as second:
         assert re.search(r"detached run of yours goes on: lab \(a session on 2 CPUs, idle since \d{4}-", load(second))
         [row] = second.run("%distributed runs").stdout.splitlines()[1:]
         assert re.match(r"lab +session, idle +\d{4}-\d\d-\d\d \d\d:\d\d +", row), row
-        attach(second)
+        assert "has failed on rank 1]\n" in attach(second).stderr
+        assert "nobody = 0\n" in debug(second, "p f'nobody = {nobody}'", "q").replace("'", "")
+        assert second.value("get_ipython().kernel.do_complete('%%distributed\\nmodel.dou', 23)['matches']") == (
+            "['model.double']"
+        )
         assert "There is a session already" in error(second, "%distributed attach lab")
         assert (
             shown(second, "%%distributed\nkept, model.double(), lr")

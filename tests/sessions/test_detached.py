@@ -23,6 +23,7 @@ from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.detached_link import send_order
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol import session_messages
 from notebook_accel.sessions.kernel import detached_pool
 from notebook_accel.sessions.kernel.session import Session
 from tests import processes
@@ -54,6 +55,17 @@ BEGIN = "import os, time, torch\nrank = int(os.environ['RANK'])\nkept = [rank * 
 GROUP = "from notebook_accel import Accelerator\naccelerator = Accelerator()"
 SUM = "int(accelerator.gather(torch.tensor([accelerator.process_index + 1])).sum())"
 
+_TRAINING = """
+from notebook_accel import Accelerator
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+accelerator = Accelerator()
+torch.manual_seed(0)
+x, y = load_digits(return_X_y=True)
+data = TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
+net = torch.nn.Sequential(torch.nn.Linear(64, 10))
+model, optimizer, loader = accelerator.prepare(net, torch.optim.Adam(net.parameters(), 0.05), DataLoader(data, 256))
+"""
 _sessions: list[Session] = []  # of the running test, the latest last
 
 
@@ -305,6 +317,40 @@ def test_failure_that_nobody_has_seen_is_shown(lab: Session, capfd: pytest.Captu
     second.execute("1")
     again(second)
     assert "unseen" not in capfd.readouterr().err
+
+
+def test_kernel_that_is_killed_while_it_ends_its_session(lab: Session) -> None:
+    lab._pool._connections.tell(0, session_messages.Leave())
+    processes.wait_until(lambda: lab.job.ranks[0].has_result, "rank 0 has left", _LONG_S)
+    lab.leave()
+    with pytest.raises(RunError, match="'lab' has been ended by an earlier notebook"):
+        Session.attach("lab")
+    assert lab.job.wait(_LONG_S)
+
+
+def test_training_goes_on_in_the_next_kernel(lab: Session) -> None:
+    lab.execute(_TRAINING)
+    [before] = set(lab.run(_train))
+    second = again(lab)
+    for _ in range(3):
+        [after] = set(second.run(_train))
+    assert after < before
+    whole = second.execute("[bool((each == each[0]).all()) for each in [accelerator.gather(net[0].bias[None])]]")
+    assert repr(whole) == "ranks 0-1: [True]"
+
+
+def _train() -> float:
+    """Train on two batches in a rank, and return the mean loss of both ranks."""
+    import __main__ as rank
+
+    losses = []
+    for x, y in [*rank.loader][:2]:
+        loss = rank.torch.nn.functional.cross_entropy(rank.model(x), y)
+        rank.accelerator.backward(loss)
+        rank.optimizer.step()
+        rank.optimizer.zero_grad()
+        losses.append(loss.detach())
+    return round(float(rank.accelerator.reduce(sum(losses), "mean")), 5)
 
 
 def test_requests_of_the_next_kernel_have_new_numbers(lab: Session) -> None:

@@ -100,6 +100,7 @@ class DetachedRankPool(RankPool):
             while missing := [rank.rank for rank in self.job.ranks if not rank.is_dead and rank.rank not in joined]:
                 interrupts.check()
                 self._refuse_ended()
+                self._end_if_begun()
                 if (came := self._listener.accept()) is not None:
                     if came.rank in joined:  # it has lost its first connection
                         joined[came.rank].close()
@@ -114,6 +115,19 @@ class DetachedRankPool(RankPool):
                 each.close()
             raise
         return joined
+
+    def _end_if_begun(self) -> None:
+        """End a session that an earlier kernel was about to end when it was killed. Some of its ranks are gone.
+
+        Raises:
+            RunError: It was so.
+        """
+        if any(rank.has_result for rank in self.job.ranks):
+            self.job.stop()
+            raise RunError(
+                f"The session {self.job.name!r} has been ended by an earlier notebook.",
+                fix="%distributed start --detach, and run the cells again",
+            )
 
     def _report_wait(self, missing: list[int]) -> None:
         cells = dict.fromkeys(cell for rank in missing if (cell := self.job.ranks[rank].cell))
