@@ -216,7 +216,7 @@ def test_interrupt_of_the_wait_leaves_the_session_as_it_was(lab: Session, capfd:
     thread.join()
     job = registry.find("lab", running=True).job
     assert job is not None
-    assert job.doing().startswith("busy with session[")
+    processes.wait_until(lambda: job.doing().startswith("busy with session["), "it knows what the ranks do", _LONG_S)
     job.interrupt(escalate=False)
     second = again(lab)
     assert repr(second.execute("kept")) == "rank 0: [0]\nrank 1: [10]"

@@ -51,26 +51,16 @@ def serve(folder: str, *, is_detached: bool) -> None:
     rank = _SessionRank(int(os.environ["RANK"]), is_detached=is_detached)
     if is_detached:
         reporting.reporter().send(events.Serving(cell=""))
-    is_over = False
-    while not is_over:
-        connection = _next_kernel(folder, rank) if is_detached else _join(folder, rank)
-        with contextlib.closing(connection), contextlib.suppress(ClosedError):
-            rank.serve(connection)
-            is_over = True
-        is_over = is_over or not is_detached
-
-
-def _next_kernel(folder: str, rank: _SessionRank) -> Connection:
-    """Wait until a kernel listens, and return the connection to it."""
+    gone = (ConnectionError, FileNotFoundError) if is_detached else (ClosedError,)  # the kernel, or nobody listens
     while True:
-        with contextlib.suppress(OSError):
-            return _join(folder, rank)
+        with contextlib.suppress(*gone):
+            hello = messages.Hello(secret=read_secret(folder), rank=rank.rank, kept=rank.hand_over())
+            with contextlib.closing(join_session(folder, hello)) as connection:
+                rank.serve(connection)
+                return
+        if not is_detached:
+            return
         time.sleep(_NEXT_KERNEL_PERIOD_S)
-
-
-def _join(folder: str, rank: _SessionRank) -> Connection:
-    secret = read_secret(folder)
-    return join_session(folder, messages.Hello(secret=secret, rank=rank.rank, kept=rank.hand_over()))
 
 
 class _SessionRank:
