@@ -10,11 +10,14 @@ from collections.abc import Iterator, Mapping
 
 OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """The folder of this package's code."""
+MEETING = (os.path.join(OURS, "training", "backends", "torch_group.py"), "_meet")
+"""The file and the name of the function in which a new ``Accelerator`` waits for those of the other ranks."""
 
 # Folders of code that the user hasn't written: ours, Python's and installed packages.
 _PATHS = sysconfig.get_paths()
 _INSTALLED = tuple(_PATHS[name] + os.sep for name in ("purelib", "platlib"))
 _PYTHONS = (*(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib")), "<frozen", "<string>")
+_LOGGER = os.path.join("torch", "distributed", "c10d_logger.py")  # it wraps torch's collectives
 _NOT_THE_USERS = (OURS, *_INSTALLED, *_PYTHONS)
 # Names for calls into a library whose own name says little.
 _CALLS = {
@@ -47,7 +50,8 @@ def describe(frame: types.FrameType | None) -> str:
         if is_the_users(filename):
             where = f"{label(filename)}, line {current.f_lineno}"
             return f"{call} at {where}" if call else where
-        call = _CALLS.get(current.f_code.co_name, current.f_code.co_name)
+        if not filename.endswith(_LOGGER):
+            call = _CALLS.get(current.f_code.co_name, current.f_code.co_name)
     return call
 
 
@@ -59,6 +63,14 @@ def library_calls(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 def runs_only_ours(frame: types.FrameType | None) -> bool:
     """Return whether a thread runs neither user code nor library code, as a session's rank between two cells."""
     return all(_is_ours_or_pythons(current.f_code.co_filename) for current in _outwards(frame))
+
+
+def waits_for_ranks(frame: types.FrameType) -> bool:
+    """Return whether a frame is of a call that may wait for other ranks."""
+    code = frame.f_code
+    in_torch = "/torch/distributed/" in code.co_filename or "/torch/nn/parallel/" in code.co_filename
+    # DistributedDataParallel waits in a backward pass, and an Accelerator for the others to make theirs.
+    return in_torch or code.co_name == "_engine_run_backward" or (code.co_filename, code.co_name) == MEETING
 
 
 def label(filename: str) -> str:

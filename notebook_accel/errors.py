@@ -216,6 +216,7 @@ class RankEnd:
         signal: The signal's number, or ``None``.
         stopped: Whether the signal was ours, sent because another rank had failed or the run was stopped.
         error: The exception's type and message in one line, empty if there was none.
+        finished: Whether its code had returned before that.
     """
 
     rank: int
@@ -223,8 +224,11 @@ class RankEnd:
     signal: int | None = None
     stopped: bool = False
     error: str = ""
+    finished: bool = False
 
     def __str__(self) -> str:
+        if self.finished:
+            return f"rank {self.rank}: had finished"
         if self.error and not self.stopped:
             return f"rank {self.rank}: {self.error}"
         if self.stopped:

@@ -122,6 +122,7 @@ def test_failed_rank_shows_traceback_output_and_the_others() -> None:
 @pytest.mark.parametrize(("end", "text"), [
     (errors.RankEnd(3, error="ValueError: boom", exit_code=1), "rank 3: ValueError: boom"),
     (errors.RankEnd(3, error="KeyboardInterrupt", stopped=True), "rank 3: stopped"),
+    (errors.RankEnd(3, signal=15, stopped=True, finished=True), "rank 3: had finished"),
     (errors.RankEnd(3, signal=9), "rank 3: killed by SIGKILL"),
     (errors.RankEnd(3, signal=99), "rank 3: killed by signal 99"),
     (errors.RankEnd(3, exit_code=7), "rank 3: exited with status 7"),

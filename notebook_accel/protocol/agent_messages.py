@@ -168,6 +168,12 @@ class Profile(_AgentMessage, frozen=True, kw_only=True):
     memory: bool = False
 
 
+class PeersFinished(_AgentMessage, frozen=True, kw_only=True):
+    """Other ranks of the run have finished. They stay until all have, and take part in nothing any more."""
+
+    ranks: list[int]
+
+
 class Detach(_AgentMessage, frozen=True, kw_only=True):
     """Go on without the kernel, for a run that is the agent's only one, as the agent of a detached run does.
 
@@ -421,6 +427,7 @@ ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Release | In
 Order: TypeAlias = Hello | Interrupt | Respawn | End | Inspect | Profile
 ToKernel: TypeAlias = Said | Inspected | Starting | AboutNodes | RunEnded | Broken | Idle | Detached
 ToTemplate: TypeAlias = Fork | ForkElastic
+ToRank: TypeAlias = Profile | PeersFinished
 FromTemplate: TypeAlias = Ready | Unusable | Forked | NotForked | Exited
 
 _encoder = msgspec.msgpack.Encoder()
@@ -428,7 +435,7 @@ _for_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 _for_detached: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 _attached: msgspec.msgpack.Decoder[Attached] = msgspec.msgpack.Decoder(Attached)
 _for_kernel: msgspec.msgpack.Decoder[ToKernel] = msgspec.msgpack.Decoder(ToKernel)
-_for_rank: msgspec.msgpack.Decoder[Profile] = msgspec.msgpack.Decoder(Profile)
+_for_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_template: msgspec.msgpack.Decoder[FromTemplate] = msgspec.msgpack.Decoder(FromTemplate)
 _for_template: msgspec.msgpack.Decoder[ToTemplate] = msgspec.msgpack.Decoder(ToTemplate)
 
@@ -466,7 +473,7 @@ def decode_for_kernel(body: bytes) -> ToKernel:
     return _for_kernel.decode(body)
 
 
-def decode_for_rank(body: bytes) -> Profile:
+def decode_for_rank(body: bytes) -> ToRank:
     """Decode the agent's message to a rank."""
     return _for_rank.decode(body)
 

@@ -480,8 +480,7 @@ class Agent:
                 run.close_descriptors()
         elif isinstance(event, events.Finished):
             rank.said_finished = True
-            if not (run.is_held or run.launch.places) and all(other.said_finished for other in run.ranks):
-                run.release()
+            self._rank_finished(run)
         elif isinstance(event, events.Failed):
             rank.said_failed, rank.lost_peer = True, event.lost_peer
             rank.failure = msgspec.structs.replace(event, exception=b"")
@@ -491,6 +490,16 @@ class Agent:
         elif isinstance(event, events.Display):
             rank.log.read(time.monotonic(), event.log_bytes)  # lines that were printed before it
         self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=msgspec.Raw(body)))
+
+    def _rank_finished(self, run: Run) -> None:
+        finished = [rank for rank in run.ranks if rank.said_finished]
+        if len(finished) < len(run.ranks):
+            told = messages.PeersFinished(ranks=[run.first_rank + rank.number for rank in finished])
+            for rank in run.alive:
+                if not rank.said_finished:
+                    rank.tell(told)
+        elif not (run.is_held or run.launch.places):
+            run.release()
 
     def _say(self, run: Run, rank: Rank, event: events.Event) -> None:
         raw = msgspec.Raw(events.encode(event))

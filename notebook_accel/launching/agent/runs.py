@@ -89,7 +89,7 @@ class Rank:
         self.log.close()
         close_all([self.dump])
 
-    def tell(self, message: messages.Profile) -> None:
+    def tell(self, message: messages.ToRank) -> None:
         """Send the rank a message, if it takes one."""
         self.connection.queue(messages.encode(message))
         with contextlib.suppress(OSError):  # it has ended
@@ -148,6 +148,11 @@ class Run:
     def alive(self) -> list[Rank]:
         """The ranks that have not exited."""
         return [rank for rank in self.ranks if rank.status is None]
+
+    @property
+    def first_rank(self) -> int:
+        """The place of the first of these ranks among the ranks of all nodes."""
+        return self.places[0][0].rank if self.places else 0
 
     def trace_of(self, rank: Rank, number: str) -> str:
         """Return the path of a rank's trace of a profile; empty without a log folder."""

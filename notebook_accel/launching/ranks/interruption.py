@@ -40,6 +40,7 @@ _MAPPED = "0000000000000000FFFF0000"  # before an IPv4 address as /proc/net/tcp6
 _deferred_s: float | None = None  # when a SIGINT was deferred last
 _allowances = 0  # how often ``allow`` was called: an interrupt of one cell is not for the next
 _wakeups = -1  # descriptor with a byte for each signal, read without waiting
+_store_port = 0
 _hearing = threading.Lock()  # held from reading a signal until the main thread's place is known
 
 
@@ -118,11 +119,12 @@ def prefer_interrupt(error: BaseException) -> BaseException:
 
 def watch(store_port: int) -> None:
     """Start the watcher, which ends waits for other ranks at an interrupt. Called once, in the main thread."""
-    global _wakeups
+    global _wakeups, _store_port
+    _store_port = store_port
     _wakeups, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a worker's signals are not this rank's
-    thread = threading.Thread(target=_end_waits, args=(store_port,), name="notebook-accel-interruption", daemon=True)
+    thread = threading.Thread(target=_end_waits, name="notebook-accel-interruption", daemon=True)
     thread.start()
     _raise_promptly()
     _raise_again_what_python_ignores()
@@ -156,7 +158,13 @@ def _read_signals() -> bytes:
     return b""
 
 
-def _end_waits(store_port: int) -> None:
+def disconnect(*, is_of_store: bool) -> None:
+    """Shut down this rank's connections to other ranks, or to the store, so that what waits on them raises."""
+    for descriptor in _connections(is_of_store=is_of_store):
+        _shut_down(descriptor)
+
+
+def _end_waits() -> None:
     """Run the watcher: for each SIGINT, end first the connections to other ranks, then those to the store."""
     wakeups = select.poll()
     wakeups.register(_wakeups, select.POLLIN)
@@ -173,7 +181,7 @@ def _end_waits(store_port: int) -> None:
         for is_of_store in (False, True):
             if not waiting.goes_on():
                 break
-            for descriptor in _connections(store_port, is_of_store=is_of_store):
+            for descriptor in _connections(is_of_store=is_of_store):
                 # The search takes a while. The call may have ended meanwhile, and the connections may belong to a new
                 # group.
                 if waiting.is_in_the_same_call():
@@ -227,7 +235,7 @@ class _Wait:
         return sys._current_frames().get(self._main or 0)
 
 
-def _connections(store_port: int, *, is_of_store: bool) -> list[int]:
+def _connections(*, is_of_store: bool) -> list[int]:
     """Return the descriptors of this process's connections to the store, as its client, or to other ranks."""
     ends = _tcp_connections()
     inodes = {pair: inode for inode, pair in ends.items()}
@@ -238,9 +246,9 @@ def _connections(store_port: int, *, is_of_store: bool) -> list[int]:
             continue
         here, there = ends[inode]
         if is_of_store:
-            wanted = _port(there) == store_port
+            wanted = _port(there) == _store_port
         else:
-            wanted = store_port not in (_port(here), _port(there)) and inodes.get((there, here)) in of_ranks
+            wanted = _store_port not in (_port(here), _port(there)) and inodes.get((there, here)) in of_ranks
         if wanted:
             found.append(descriptor)
     return found

@@ -1,26 +1,22 @@
 """Profiles a rank's next steps, when the kernel asks for it while the rank trains.
 
-The agent forwards the request on the rank's connection, which the reporter's thread looks at five times a second. The
-hooks of ``torch_hooks`` call ``begin_step`` where a step begins, since recorders must be started and stopped in the
-thread that trains. Reading what they have recorded takes longer and is left to another thread.
+The agent forwards the request on the rank's connection, and the reporter's thread takes it. The hooks of
+``torch_hooks`` call ``begin_step`` where a step begins, since recorders must be started and stopped in the thread that
+trains. Reading what they have recorded takes longer and is left to another thread.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import sys
 import threading
 import time
-
-import msgspec
 
 from notebook_accel import reporting
 from notebook_accel.launching.ranks.memory_recorder import MemoryRecorder
 from notebook_accel.launching.ranks.step_recorder import Recorder, StepRecorder
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
-from notebook_accel.protocol.channel import ClosedError, Connection
 
 _LONGEST_WAIT_S = 2.0
 _READ_DEADLINE_S = 60.0
@@ -36,32 +32,22 @@ class StepProfiler:
     def __init__(self) -> None:
         self.is_due = False
         self._lock = threading.Lock()
-        self._link: Connection | None = None
-        self._poll = select.poll()
         self._current: _Profiling | None = None
 
-    def listen(self, link: Connection) -> None:
-        """Take requests from the agent from now on, in the process of a rank."""
-        self._link = link
-        self._poll.register(link.fileno(), select.POLLIN)
+    def start(self) -> None:
+        """Answer requests from now on, in the process of a rank."""
         reporting.reporter().before_sample(self.look)
         reporting.reporter().at_close(lambda: self.end("the rank's code ended"))
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
         """Profile nothing in a fork, such as a worker of a DataLoader."""
-        self._lock, self._link, self._current, self.is_due = threading.Lock(), None, None, False
+        self._lock, self._current, self.is_due = threading.Lock(), None, False
 
     # In the reporter's thread -----------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Take a request that has come, and give up one that has had its time."""
-        try:
-            if self._link is not None and self._poll.poll(0):
-                for message in self._link.receive():
-                    self.take(messages.decode_for_rank(message.body))
-        except (ClosedError, msgspec.MsgspecError):  # the agent has gone, or releases this rank
-            self._link = None
+        """Give up a request that has had its time."""
         with self._lock:
             current = self._current
             if current is None or current.reader is not None or current.left_s > 0:

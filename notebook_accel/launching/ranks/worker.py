@@ -16,12 +16,15 @@ import importlib.machinery
 import linecache
 import os
 import random
+import select
 import signal
 import sys
 import threading
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from notebook_accel import code_places, environment, host_memory, reporting
 from notebook_accel.environment import RankPlace
@@ -30,6 +33,7 @@ from notebook_accel.launching.processes import arm_stacks, set_title
 from notebook_accel.launching.ranks import (
     displays,
     failure,
+    finished_peers,
     gathering,
     interruption,
     ipython_shims,
@@ -94,7 +98,8 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     link = Connection.from_descriptor(connection)
     link.set_send_deadline(_SEND_DEADLINE_S)
     reporter = reporting.connect(link)
-    profiling.profiler().listen(link)
+    profiling.profiler().start()
+    _take_messages(link)
     os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold the connection open
     _keep_garbage_from_forks()
     last, status = _run_user_code(spec, order, payload, result, listening, inherited)
@@ -107,6 +112,28 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
         _wait_for_release(link)
     _leave(is_waited_for=status == 0)
     return status
+
+
+def _take_messages(link: Connection) -> None:
+    """Let the reporter's thread take the agent's messages, until the rank's code ends."""
+    poll = select.poll()
+    poll.register(link.fileno(), select.POLLIN)
+    has_ended = False
+
+    def look() -> None:
+        nonlocal has_ended
+        try:
+            while not has_ended and poll.poll(0):
+                for message in link.receive():
+                    said = messages.decode_for_rank(message.body)
+                    if isinstance(said, messages.Profile):
+                        profiling.profiler().take(said)
+                    else:
+                        finished_peers.finished_peers().take(said.ranks)
+        except (ClosedError, msgspec.MsgspecError):  # the agent has gone, or releases this rank
+            has_ended = True
+
+    reporting.reporter().before_sample(look)
 
 
 def _keep_garbage_from_forks() -> None:
@@ -167,7 +194,7 @@ def _run_user_code(
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
         if os.getpid() != rank_pid:
             failure.end_fork(raised, spec)
-        error = interruption.prefer_interrupt(raised)
+        error = finished_peers.finished_peers().explain(interruption.prefer_interrupt(raised))
         saved = place.local_rank == 0 and _save_pulled(spec, result, place.rank, by_value)
         return failure.describe(error, spec, by_value, saved=saved), 1
     return finished, 0

@@ -28,7 +28,6 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*:$")
 _MOST_LIBRARY_FRAMES = 8
 # Functions of torch that are around a collective and not the collective itself.
 _AROUND_COLLECTIVES = {"wrapper", "wait", "_dispatch", "__call__", "__init__", "_exception_logger"}
-_MEETING = (os.path.join(code_places.OURS, "training", "backends", "torch_group.py"), "_meet")
 _CONDITIONS: dict[Condition, str] = {
     "stopped": "is stopped (SIGSTOP or a debugger) and shows no stack until it continues (kill -CONT {pid})",
     "mute": "has not answered in time",
@@ -115,7 +114,7 @@ class RankStack:
                 found = frame.function  # the outermost is the one that people call
             elif frame.function == "_engine_run_backward":
                 found = found or "backward"
-            elif (frame.file, frame.function) == _MEETING:
+            elif (frame.file, frame.function) == code_places.MEETING:
                 found = "Accelerator"
         return found
 

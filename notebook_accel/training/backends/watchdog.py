@@ -121,7 +121,7 @@ class CollectiveWatchdog:
         """
         if code_places.runs_only_ours(frame):  # as between two cells of a session
             return False
-        if any(map(_waits_for_ranks, code_places.library_calls(frame))):
+        if any(map(code_places.waits_for_ranks, code_places.library_calls(frame))):
             return True
         changed = _nccl_status().items() - self._initial_status.items()
         return any(enqueued != completed for _, (enqueued, completed) in changed)
@@ -194,12 +194,6 @@ class CollectiveWatchdog:
             return
         lines = self._collect(f"doing in {question}")
         sys.stderr.write(f"Rank {self._place.rank} has been standing still for long. The ranks are here:\n{lines}")
-
-
-def _waits_for_ranks(frame: types.FrameType) -> bool:
-    code = frame.f_code
-    in_torch = "/torch/distributed/" in code.co_filename or "/torch/nn/parallel/" in code.co_filename
-    return in_torch or code.co_name == "_engine_run_backward"  # DistributedDataParallel waits in a backward pass
 
 
 def _nccl_status() -> dict[str, tuple[str, str]]:
