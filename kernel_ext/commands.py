@@ -41,6 +41,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
 
     %distributed status          list the runs in progress, or show how the last one ended
     %distributed stop            stop a run
+    %distributed interrupt       raise KeyboardInterrupt in a run; the ranks of a session keep their variables
     %distributed logs [RANK]     print the last lines of all ranks, or of one, and the paths of their log files
     %distributed stacks [RANK]   print the stacks of all ranks, or of one, even of ranks that hang
     %distributed why             print where the time of the ranks' steps goes, and why they are slow
@@ -53,7 +54,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
     %distributed config          open the form that writes a configuration file
     %distributed doctor          check this machine for problems that a launch would meet
 
-    The first six, and detach, take --run NAME (or its number), to choose among several runs or to name an earlier one.
+    The first seven, and detach, take --run NAME (or its number), to choose among several runs or an earlier one.
     status, why, runs and doctor take --json, which prints data for programs; profile takes --steps, the number of steps
     (5 by default), and --memory, which shows what holds memory at its peak; runs takes --clean, which removes the runs
     that have ended.
@@ -156,6 +157,12 @@ def _stop(given: argparse.Namespace) -> None:
     job.stop()
     job.wait(_STOP_DEADLINE_S)
     print(repr(job))
+
+
+def _interrupt(given: argparse.Namespace) -> None:
+    job = _running(given.run)
+    job.interrupt(escalate=job.on_death != "keep")  # a session's ranks stay
+    print(f"Interrupted: {job!r}")
 
 
 def _running(name: str) -> Job:
@@ -263,6 +270,7 @@ def _commands() -> dict[str, _Command]:
     functions: dict[str, Callable[[argparse.Namespace], ConfigForm | Job | Profile | None]] = {
         "status": _status,
         "stop": _stop,
+        "interrupt": _interrupt,
         "logs": _logs,
         "stacks": _stacks,
         "why": _why,
@@ -276,7 +284,7 @@ def _commands() -> dict[str, _Command]:
         "doctor": _doctor,
     }
     parsers = {name: Parser(f"%distributed {name}") for name in functions}
-    for name in ("status", "stop", "logs", "stacks", "why", "profile", "detach"):
+    for name in ("status", "stop", "interrupt", "logs", "stacks", "why", "profile", "detach"):
         parsers[name].add_argument("--run", default="", metavar="NAME")
     for name in ("logs", "stacks"):
         parsers[name].add_argument("rank", nargs="?", type=_rank)
