@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 import timeit
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -29,9 +28,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import notebook_accel
-from notebook_accel import reporting
-from notebook_accel.launching.ranks import loops, torch_hooks
-from notebook_accel.launching.ranks.phases import StepClock
 
 BATCH_SIZE = 32
 BATCHES = 64
@@ -335,58 +331,6 @@ def per_call(calls: int = 2000, repeats: int = 9) -> list[tuple[str, float, floa
         ]
 
 
-class _Unread:
-    """A reporter's connection whose other end nobody reads."""
-
-    def send(self, body: bytes) -> None:
-        """Drop an event."""
-
-
-class _Batches:
-    """A loader's iterator that costs nothing, so that only the hooks around it are timed."""
-
-    _num_workers = 0
-
-    def __init__(self, loader: object) -> None:
-        """Take what torch's iterators take."""
-
-    def __next__(self) -> None:
-        """Return a batch of nothing."""
-
-
-def hooks_of_a_step(calls: int = 1000, repeats: int = 2000) -> float:
-    """Return the CPU µs that the hooks of a rank add to a step: its batch, backward pass and optimizer step.
-
-    The hooks are placed around functions that do nothing. As in a rank, the reporter's thread looks at the step twenty
-    times a second, and very fast steps are measured a quarter of the time.
-    """
-    reporter = reporting.connect(_Unread())
-    clock, loop, hooks = StepClock(), loops.LoopCounter(), list[Callable[..., None]]()
-    clock.start()
-    places = types.SimpleNamespace(
-        DataLoader=type("Loader", (), {"__iter__": _Batches}),
-        _BaseDataLoaderIter=_Batches,
-        backward=lambda: None,
-        register_optimizer_step_pre_hook=hooks.append,
-        register_optimizer_step_post_hook=hooks.append,
-    )
-    for place in (torch_hooks._patch_loaders, torch_hooks._patch_backward, torch_hooks._hook_optimizers):
-        place(places, clock)  # type: ignore[arg-type]  # only these names of torch's modules are used
-    batches = _Batches(places.DataLoader())
-    setattr(batches, loops.ATTRIBUTE, loop)
-    before, after = hooks
-
-    def step() -> None:
-        next(batches)
-        places.backward()
-        before(None, (), {})
-        after(None, (), {})
-
-    took = [timeit.timeit(step, number=calls, timer=time.thread_time) / calls * 1e6 for _ in range(repeats)]
-    reporter.close()
-    return statistics.fmean(took)
-
-
 def contenders() -> dict[str, Callable[[Setting], Parts]]:
     """Return the contenders that are installed, and print which aren't."""
     found: dict[str, Callable[[Setting], Parts]] = {"PyTorch": plain, "notebook_accel": ours}
@@ -433,7 +377,6 @@ def main() -> None:
     print("\nµs that a call adds on a group of one rank")
     for name, cost_us, limit_us in per_call():
         print(f"{name:44}{cost_us:8.1f}   (at most {limit_us:g})")
-    print(f"{'a step, by the hooks of a rank':44}{hooks_of_a_step():8.1f}   (at most 3: 1 % of a step of 300 µs)")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from kernel_ext import front_end, output, render, step_view, timeline
+from kernel_ext import charts, front_end, output, render, step_view, timeline
 from kernel_ext.front_end import STYLE, LiveClicks
 from kernel_ext.output import Choice, OutputLog
 from notebook_accel.errors import NotebookAccelError, RankFailedError
@@ -168,7 +168,7 @@ class PanelView(_SummaryView):
         self._asking: threading.Thread | None = None
         self._stacks: tuple[str, ...] = ()
         self._stacks_said = "not asked yet"
-        self._can_detach = not (isinstance(job, DetachedJob) or detached.why_not(job.config, job.on_death))
+        self._can_detach = not (isinstance(job, DetachedJob) or job.on_death == "keep" or detached.why_not(job.config))
         self._detaching: threading.Thread | None = None
         self._detach_said = ""
         self._profiling: threading.Thread | None = None
@@ -244,7 +244,7 @@ class PanelView(_SummaryView):
             self._has_metrics, self._chart_s = False, now_s
             of_ranks, is_titled = widgets.curves.value == _EACH, not widgets.names_chart
             metric = widgets.metric.value or ""
-            widgets.chart.value = render.chart_html(state, metric, of_ranks=of_ranks, is_titled=is_titled)
+            widgets.chart.value = charts.chart_html(state, metric, of_ranks=of_ranks, is_titled=is_titled)
 
     def _body_html(self) -> str:
         choice = self._widgets.choice

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
 
+from kernel_ext.charts import chart_html, shortened
 from kernel_ext.front_end import STYLE
 from kernel_ext.output import OutputLog, counted, faint, output_lines, pre, scrolled, whole_output_html
-from kernel_ext.step_view import Phases, bar_html, mean_of, step_text, verdict_html
+from kernel_ext.step_view import bar_html, step_html, step_text, verdict_html
 from kernel_ext.timeline import body_html
 from notebook_accel.formatting import (
     aligned,
@@ -28,6 +27,7 @@ from notebook_accel.formatting import (
     rank_spans,
 )
 from notebook_accel.launching.state.diagnosis import Diagnosis
+from notebook_accel.launching.state.phases import Phases, mean_of
 from notebook_accel.launching.state.profiles import Profile
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
@@ -124,9 +124,15 @@ def summary_html(facts: RunFacts, state: RunState, output: OutputLog, now_s: flo
         bottom = f'<div class="nba-bottom">{pane}{beside}</div>'
     return (
         f'<style>{STYLE}</style><div class="nba-top">{header_html(facts, state, now_s)}</div>'
-        f"{table_html(state, now_s, facts.diagnosis.steps)}{every_rank}{_profile_html(facts)}{_traceback_html(facts)}"
-        f"{bottom}"
+        f"{table_html(state, now_s, facts.diagnosis.steps)}{every_rank}{_phases_html(facts)}{_profile_html(facts)}"
+        f"{_traceback_html(facts)}{bottom}"
     )
+
+
+def _phases_html(facts: RunFacts) -> str:
+    if not facts.diagnosis.steps:
+        return ""
+    return f"<details><summary>where the time of a step went</summary>{step_html(facts.diagnosis)}</details>"
 
 
 def _profile_html(facts: RunFacts) -> str:
@@ -324,7 +330,7 @@ class _Table:
         if self._steps:
             columns.append(self._phases_column())
         for name in names[:_MOST_METRIC_COLUMNS]:
-            head = _shortened(name, _MOST_NAME_CHARACTERS)
+            head = shortened(name, _MOST_NAME_CHARACTERS)
             columns.append(_number_column(head, lambda rank, name=name: rank.metrics.get(name), _in_digits))  # type: ignore[misc]
         if others := names[_MOST_METRIC_COLUMNS:]:
             columns.append(_TableColumn("other metrics", lambda rank: _metrics_text(rank, others)))
@@ -371,9 +377,7 @@ class _Table:
         waits = f"waits in {rank.silent.waits_in}" if rank.silent is not None and rank.silent.waits_in else ""
         behind = f"{self._behind[rank.rank]:,} steps behind the others" if rank.rank in self._behind else ""
         model = "" if rank.model_memory is None else rank.model_memory.in_words
-        return ", ".join(
-            filter(None, (_shortened(rank.device, 100), _shortened(rank.label, 100), waits, behind, model))
-        )
+        return ", ".join(filter(None, (shortened(rank.device, 100), shortened(rank.label, 100), waits, behind, model)))
 
 
 def _note(rank: RankState, now_s: float) -> str:
@@ -407,11 +411,6 @@ def _bar(value: float, total: float, attributes: str, kind: str = "") -> str:
     )
 
 
-def _shortened(text: str, characters: int) -> str:
-    """Cut off the end of a long text."""
-    return text if len(text) <= characters else f"{text[: characters - 1]}…"
-
-
 def _rate(steps_per_s: float | None) -> str:
     """Return steps a second with about three digits."""
     if steps_per_s is None:
@@ -436,7 +435,7 @@ def _percent(value: float | None) -> str:
 
 def _metrics_text(rank: RankState, names: Iterable[str]) -> str:
     known = (name for name in names if name in rank.metrics)
-    return ", ".join(f"{_shortened(name, _MOST_NAME_CHARACTERS)} {_in_digits(rank.metrics[name])}" for name in known)
+    return ", ".join(f"{shortened(name, _MOST_NAME_CHARACTERS)} {_in_digits(rank.metrics[name])}" for name in known)
 
 
 def _step_text(rank: RankState) -> str:
@@ -498,127 +497,3 @@ def _memories_html(ranks: Sequence[RankState]) -> str:
     """Return the memory of the rank that uses most."""
     known = [rank for rank in ranks if rank.memory_used_bytes is not None]
     return _memory_html(max(known, key=lambda rank: rank.memory_used_bytes or 0)) if known else _UNKNOWN
-
-
-# The chart ------------------------------------------------------------------------------------------------------------
-
-_WIDTH, _HEIGHT = 280, 132
-_LEFT, _RIGHT, _TOP, _BOTTOM = 38, 8, 8, 20
-_MOST_INTERVALS = 4
-_MOST_TITLE_CHARACTERS = 40
-_MOST_LABELS = 8
-_LABEL_WIDTH, _LABEL_HEIGHT = 12, 10
-
-_Point: TypeAlias = tuple[int, float]
-
-
-def chart_html(state: RunState, metric: str = "", *, of_ranks: bool = False, is_titled: bool = True) -> str:
-    """Draw a metric over steps; return nothing until it has two points.
-
-    Args:
-        state: The run.
-        metric: The metric; by default the first one, a loss if there is one.
-        of_ranks: Whether to draw a curve for each rank, behind that of their mean.
-        is_titled: Whether to print a title above it.
-    """
-    name = metric if metric in state.history else next(iter(state.metric_names), "")
-    curves = state.history.get(name)
-    mean = [] if curves is None else curves.mean.points
-    if curves is None or len(mean) < 2:
-        return ""
-    ranks = {rank: series.points for rank, series in curves.ranks.items()} if of_ranks else {}
-    ranks = {rank: points for rank, points in sorted(ranks.items()) if len(points) > 1}
-    title = html.escape(_shortened(name, _MOST_TITLE_CHARACTERS))
-    of = "" if len(state.ranks) == 1 else "each rank, and their mean" if of_ranks else "mean of ranks"
-    description = f"{title} over {mean[-1][0]:,} {curves.unit}: from {mean[0][1]:.4g} to {mean[-1][1]:.4g}"
-    head = f'<div class="nba-chart-title"><span>{title}</span> <span>{of}</span></div>' if is_titled else ""
-    return (
-        f'<div class="nba-chart">{head}'
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'role="img" aria-label="{description}">{_Drawing(mean, ranks, curves.unit).svg()}</svg></div>'
-    )
-
-
-class _Drawing:
-    """The axes and curves of a chart.
-
-    Args:
-        mean: The curve in front.
-        ranks: The curves behind it; if they are few, each ends in its rank's number.
-        unit: Unit of the horizontal axis.
-    """
-
-    def __init__(self, mean: Sequence[_Point], ranks: Mapping[int, Sequence[_Point]], unit: str) -> None:
-        self._mean = mean
-        self._ranks = ranks
-        self._unit = unit
-        points = [point for curve in (mean, *ranks.values()) for point in curve]
-        values = [value for _, value in points]
-        self._marks = ticks(min(values), max(values))
-        self._low, self._high = min(self._marks[0], *values), max(self._marks[-1], *values)
-        self._first, self._last = min(step for step, _ in points), max(step for step, _ in points)
-        self._has_labels = 0 < len(ranks) <= _MOST_LABELS
-        self._right = _RIGHT + (_LABEL_WIDTH if self._has_labels else 0)
-
-    def svg(self) -> str:
-        behind = "".join(self._path(points, f"nba-rank-curve nba-c{rank % _MOST_LABELS}", f"rank {rank}")
-                         for rank, points in self._ranks.items())  # fmt: skip
-        return f"{self._axes()}{behind}{self._path(self._mean, 'nba-curve', 'mean')}{self._labels()}"
-
-    def _x(self, step: float) -> float:
-        return _LEFT + (step - self._first) / (self._last - self._first) * (_WIDTH - _LEFT - self._right)
-
-    def _y(self, value: float) -> float:
-        share = (value - self._low) / (self._high - self._low)
-        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
-
-    def _axes(self) -> str:
-        # Spaces between the texts: some sanitizers leave nothing of an SVG but its texts.
-        grid = " ".join(
-            f'<line class="nba-grid" x1="{_LEFT}" x2="{_WIDTH - self._right}" y1="{self._y(mark):.1f}" '
-            f'y2="{self._y(mark):.1f}" stroke="currentColor" stroke-opacity="0.15"/>'
-            f'<text x="{_LEFT - 6}" y="{self._y(mark) + 3.5:.1f}" text-anchor="end">{mark:.6g}</text>'
-            for mark in self._marks
-        )
-        return (
-            f'<g font-size="10.5" fill="currentColor">{grid} '
-            f'<text x="{_LEFT}" y="{_HEIGHT - 5}">{self._first:,}</text> '
-            f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 5}" text-anchor="end">{self._last:,} {self._unit}</text></g>'
-        )
-
-    def _path(self, points: Sequence[_Point], kind: str, title: str) -> str:
-        path = "M" + "L".join(f"{self._x(step):.1f} {self._y(value):.1f}" for step, value in points)
-        width = 1.6 if kind == "nba-curve" else 1
-        return (
-            f'<path class="{kind}" d="{path}" fill="none" stroke="currentColor" '
-            f'stroke-width="{width}" stroke-linejoin="round"><title>{title}</title></path>'
-        )
-
-    def _labels(self) -> str:
-        """Write the ranks' numbers at the ends of their curves, spread out where those are close together."""
-        if not self._has_labels:
-            return ""
-        ends = sorted((self._y(points[-1][1]), rank) for rank, points in self._ranks.items())
-        lowest = _HEIGHT - _BOTTOM - _LABEL_HEIGHT * (len(ends) - 1)
-        shown, below = [], float(_TOP)
-        for index, (y, rank) in enumerate(ends):
-            at = min(max(y, below), lowest + _LABEL_HEIGHT * index)
-            below = at + _LABEL_HEIGHT
-            shown.append(
-                f'<text class="nba-c{rank % _MOST_LABELS}" x="{_WIDTH - _LABEL_WIDTH}" y="{at + 3:.1f}">{rank}</text>'
-            )
-        return f'<g font-size="9.5" fill="currentColor">{" ".join(shown)}</g>'
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """Return up to five round numbers that span most of ``low`` to ``high``, from 0 where the curve comes near it."""
-    if low >= 0 and low < 0.4 * high:
-        low = 0.0
-    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-90):  # flat, as far as can be drawn
-        low, high = low - max(abs(low), 1.0) / 2, low + max(abs(low), 1.0) / 2
-    rough = (high - low) / _MOST_INTERVALS
-    unit = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * unit for factor in (1, 2, 5, 10, 20) if (high - low) / (factor * unit) <= _MOST_INTERVALS)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    # Multiples of a step such as 0.1 aren't exact in binary.
-    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]

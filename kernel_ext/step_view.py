@@ -6,18 +6,17 @@ Pure functions of a ``Diagnosis``. The text is complete without the style sheet,
 from __future__ import annotations
 
 import html
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+from kernel_ext.charts import stacked_html
 from notebook_accel.formatting import format_milliseconds
-from notebook_accel.launching.state.diagnosis import PHASES, WAITING, Diagnosis
+from notebook_accel.launching.state.diagnosis import Diagnosis
+from notebook_accel.launching.state.phases import PHASES, Phases, mean_of, shown_ranks
 
-_MOST_RANKS = 4
 _LEAST_SHARE = 0.01
 _NAMED_SHARE = 0.1
-
-Phases = Mapping[str, float]
-"""The seconds of a step by phase."""
+# A chart ends above the usual steps, so that a rare peak doesn't flatten all others.
+_USUAL_SHARE, _HIGHEST, _ABOVE_USUAL = 0.9, 2.0, 1.5
 
 
 def step_text(phases: Phases | None) -> str:
@@ -45,13 +44,6 @@ def bar_html(phases: Phases | None) -> str:
     return f"{bar}{format_milliseconds(step_s)}"
 
 
-def mean_of(phases: Sequence[Phases]) -> Phases | None:
-    """Return the mean over several ranks, ``None`` if none was measured."""
-    if not phases:
-        return None
-    return {name: statistics.fmean(of_rank.get(name, 0.0) for of_rank in phases) for name in PHASES}
-
-
 def verdict_html(diagnosis: Diagnosis) -> str:
     """Return the answer in one line; nothing if nothing stands out."""
     if not diagnosis.verdicts:
@@ -77,19 +69,39 @@ def step_html(diagnosis: Diagnosis) -> str:
     bars = "".join(f'<td class="nba-number">{bar_html(phases)}</td>' for phases in columns.values())
     rows = "".join(_row_html(name, columns) for name in PHASES if any(phases.get(name) for phases in columns.values()))
     return (
-        f'{said}<div class="nba-scroll"><table class="nba-ranks nba-steps"><caption>A step</caption><thead><tr>'
-        f'<th scope="col">phase</th>{heads}</tr></thead><tbody><tr><th scope="row">step</th>{bars}</tr>{rows}</tbody>'
-        f"</table></div>"
+        f'{said}<div class="nba-step"><div class="nba-scroll"><table class="nba-ranks nba-steps">'
+        f'<caption>A step</caption><thead><tr><th scope="col">phase</th>{heads}</tr></thead><tbody>'
+        f'<tr><th scope="row">step</th>{bars}</tr>{rows}</tbody></table></div>{_over_time_html(diagnosis)}</div>'
     )
 
 
 def _columns(steps: Mapping[int, Phases]) -> dict[str, Phases]:
-    """Return the columns of the tab: a rank each, or the mean and the rank that waits least, as the last to arrive."""
-    if len(steps) <= _MOST_RANKS:
-        return {f"rank {rank}": phases for rank, phases in steps.items()}
-    mean = mean_of(list(steps.values())) or {}
-    last = min(steps, key=lambda rank: steps[rank].get(WAITING, 0.0))
-    return {f"mean of {len(steps)} ranks": mean, f"rank {last}": steps[last]}
+    """Return the columns of the tab: a rank each, or the mean of many and the rank that waits least."""
+    ranks = {f"rank {rank}": steps[rank] for rank in shown_ranks(steps)}
+    mean = mean_of(list(steps.values())) if len(ranks) < len(steps) else None
+    return ranks if mean is None else {f"mean of {len(steps)} ranks": mean, **ranks}
+
+
+def _over_time_html(diagnosis: Diagnosis) -> str:
+    """Return a chart for each column, on one scale; nothing until there is a course to draw."""
+    moments = diagnosis.over_time
+    shown = shown_ranks(diagnosis.steps)
+    charts = {f"rank {rank}": [moment.ranks.get(rank) for moment in moments] for rank in shown}
+    if len(shown) < len(diagnosis.steps):
+        charts = {f"mean of {len(diagnosis.steps)} ranks": [moment.mean for moment in moments], **charts}
+    totals = sorted(sum(phases.values()) for chart in charts.values() for phases in chart if phases)
+    if not totals or not totals[-1]:
+        return ""
+    usual_s, highest_s = totals[int(_USUAL_SHARE * (len(totals) - 1))], totals[-1]
+    is_cut = highest_s > _HIGHEST * usual_s > 0
+    limit_s = _ABOVE_USUAL * usual_s if is_cut else highest_s
+    parts = {
+        name: [(moment.begin_s, moment.end_s, phases) for moment, phases in zip(moments, chart, strict=True)]
+        for name, chart in charts.items()
+    }
+    drawn = "".join(stacked_html(name, PHASES, chart, limit_s) for name, chart in parts.items())
+    cut = f", cut off at the top: the highest is {format_milliseconds(highest_s)}" if is_cut else ""
+    return f'<div class="nba-course"><p>A step in the course of the run{cut}</p>{drawn}</div>'
 
 
 def _row_html(name: str, columns: Mapping[str, Phases]) -> str:

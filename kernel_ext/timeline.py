@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from kernel_ext.front_end import STYLE
 from notebook_accel.formatting import format_milliseconds
-from notebook_accel.launching.state.diagnosis import PHASES
+from notebook_accel.launching.state.phases import PHASES
 from notebook_accel.launching.state.profiles import Profile, RankProfile
 from notebook_accel.protocol.events import Span, SpanKind
 

@@ -148,7 +148,7 @@ class Reporter:
         self._pid = os.getpid()
         self._at_close: list[Callable[[], None]] = []
         self._before_sample: list[Callable[[], None]] = []
-        self._at_tick: list[Callable[[], None]] = []
+        self._at_tick: list[Callable[[], bool]] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -287,8 +287,8 @@ class Reporter:
         """Call ``function`` before each look at the counters, in the sampling thread."""
         self._before_sample.append(function)
 
-    def at_tick(self, function: Callable[[], None]) -> None:
-        """Call ``function`` twenty times a second in the sampling thread."""
+    def at_tick(self, function: Callable[[], bool]) -> None:
+        """Call ``function`` in the sampling thread, twenty times a second while it returns true, else five times."""
         self._at_tick.append(function)
 
     def not_at_close(self, function: Callable[[], None]) -> None:
@@ -316,12 +316,12 @@ class Reporter:
         return 0 if self._last_progress is None else self._last_progress.steps
 
     def _run(self) -> None:
-        samples = ticks = 0
-        while not self._stop.wait(_SAMPLE_PERIOD_S / (_TICKS_PER_SAMPLE if self._at_tick else 1)):
-            ticks += 1
-            for function in self._at_tick:
-                function()
-            if self._at_tick and ticks % _TICKS_PER_SAMPLE:
+        samples, ticks, next_ticks = 0, 0, 1 if self._at_tick else _TICKS_PER_SAMPLE
+        while not self._stop.wait(_SAMPLE_PERIOD_S / _TICKS_PER_SAMPLE * next_ticks):
+            ticks += next_ticks
+            are_due = [function() for function in self._at_tick]
+            next_ticks = 1 if any(are_due) else _TICKS_PER_SAMPLE - ticks % _TICKS_PER_SAMPLE
+            if ticks % _TICKS_PER_SAMPLE:
                 continue
             with self._sampling:
                 self._sample()

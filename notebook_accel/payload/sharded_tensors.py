@@ -35,9 +35,9 @@ def note_on(value: Any) -> str:
     """Return a line that says how to get a value whole of which a rank shows its share; ``""`` for any other value."""
     if not types():
         return ""
-    if isinstance(value, types()[1]):
-        module: Any = value
-        is_sharded = any(map(is_sharded_tensor, module.parameters()))
+    module_class: Any = types()[1]
+    if isinstance(value, module_class):
+        is_sharded = any(map(is_sharded_tensor, value.parameters()))
         fix = "%pull its name, or accelerator.get_state_dict(...) on all ranks, brings them whole"
         return f"\n[its parameters are sharded over the ranks: {fix}]" if is_sharded else ""
     items = value.values() if isinstance(value, Mapping) else value if type(value) in (list, tuple) else [value]

@@ -83,17 +83,21 @@ def train(world_size, *, seconds=42.0, behind=(), silent=(), failed=(), restarts
     return job
 
 def measure(job, straggler=None):
-    "The times of five seconds of steps, in which one rank keeps the others waiting."
-    for rank in range(job.world_size):
-        forward = 19.0 if rank == straggler else 5.0
-        waits = 0.0 if straggler is None or rank == straggler else 14.0
-        phases = {"data": 0.8, "forward": forward, "backward": 9.0, "communication": 1.2 + waits, "optimizer": 1.5,
-                  "other": 0.5}
-        line = events.SampledLine("forward", "", "In[7], line 21", "x = self.blur(x)", 15)
-        for _ in range(5):
+    "The times of the steps of 42 seconds, in which one rank keeps the others waiting from some time on."
+    for second in range(42):
+        is_late = second > 15
+        for rank in range(job.world_size):
+            forward = (19.0 if rank == straggler and is_late else 5.0) + 0.4 * math.sin(second)
+            waits = 0.0 if straggler in (None, rank) or not is_late else 14.0
+            data = 6.0 if second in (24, 25, 26) else 0.8
+            phases = {"data": data, "forward": forward, "backward": 9.0, "communication": 1.2 + waits,
+                      "optimizer": 1.5, "other": 0.5}
+            line = events.SampledLine("forward", "", "In[7], line 21", "x = self.blur(x)", 15)
+            steps = int(1000 / sum(phases.values()))
             job.deliver(rank, events.StepTimes(
-                steps=31, seconds={name: 31 * ms / 1000 for name, ms in phases.items()}, samples=20, lines=[line],
-                workers=4, cores=16, threads=1, is_on_device=True, gradient_bytes=94 << 20))
+                time_s=job.started_s + second, steps=steps, samples=20, lines=[line], workers=4, cores=16, threads=1,
+                seconds={name: steps * ms / 1000 for name, ms in phases.items()}, is_on_device=True,
+                gradient_bytes=94 << 20))
     return job
 
 def show(job):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import re
-
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernel_ext.output import output_html
-from kernel_ext.render import chart_html, table_html, ticks
+from kernel_ext.render import table_html
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 from tests.kernel_ext import fake_runs
@@ -377,88 +374,6 @@ def test_time_since_the_last_sign_of_life() -> None:
     for rank in range(2):
         state.apply(rank, events.Finished(time_s=65.0, result_bytes=1))
     assert "seen" not in Document(table_html(state, 65.0)).text
-
-
-def test_chart_needs_two_points_and_says_what_it_shows() -> None:
-    state = RunState(1)
-    state.apply(0, events.Progress(step=0, steps=0))
-    state.apply(0, events.Metrics(step=0, values={"loss": 2.0}))
-    assert chart_html(state) == ""
-    state.apply(0, events.Metrics(step=50, values={"loss": 0.5}))
-    chart = Document(chart_html(state))
-    assert chart.having(role="img")[0]["aria-label"] == "loss over 50 steps: from 2 to 0.5"
-    assert "50 steps" in chart.text
-
-
-def test_chart_of_a_run_without_steps_is_over_its_reports() -> None:
-    state = RunState(1)
-    for loss in (2.0, 1.0, 0.5):
-        state.apply(0, events.Metrics(step=0, values={"loss": loss}))
-    chart = Document(chart_html(state))
-    assert chart.having(role="img")[0]["aria-label"] == "loss over 3 reports: from 2 to 0.5"
-    assert "3 reports" in chart.text
-
-
-@given(st.lists(st.floats(), min_size=2, max_size=20))
-@example([0.0, 5e-324])
-@example([-1.7e308, 1.7e308])
-@example([1.0, 1.0 + 1e-15])
-def test_a_curve_stays_inside_its_drawing(values: list[float]) -> None:
-    state = RunState(1)
-    for step, value in enumerate(values):
-        state.apply(0, events.Metrics(step=step, values={"loss": value}))
-    path = re.search(r'class="nba-curve" d="M([^"]*)"', chart_html(state))
-    if path is None:
-        assert len(state.history["loss"].mean.points) < 2
-        return
-    for point in path[1].split("L"):
-        x, y = map(float, point.split())
-        assert 0 <= x <= 280
-        assert 0 <= y <= 132
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "marks"),
-    [
-        (0.28, 2.4, [0, 1, 2]),
-        (0.0, 1.0, [0, 0.5, 1.0]),
-        (90.1, 97.5, [92, 94, 96]),
-        (-3.0, 5.0, [-2, 0, 2, 4]),
-    ],
-)
-def test_ticks_are_round_and_few(low: float, high: float, marks: list[float]) -> None:
-    assert ticks(low, high) == marks
-
-
-@given(st.floats(-1e90, 1e90), st.floats(-1e90, 1e90))
-def test_ticks_of_any_range_are_few(one: float, other: float) -> None:
-    assert 1 <= len(ticks(min(one, other), max(one, other))) <= 5
-
-
-@pytest.mark.parametrize(("world_size", "labels"), [(2, 2), (8, 8), (20, 0)])
-def test_few_curves_of_ranks_have_their_number_at_their_end(world_size: int, labels: int) -> None:
-    state = RunState(world_size)
-    for step in range(1, 4):
-        for rank in range(world_size):
-            state.apply(rank, events.Metrics(step=step, values={"loss": 1.0 + rank / 100 / step}))
-    chart = chart_html(state, of_ranks=True)
-    document = Document(chart)
-    assert sum(tag == "path" for tag, _ in document.elements) == world_size + 1
-    found = [attributes for tag, attributes in document.elements if tag == "text" and "class" in attributes]
-    assert len(found) == labels
-    heights = sorted(float(attributes["y"] or 0) for attributes in found)
-    assert all(after - before >= 9.9 for before, after in itertools.pairwise(heights))  # none covers another
-    assert all(0 < height < 132 for height in heights)
-    assert 'class="nba-c0"' not in chart_html(state)
-
-
-def test_chart_is_of_the_metric_that_was_chosen_or_of_the_first() -> None:
-    state = RunState(1)
-    for step in (1, 2):
-        state.apply(0, events.Metrics(step=step, values={"accuracy": 0.5, "loss": 1.0}))
-    assert "accuracy over" in chart_html(state, "accuracy")
-    assert "loss over" in chart_html(state, "no such metric")
-    assert "nba-chart-title" not in chart_html(state, is_titled=False)
 
 
 def test_share_of_a_sharded_model_is_in_the_header_the_rows_and_the_summary() -> None:

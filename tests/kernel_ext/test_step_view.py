@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from kernel_ext import step_view
-from notebook_accel.launching.state.diagnosis import PHASES, Diagnosis, Verdict
+from notebook_accel.launching.state.diagnosis import Diagnosis, Verdict
+from notebook_accel.launching.state.phases import PHASES, Moment
 from notebook_accel.protocol import events
 from tests.kernel_ext import fake_runs
 
@@ -71,6 +74,38 @@ def test_tab_shows_the_mean_of_many_ranks_and_the_one_that_waits_least() -> None
     assert "500 ms" in shown
 
 
+def with_course(found: Diagnosis, *, highest: float = 1.0) -> Diagnosis:
+    """Add a course of 20 parts, whose last steps take ``highest`` times as long."""
+    shown = list(found.steps) if len(found.steps) <= 4 else [0]
+    moments = []
+    for number in range(20):
+        steps = {name: seconds * (highest if number == 19 else 1.0) for name, seconds in _PHASES.items()}
+        moments.append(Moment(2.0 * number, 2.0 * number + 2, steps, dict.fromkeys(shown, steps)))
+    return dataclasses.replace(found, over_time=tuple(moments))
+
+
+@pytest.mark.parametrize(("world_size", "titles"), [(2, ["rank 0", "rank 1"]), (64, ["mean of 64 ranks", "rank 0"])])
+def test_tab_shows_the_course_of_the_columns(world_size: int, titles: list[str]) -> None:
+    shown = step_view.step_html(with_course(diagnosis(world_size)))
+    charts = [
+        about for about in fake_runs.Document(shown).having(role="img") if "at the end" in (about["aria-label"] or "")
+    ]
+    assert [about["aria-label"] for about in charts] == [f"{title}: 100 ms a step at the end" for title in titles]
+    assert "cut off" not in shown
+    assert "nba-area" not in step_view.step_html(diagnosis(world_size))
+
+
+def test_a_rare_peak_is_cut_off_and_said() -> None:
+    shown = step_view.step_html(with_course(diagnosis(), highest=30.0))
+    assert "cut off at the top: the highest is 3,000 ms" in shown
+    assert "100 ms" in shown
+
+
+def test_summary_keeps_the_course() -> None:
+    run, facts = fake_runs.training(), fake_runs.facts(diagnosis=with_course(diagnosis()))
+    assert fake_runs.summary_html(facts, run, 6.0).count('class="nba-area"') == 2
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [(Diagnosis(), "Too few steps have been measured yet."), (diagnosis(verdicts=()), "Nothing stands out")],
@@ -85,4 +120,4 @@ def test_ranks_that_share_a_row_share_a_bar() -> None:
         run.apply(rank, events.Started(time_s=0.0, pid=1))
         run.apply(rank, events.Progress(time_s=0.0, step=1, steps=1))
     shown = fake_runs.summary_html(fake_runs.facts(diagnosis=diagnosis(64)), run, 1.0)
-    assert shown.count('class="nba-phases"') == 1 + 64  # the shared row, and the folded table of all ranks
+    assert shown.count('class="nba-phases"') == 1 + 64 + 2  # the shared row, the table of all ranks, and the phases

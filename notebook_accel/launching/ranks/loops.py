@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "_notebook_accel_loop"
 """The attribute of a DataLoader's iterator that holds its ``LoopCounter``."""
+LOSSES_PER_SAMPLE = 20
+"""Losses that are reported between two looks at them, and at the end of each epoch: reporting all would cost fast steps
+a few hundredths of their time."""
 _LENGTH_CALLED = "_IterableDataset_len_called"  # of a DataLoader: the length that somebody has asked for
 # Loaders that read ahead take two batches before the first is trained on.
 _BATCHES_READ_AHEAD = 3
@@ -92,6 +95,7 @@ class Loops:
         bars: The open bars.
         clock: The clock of the steps' phases, ``None`` if nobody measures them.
         loss: The loss that Accelerate's ``Accelerator`` is dividing and computing gradients of.
+        losses_left: Number of backward passes whose loss is still reported before the next look.
     """
 
     def __init__(self) -> None:
@@ -100,6 +104,7 @@ class Loops:
         self.bars: Bars | None = None
         self.clock: StepClock | None = None
         self.loss: Any = None
+        self.losses_left = LOSSES_PER_SAMPLE
         self._begin_count()
 
     def _begin_count(self) -> None:
@@ -220,6 +225,7 @@ class Loops:
 
     def refresh(self) -> None:
         """Tell training from evaluation, and return to training after one. Called before each look at the counters."""
+        self.losses_left = LOSSES_PER_SAMPLE
         loop = self.current
         if loop is None or loop is self._alone:
             return

@@ -1,35 +1,128 @@
 """Records which lines of the user's code hold a rank's memory when it is at its peak.
 
-A mode of torch's dispatcher, which is the same on every device, sees each operator with its tensors. A tensor's memory
-belongs to the line that ran when it was made, until no tensor uses it any more. Tensors that were there before are
-known from the first operator that uses them.
-
-These are the bytes of tensors, not those of the allocator: what libraries such as cuBLAS and NCCL take isn't in them.
+On a GPU, torch's allocator tells each allocation and each free with the Python line that ran. Elsewhere a mode of
+torch's dispatcher sees each operator with its tensors: a tensor's memory belongs to the line that ran when it was made,
+until no tensor uses it any more, and tensors that were there before are known from the first operator that uses them.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from notebook_accel.launching.ranks.phases import compiled_graphs, place_of
+from notebook_accel import code_places
+from notebook_accel.launching.ranks.phases import compiled_graphs, line_of, place_of
+from notebook_accel.launching.ranks.step_recorder import Recorder
 from notebook_accel.protocol import events
 
 _MOST_LINES = 20
+_MOST_ENTRIES = 100_000  # of the allocator's history, some kilobytes each
 _BEFORE = ("", "")  # place and text of what was made before
+_LIBRARY = ("library code", "")
 _COMPILED = "what torch.compile has compiled runs uncompiled in these steps, so its memory is that of the plain code"
+
+_WRAPPED = (
+    f"of its allocations, only the last {_MOST_ENTRIES:,} were recorded; what was made before is larger than it was"
+)
 
 _Line = tuple[str, str]
 
 
+def memory_recorder() -> Recorder:
+    """Return the recorder for what this rank computes on."""
+    torch = sys.modules["torch"]
+    # Another allocator has no history, and there is only one history, which the user's code may be recording.
+    if (
+        torch.cuda.is_initialized()
+        and torch.cuda.get_allocator_backend() == "native"
+        and not torch._C._cuda_isHistoryEnabled()
+    ):
+        return AllocatorRecorder()
+    return MemoryRecorder()
+
+
+class AllocatorRecorder:
+    """Records what holds a GPU's memory, by the history of torch's allocator.
+
+    Compiled code and libraries that take their memory from the allocator, such as cuBLAS, count too. Backward passes
+    run in threads without Python, so what they make belongs to no line.
+    """
+
+    warmup_steps = 0
+
+    def __init__(self) -> None:
+        self._device = 0
+        self._snapshot: Mapping[str, Any] = {}
+
+    def begin(self) -> str:
+        cuda = sys.modules["torch"].cuda
+        self._device = cuda.current_device()
+        options = {"context": "alloc", "stacks": "python", "max_entries": _MOST_ENTRIES, "clear_history": True}
+        cuda.memory._record_memory_history("all", **options)
+        return ""
+
+    def step(self, done: int) -> None:
+        """Do nothing: steps aren't told apart."""
+
+    def stop(self) -> None:
+        memory = sys.modules["torch"].cuda.memory
+        self._snapshot = memory._snapshot()
+        memory._record_memory_history(None)
+
+    def event(self, *, number: str, why: str, steps: int) -> events.Profiled:
+        """Return what was recorded."""
+        peak_bytes, held, is_whole = held_at_peak(self._snapshot, self._device)
+        notes = "; ".join(filter(None, [why, "" if is_whole else _WRAPPED]))
+        return _event(number, notes, steps, peak_bytes, held)
+
+
+def held_at_peak(snapshot: Mapping[str, Any], device: int) -> tuple[int, collections.Counter[_Line], bool]:
+    """Return the peak of a GPU's memory, what held it, and whether the history is whole.
+
+    Args:
+        snapshot: A snapshot in the form of ``torch.cuda.memory._snapshot``.
+        device: The GPU's number.
+    """
+    segments = [segment for segment in snapshot["segments"] if segment.get("device", device) == device]
+    trace = [entry for entry in snapshot["device_traces"][device] if entry["action"] in ("alloc", "free_completed")]
+    sizes = [entry["size"] if entry["action"] == "alloc" else -entry["size"] for entry in trace]
+    began_bytes = sum(segment["active_size"] for segment in segments) - sum(sizes)
+    totals = [*itertools.accumulate(sizes, initial=began_bytes)]
+    peak_bytes = max(totals)
+    held, lines = collections.Counter({_BEFORE: began_bytes}), dict[int, _Line]()
+    for entry, size in zip(trace[: totals.index(peak_bytes)], sizes, strict=False):
+        if entry["action"] == "alloc":
+            lines[entry["addr"]] = _line_in(entry.get("frames", ()))
+            held[lines[entry["addr"]]] += size
+        else:
+            held[lines.pop(entry["addr"], _BEFORE)] += size
+    return peak_bytes, held, len(snapshot["device_traces"][device]) < _MOST_ENTRIES
+
+
+def _line_in(frames: Iterable[Mapping[str, Any]]) -> _Line:
+    """Return the user's innermost line in a stack that begins with the innermost frame."""
+    users = (frame for frame in frames if code_places.is_the_users(frame["filename"]))
+    frame = next(users, None)
+    return _LIBRARY if frame is None else line_of(frame["filename"], frame["line"])
+
+
+def _event(number: str, why: str, steps: int, peak_bytes: int, held: collections.Counter[_Line]) -> events.Profiled:
+    lines = [events.HeldMemory(*line, size) for line, size in held.most_common(_MOST_LINES) if size]
+    return events.Profiled(number=number, why=why, steps=steps, peak_bytes=peak_bytes, held=lines)
+
+
 class MemoryRecorder:
-    """Records what holds memory, in the thread that trains and in those of its backward passes."""
+    """Records the bytes of tensors, in the thread that trains and in those of its backward passes.
+
+    What libraries such as cuBLAS and NCCL take isn't in them.
+    """
 
     warmup_steps = 0
 
@@ -60,14 +153,7 @@ class MemoryRecorder:
     def event(self, *, number: str, why: str, steps: int) -> events.Profiled:
         """Return what was recorded."""
         notes = [why, _COMPILED if compiled_graphs() else ""]
-        held = [events.HeldMemory(*line, size) for line, size in self._tensors.at_peak.most_common(_MOST_LINES) if size]
-        return events.Profiled(
-            number=number,
-            why="; ".join(filter(None, notes)),
-            steps=steps,
-            peak_bytes=self._tensors.peak_bytes,
-            held=held,
-        )
+        return _event(number, "; ".join(filter(None, notes)), steps, self._tensors.peak_bytes, self._tensors.at_peak)
 
 
 def _modes() -> list[Any]:
@@ -139,7 +225,7 @@ def _running_line() -> _Line:
     # A variable with this function's own frame would be a cycle, which keeps the operator's tensors until it is found.
     is_here = threading.get_ident() == main
     _, place, text = place_of(sys._getframe() if is_here else sys._current_frames()[main])
-    return place or "library code", text
+    return (place, text) if place else _LIBRARY
 
 
 @functools.cache

@@ -23,9 +23,11 @@ from notebook_accel import code_places, host_memory, reporting
 from notebook_accel.protocol import events
 
 _SEND_PERIOD_S = 1.0
-# Very fast steps are measured for one tick of the reporter in four, so that measuring costs them less than a hundredth.
-_FAST_PER_S = 100
-_TICKS_OF_CYCLE = 4
+# Measuring takes 4 µs of a step, and some 12 µs of one whose own work has emptied the processor's caches. So of more
+# steps a second than this only some are measured, with a rest of several times as long after them.
+_ALL_PER_S = 200
+_MEASURED_S = 0.05  # between two looks
+_MOST_REST_S = 0.75
 _MOST_LINES = 12
 _MOST_NESTED = 4
 _MOST_TEXT = 120
@@ -62,7 +64,7 @@ class StepClock:
         self.phase = ""
         self.is_on = True
         self.is_marking = False
-        self._ticks = 0
+        self._rest_until_s = 0.0  # 0 while all steps are measured
         self._is_rest_due = False  # the main thread is to stop measuring for a while
         self._resting_since_s = 0.0
         self._times = dict.fromkeys(events.PHASES, 0.0)
@@ -178,14 +180,19 @@ class StepClock:
 
     # In the reporter's thread -----------------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Note the line that the main thread runs, and send the times about once a second."""
+    def look(self) -> bool:
+        """Note the line that the main thread runs, and send the times about once a second.
+
+        Returns:
+            False while a rest makes looks pointless.
+        """
         self._is_asked = self._counts.is_due = True
-        self._ticks += 1
-        if self._ticks % _TICKS_OF_CYCLE == 0:
-            self._wake()
-        elif self.is_on and self._ticks % _TICKS_OF_CYCLE == 1:
-            self._is_rest_due = self._counts.steps > _FAST_PER_S * (time.perf_counter() - self._sent_s)
+        now_s = time.perf_counter()
+        if self._rest_until_s:
+            if now_s >= self._rest_until_s:
+                self._wake()
+        elif self.is_on and (times := self._counts.steps_per_s() / _ALL_PER_S) > 1:
+            self._is_rest_due, self._rest_until_s = True, now_s + min(times * _MEASURED_S, _MOST_REST_S)
         phase = self.phase
         if phase:
             frame = sys._current_frames().get(self._main or 0)
@@ -193,14 +200,15 @@ class StepClock:
                 activity, place, text = place_of(frame)
                 del frame  # it keeps its variables alive, and who drops it last ends them, in this thread
                 self._lines[phase, activity, place, text] += 1
-        if time.perf_counter() - self._sent_s >= _SEND_PERIOD_S:
+        if now_s - self._sent_s >= _SEND_PERIOD_S:
             self.send()
+        return not self._rest_until_s
 
     def _wake(self) -> None:
         """Measure again after a rest. The main thread tells no phases until then."""
-        self._is_rest_due = False
+        self._is_rest_due, self._rest_until_s = False, 0.0
         if not self.is_on:
-            self._counts.rested_s += time.perf_counter() - self._resting_since_s
+            self._counts.end_rest(self._resting_since_s)
             self.is_on = True
 
     def send(self) -> None:
@@ -239,6 +247,7 @@ class _Counts:
         self.steps = self.evaluations = self.rows = self.batches = self.largest = 0
         self.smallest = sys.maxsize
         self.collecting_s = self.rested_s = 0.0
+        self._measured_from = (0, time.perf_counter())  # steps and time at the end of the last rest
         # These stay from one send to the next.
         self.workers: int | None = None if before is None else before.workers
         self.threads: int = 0 if before is None else before.threads
@@ -265,6 +274,17 @@ class _Counts:
                 batch = next(iter(batch.values()), None)
             else:
                 return
+
+    def end_rest(self, began_s: float) -> None:
+        """Count a rest that ends now."""
+        now_s = time.perf_counter()
+        self.rested_s += now_s - began_s
+        self._measured_from = (self.steps, now_s)
+
+    def steps_per_s(self) -> float:
+        """Return the steps a second since the last rest."""
+        steps, since_s = self._measured_from
+        return (self.steps - steps) / max(time.perf_counter() - since_s, 1e-3)
 
     def split_backward(self, seconds: dict[str, float]) -> None:
         """Take communication out of the backward pass."""
@@ -380,11 +400,15 @@ def place_of(frame: types.FrameType) -> tuple[str, str, str]:
         current = current.f_back
     if current is None:
         return activity, "", ""
-    filename, line = current.f_code.co_filename, current.f_lineno or 0
-    text = linecache.getline(filename, line).strip()[:_MOST_TEXT]
+    place, text = line_of(current.f_code.co_filename, current.f_lineno or 0)
     if not activity and any(part in text for part in _COPIES):
         activity = "copy"
-    return activity, f"{code_places.label(filename)}, line {line}", text
+    return activity, place, text
+
+
+def line_of(filename: str, line: int) -> tuple[str, str]:
+    """Return the place of a line, such as ``In[7], line 12``, and its text."""
+    return f"{code_places.label(filename)}, line {line}", linecache.getline(filename, line).strip()[:_MOST_TEXT]
 
 
 def _activity(code: types.CodeType) -> str:

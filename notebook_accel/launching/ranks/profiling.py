@@ -13,7 +13,7 @@ import threading
 import time
 
 from notebook_accel import reporting
-from notebook_accel.launching.ranks.memory_recorder import MemoryRecorder
+from notebook_accel.launching.ranks.memory_recorder import memory_recorder
 from notebook_accel.launching.ranks.step_recorder import Recorder, StepRecorder
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
@@ -149,7 +149,7 @@ class _Profiling:
         self.is_given_up = False
         self.has_begun = False
         self.reader: threading.Thread | None = None
-        self._recorder: Recorder = MemoryRecorder() if request.memory else StepRecorder(request.steps, request.trace)
+        self._recorder: Recorder = memory_recorder() if request.memory else StepRecorder(request.steps, request.trace)
 
     @property
     def progress(self) -> str:

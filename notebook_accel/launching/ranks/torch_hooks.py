@@ -80,6 +80,8 @@ def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
         if loop is not _loops.current:
             _loops.turn_to(loop, are_gradients_enabled())
         loop.step += 1
+        if loop.step == loop.total:
+            _loops.losses_left = loops.LOSSES_PER_SAMPLE
         if _profiler.is_due and loop is _loops.current and not is_evaluation and threading.get_ident() == _main:
             _profiler.begin_step()
         if measures:
@@ -105,7 +107,9 @@ def _patch_backward(module: types.ModuleType, clock: StepClock | None) -> None:
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
         _loops.trained += 1
-        _report_loss(args[0] if args else kwargs.get("tensors"))
+        if _loops.losses_left:
+            _loops.losses_left -= 1
+            _report_loss(args[0] if args else kwargs.get("tensors"))
         if clock is None or not clock.is_on or threading.get_ident() != _main:
             return original(*args, **kwargs)
         before = clock.phase

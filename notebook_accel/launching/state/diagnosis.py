@@ -14,14 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.formatting import format_duration, format_milliseconds, format_size
+from notebook_accel.launching.state.phases import Moment, Phases, over_time, shown_ranks, split_waiting
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.step_times import StepTimes
 from notebook_accel.protocol import events
-
-WAITING = "waiting"
-PHASES = ("data", "copy", "forward", "backward", "communication", WAITING, "optimizer", "evaluation", "other")
-"""The phases of a step in the view of a whole run, in their order. They add up to the step."""
 
 _WORTH = 0.1  # share of the step
 _FEWEST_STEPS = 10
@@ -73,6 +70,7 @@ class Diagnosis:
     Attributes:
         verdicts: The reasons, the costliest first; empty if nothing stands out.
         steps: The mean seconds of a step on each rank, by the rank's number and the phase.
+        over_time: The phases of a step in the course of the run, without its first second; empty before some seconds.
         wasted_s: Time of the whole run that went into the first reason.
         run_s: Time of all steps of the run.
         world_size: Number of ranks of the whole run.
@@ -80,7 +78,8 @@ class Diagnosis:
     """
 
     verdicts: tuple[Verdict, ...] = ()
-    steps: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    steps: Mapping[int, Phases] = dataclasses.field(default_factory=dict)
+    over_time: tuple[Moment, ...] = ()
     wasted_s: float = 0.0
     run_s: float = 0.0
     world_size: int = 1
@@ -103,6 +102,9 @@ class Diagnosis:
         return {
             "verdicts": [dataclasses.asdict(verdict) for verdict in self.verdicts],
             "steps": {str(rank): dict(phases) for rank, phases in self.steps.items()},
+            "over_time": [
+                {"begin_s": moment.begin_s, "end_s": moment.end_s, "steps": moment.mean} for moment in self.over_time
+            ],
             "wasted_s": self.wasted_s,
             "run_s": self.run_s,
             "world_size": self.world_size,
@@ -142,9 +144,16 @@ def diagnose(state: RunState) -> Diagnosis:
         costliest.setdefault(verdict.cause, verdict)
     run_s = max(rank.state.step_history.total.wall_s for rank in measured)
     wasted_s = found[0].share * run_s if found else 0.0
-    phases = {rank.number: run.phases(rank) for rank in measured}
-    rows = statistics.fmean(rank.last.rows for rank in measured)
-    return Diagnosis(tuple(costliest.values()), phases, wasted_s, run_s, world_size=state.total_ranks, rows=rows)
+    phases = split_waiting({rank.number: rank.phases for rank in measured})
+    return Diagnosis(
+        tuple(costliest.values()),
+        phases,
+        over_time({rank.number: rank.state.step_history.sums.points for rank in measured}, shown_ranks(phases)),
+        wasted_s,
+        run_s,
+        world_size=state.total_ranks,
+        rows=statistics.fmean(rank.last.rows for rank in measured),
+    )
 
 
 def _verdicts(run: _Run, finders: Iterable[Callable[[_Run], Verdict | None]]) -> list[Verdict]:
@@ -166,6 +175,11 @@ class _Rank:
     def last(self) -> events.StepTimes:
         assert self.times.last is not None, "a rank that was measured has an event"
         return self.times.last
+
+    @property
+    def phases(self) -> Phases:
+        """Seconds of a step by phase in ``events.PHASES``."""
+        return {name: self.times.per_step_s(name) for name in events.PHASES}
 
     @property
     def exposed_s(self) -> float:
@@ -204,11 +218,6 @@ class _Run:
     def waiting_s(self, rank: _Rank) -> float:
         """Return the seconds of a step in which a rank waits for another one."""
         return rank.exposed_s - self.communication_s
-
-    def phases(self, rank: _Rank) -> dict[str, float]:
-        """Return a rank's seconds of a step by phase."""
-        own = {name: rank.times.per_step_s(name) for name in PHASES}
-        return {**own, "communication": self.communication_s, WAITING: self.waiting_s(rank)}
 
     def share(self, phase: str) -> float:
         """Return a phase's mean share of the step."""

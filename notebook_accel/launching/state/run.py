@@ -17,87 +17,9 @@ from typing import Literal
 
 from notebook_accel import time_limit
 from notebook_accel.formatting import clipped, plain_text
+from notebook_accel.launching.state.curves import Curves
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.protocol import events
-
-_SERIES_POINTS = 256
-_POINTS_OF_ALL_RANKS = 4096
-_FEWEST_POINTS = 32
-_LARGEST_VALUE = 1e90  # sums and differences of such values are still finite
-
-
-class Series:
-    """A curve of at most ``most_points`` points, spread over its whole length, always with the last point."""
-
-    def __init__(self, most_points: int = _SERIES_POINTS) -> None:
-        self._most_points = most_points
-        self._kept: list[tuple[int, float]] = []
-        self._last: tuple[int, float] | None = None
-        self._spacing = 1
-
-    @property
-    def points(self) -> list[tuple[int, float]]:
-        """The points ``(step, value)`` in the order of steps."""
-        return [] if self._last is None else [*self._kept, self._last]
-
-    def add(self, step: int, value: float) -> None:
-        """Add a point, or replace the last one if it has the same step. Ignore values that can't be drawn."""
-        # NaN and infinity fail the comparison too.
-        if not abs(value) <= _LARGEST_VALUE or (self._last is not None and step < self._last[0]):
-            return
-        if self._last is not None and self._last[0] < step:
-            self._keep(self._last)
-        self._last = (step, value)
-
-    def _keep(self, point: tuple[int, float]) -> None:
-        if self._kept and point[0] - self._kept[-1][0] < self._spacing:
-            return
-        self._kept.append(point)
-        if len(self._kept) >= self._most_points:
-            self._kept = self._kept[::2]
-            self._spacing = max(2 * self._spacing, (self._kept[-1][0] - self._kept[0][0]) // self._most_points)
-
-
-class Curves:
-    """One metric over steps.
-
-    Args:
-        world_size: Number of ranks.
-        unit: Unit of the horizontal axis: ``steps``, or ``reports`` where nothing counts steps.
-        latest: The latest value of each rank that has reported the metric before.
-
-    Attributes:
-        mean: The mean of the ranks' latest values.
-        ranks: The own curve of each rank that has reported the metric.
-    """
-
-    def __init__(self, world_size: int, unit: Literal["steps", "reports"], latest: Mapping[int, float] = {}) -> None:
-        self.unit = unit
-        self._latest = dict(latest)
-        self.mean = Series()
-        self.ranks: dict[int, Series] = {}
-        self._rank_points = min(max(_POINTS_OF_ALL_RANKS // world_size, _FEWEST_POINTS), _SERIES_POINTS)
-        self._means = 0
-        self._reports: dict[int, int] = {}
-        self._reported: set[int] = set()
-
-    def add(self, rank: int, step: int, value: float) -> None:
-        """Add the value that a rank has reported at its step.
-
-        The mean gets a point once each rank that has the metric has reported it again: one by one, it would jump.
-        """
-        self._latest[rank] = value
-        reports = self._reports[rank] = self._reports.get(rank, 0) + 1
-        series = self.ranks.setdefault(rank, Series(self._rank_points))
-        series.add(step if self.unit == "steps" else reports, value)
-        is_again = rank in self._reported  # then another rank may have stopped reporting
-        self._reported.add(rank)
-        if is_again or len(self._reported) == len(self._latest):
-            self._means += 1
-            mean = sum(self._latest.values()) / len(self._latest)
-            self.mean.add(step if self.unit == "steps" else self._means, mean)
-            self._reported.clear()
-
 
 _MOST_METRICS = 32
 _MOST_RESTARTS = 100
@@ -248,6 +170,13 @@ class RunState:
     def restarts(self) -> int:
         """Number of restarts of all ranks, plus the restarts of the rank that was restarted most by itself."""
         return self._restarts + max(0, *(rank.starts - 1 for rank in self.ranks))
+
+    @property
+    def serving(self) -> str:
+        """What the ranks of a detached session do, in words; empty for another run."""
+        serving = [rank for rank in self.ranks if rank.cell_since_s is not None and not rank.has_ended]
+        cells = dict.fromkeys(rank.cell for rank in serving if rank.cell)
+        return f"busy with {', '.join(cells)}" if cells else "idle" if serving else ""
 
     @property
     def have_all_results(self) -> bool:

@@ -1,4 +1,4 @@
-"""The times of a rank's steps, summed over the last steps and over the whole run."""
+"""The times of a rank's steps, summed over the last steps and over the whole run, and as sums that rise over time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from collections.abc import Iterable
 
 import msgspec
 
+from notebook_accel.launching.state.curves import Series
 from notebook_accel.protocol import events
 
 _RECENT_STEPS = 50
 _RECENT_S = 10.0
 _MOST_EVENTS = 100
 _MOST_LINES = 100
+_MOST_POINTS = 64
+_GAP_MS = 2000
 
+Sums = tuple[float, ...]
+"""Number of steps so far, and the seconds so far of each phase in ``events.PHASES``."""
 Line = tuple[str, str, str, str]
 """Phase, activity, place and text, as in ``events.SampledLine``."""
 
@@ -128,17 +133,33 @@ class StepHistory:
     Attributes:
         total: Sums over the whole run.
         recent: Sums over the last steps: at least 50 of them and ten seconds, or as many as there were.
+        sums: The sums over the whole run as they rise, over the milliseconds of the events' clock. Leaving out points
+            loses nothing: between any two of them, the difference is exact.
     """
 
     total: StepTimes = dataclasses.field(default_factory=StepTimes)
     recent: StepTimes = dataclasses.field(default_factory=StepTimes)
+    sums: Series[Sums] = dataclasses.field(default_factory=lambda: Series(_MOST_POINTS))
     _kept: collections.deque[events.StepTimes] = dataclasses.field(default_factory=collections.deque)
+    _counted_ms: int = 0  # the last point's time
 
     def add(self, event: events.StepTimes) -> None:
         """Add the steps of an event."""
         if self.total.last is not None:
             self._keep(event)
+        self._add_to_total(event)
+
+    def _add_to_total(self, event: events.StepTimes) -> None:
+        end_ms = max(int(event.time_s * 1000), self._counted_ms)
+        begin_ms = end_ms - int(sum(event.seconds.values()) * 1000)
+        if self.total.last is not None and begin_ms > self._counted_ms + _GAP_MS:  # no step was done meanwhile
+            self.sums.add(begin_ms, self._sums())
         self.total.add(event)
+        self.sums.add(end_ms, self._sums())
+        self._counted_ms = end_ms
+
+    def _sums(self) -> Sums:
+        return (self.total.steps, *(self.total.seconds[phase] for phase in events.PHASES))
 
     def _keep(self, event: events.StepTimes) -> None:
         self._kept.append(event)
@@ -158,9 +179,28 @@ class StepHistory:
         for event in self._kept:
             if event.time_s >= began_s:
                 history._keep(event)
-                history.total.add(event)
+                history._add_to_total(event)
         return history
+
+    def to_events(self) -> list[events.StepTimes]:
+        """Return events that make this history, as far as it has points. The last one has all lines."""
+        whole = self.total.to_event()
+        if whole is None:
+            return []
+        found: list[events.StepTimes] = []
+        before: Sums = (0,) * (1 + len(events.PHASES))
+        for time_ms, sums in self.sums.points:
+            steps, *seconds = (now - earlier for earlier, now in zip(before, sums, strict=True))
+            if steps or not found:
+                parts = {"steps": int(steps), "seconds": dict(zip(events.PHASES, seconds, strict=True))}
+                found.append(msgspec.structs.replace(whole, time_s=time_ms / 1000, samples=0, lines=[], **parts))
+                before = sums
+        # These counts belong to no part of the run. Counted as recent, they would stand for few steps.
+        rest = {"evaluations": 0, "collecting_s": 0.0, "compilations": 0}
+        found[1:] = [msgspec.structs.replace(event, **rest) for event in found[1:]]
+        found[-1] = msgspec.structs.replace(found[-1], samples=whole.samples, lines=whole.lines)
+        return found
 
     def copy(self) -> StepHistory:
         """Return a copy that later events don't change."""
-        return StepHistory(self.total.copy(), self.recent.copy(), self._kept.copy())
+        return StepHistory(self.total.copy(), self.recent.copy(), self.sums.copy(), self._kept.copy(), self._counted_ms)

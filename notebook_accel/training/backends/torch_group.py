@@ -157,10 +157,7 @@ class Group:
         number = self._models % _MAX_GRADIENT_GROUPS
         self._models += 1
         if number == len(self.gradient_groups):
-            with self._sockets.opened_inside():
-                made = dist.new_group(timeout=self._deadline, backend="gloo")
-            assert isinstance(made, dist.ProcessGroup)
-            self.gradient_groups.append(made)
+            self.gradient_groups.append(self._new_gloo_group())
         return self.gradient_groups[number]
 
     def mesh(self, device: torch.device) -> Any:
@@ -200,11 +197,14 @@ class Group:
     def for_background(self) -> dist.ProcessGroup:
         """Return the group for objects that a thread of each rank sends meanwhile. All ranks call it."""
         if self._background is None:
-            with self._sockets.opened_inside():
-                made = dist.new_group(timeout=self._deadline, backend="gloo", group_desc=BACKGROUND)
-            assert isinstance(made, dist.ProcessGroup)
-            self._background = made
+            self._background = self._new_gloo_group(BACKGROUND)
         return self._background
+
+    def _new_gloo_group(self, description: str | None = None) -> dist.ProcessGroup:
+        with self._sockets.opened_inside():
+            made = dist.new_group(timeout=self._deadline, backend="gloo", group_desc=description)
+        assert isinstance(made, dist.ProcessGroup)
+        return made
 
     def explain(self, error: RuntimeError) -> None:
         """Raise a better error if ``error`` comes from waiting for other ranks.

@@ -13,6 +13,7 @@ from notebook_accel import reporting
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.phases import StepClock
 from notebook_accel.protocol import events
+from tests import processes
 from tests.launching.ranks import training_loops
 
 
@@ -87,6 +88,33 @@ def test_nothing_is_sent_without_a_step(rank: types.SimpleNamespace) -> None:
     rank.clock.stop()
     rank.reporter.close()
     assert rank.received.times == []
+
+
+def test_fast_steps_are_measured_in_parts_that_stand_for_the_others(rank: types.SimpleNamespace) -> None:
+    rank.clock.enter("forward")
+    for _ in range(1000):
+        rank.clock.begin_step(None, None)
+    assert not rank.clock.look()  # and so it needn't look again so soon
+    rank.clock.begin_step(None, None)
+    assert (rank.clock.is_on, rank.clock.phase) == (False, "")
+    processes.wait_until(rank.clock.look, "it measures again", 30.0)
+    assert rank.clock.is_on
+    rank.clock.enter("forward")
+    rank.clock.begin_step(None, None)
+    rank.clock.enter("other")
+    rank.clock.stop()
+    rank.reporter.close()
+    assert sum(sent.steps for sent in rank.received.times) > 1002
+
+
+def test_steps_that_take_longer_are_all_measured(rank: types.SimpleNamespace) -> None:
+    for _ in range(3):
+        rank.clock.enter("forward")
+        time.sleep(0.02)  # the time of a step
+        rank.clock.begin_step(None, None)
+    assert rank.clock.look()
+    rank.clock.begin_step(None, None)
+    assert (rank.clock.is_on, rank.clock.phase) == (True, "forward")
 
 
 @pytest.mark.parametrize(

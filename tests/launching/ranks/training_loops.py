@@ -377,6 +377,13 @@ def loss_of_the_programs_own() -> float:
     return 123.0
 
 
+def loss_of_many_fast_steps() -> float:
+    weight = torch.zeros((), requires_grad=True)
+    for (x,) in DataLoader(TensorDataset(torch.arange(2000.0)), batch_size=1):
+        (weight + x.sum()).backward()
+    return 1999.0
+
+
 def no_loss_but_gradients() -> None:
     made = Training()
     outputs = made.model(made.data[:][0])
@@ -385,6 +392,7 @@ def no_loss_but_gradients() -> None:
 
 LOSSES: tuple[Callable[[], float | None], ...] = (
     loss_of_a_loop,
+    loss_of_many_fast_steps,
     loss_that_is_scaled,
     loss_that_accelerate_divides,
     loss_that_we_divide,

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from notebook_accel.launching.state.run import Curves, Series
+from notebook_accel.launching.state.curves import Curves, Series
 
 
 def test_a_series_stays_small_and_keeps_its_ends() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from notebook_accel.launching.state.diagnosis import PHASES, Diagnosis, diagnose
+from notebook_accel.launching.state.diagnosis import Diagnosis, diagnose
+from notebook_accel.launching.state.phases import PHASES
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 

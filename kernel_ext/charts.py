@@ -1,0 +1,242 @@
+"""Charts as SVG: a metric over steps, and the parts of a time, stacked, over the time of a run.
+
+Pure functions. The texts in a chart are complete without the style sheet, as in ``render``.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from notebook_accel.formatting import format_milliseconds
+from notebook_accel.launching.state.run import RunState
+
+_WIDTH, _HEIGHT = 280, 132
+_LEFT, _RIGHT, _TOP, _BOTTOM = 38, 8, 8, 20
+_MOST_INTERVALS = 4
+_MOST_TITLE_CHARACTERS = 40
+_MOST_LABELS = 8
+_LABEL_WIDTH, _LABEL_HEIGHT = 12, 10
+
+_Point: TypeAlias = tuple[int, float]
+
+
+def chart_html(state: RunState, metric: str = "", *, of_ranks: bool = False, is_titled: bool = True) -> str:
+    """Draw a metric over steps; return nothing until it has two points.
+
+    Args:
+        state: The run.
+        metric: The metric; by default the first one, a loss if there is one.
+        of_ranks: Whether to draw a curve for each rank, behind that of their mean.
+        is_titled: Whether to print a title above it.
+    """
+    name = metric if metric in state.history else next(iter(state.metric_names), "")
+    curves = state.history.get(name)
+    mean = [] if curves is None else curves.mean.points
+    if curves is None or len(mean) < 2:
+        return ""
+    ranks = {rank: series.points for rank, series in curves.ranks.items()} if of_ranks else {}
+    ranks = {rank: points for rank, points in sorted(ranks.items()) if len(points) > 1}
+    title = html.escape(shortened(name, _MOST_TITLE_CHARACTERS))
+    of = "" if len(state.ranks) == 1 else "each rank, and their mean" if of_ranks else "mean of ranks"
+    description = f"{title} over {mean[-1][0]:,} {curves.unit}: from {mean[0][1]:.4g} to {mean[-1][1]:.4g}"
+    head = f'<div class="nba-chart-title"><span>{title}</span> <span>{of}</span></div>' if is_titled else ""
+    return (
+        f'<div class="nba-chart">{head}'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
+        f'role="img" aria-label="{description}">{_Drawing(mean, ranks, curves.unit).svg()}</svg></div>'
+    )
+
+
+class _Drawing:
+    """The axes and curves of a chart.
+
+    Args:
+        mean: The curve in front.
+        ranks: The curves behind it; if they are few, each ends in its rank's number.
+        unit: Unit of the horizontal axis.
+    """
+
+    def __init__(self, mean: Sequence[_Point], ranks: Mapping[int, Sequence[_Point]], unit: str) -> None:
+        self._mean = mean
+        self._ranks = ranks
+        self._unit = unit
+        points = [point for curve in (mean, *ranks.values()) for point in curve]
+        values = [value for _, value in points]
+        self._marks = ticks(min(values), max(values))
+        self._low, self._high = min(self._marks[0], *values), max(self._marks[-1], *values)
+        self._first, self._last = min(step for step, _ in points), max(step for step, _ in points)
+        self._has_labels = 0 < len(ranks) <= _MOST_LABELS
+        self._right = _RIGHT + (_LABEL_WIDTH if self._has_labels else 0)
+
+    def svg(self) -> str:
+        behind = "".join(self._path(points, f"nba-rank-curve nba-c{rank % _MOST_LABELS}", f"rank {rank}")
+                         for rank, points in self._ranks.items())  # fmt: skip
+        return f"{self._axes()}{behind}{self._path(self._mean, 'nba-curve', 'mean')}{self._labels()}"
+
+    def _x(self, step: float) -> float:
+        return _LEFT + (step - self._first) / (self._last - self._first) * (_WIDTH - _LEFT - self._right)
+
+    def _y(self, value: float) -> float:
+        share = (value - self._low) / (self._high - self._low)
+        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
+
+    def _axes(self) -> str:
+        # Spaces between the texts: some sanitizers leave nothing of an SVG but its texts.
+        grid = " ".join(
+            f'<line class="nba-grid" x1="{_LEFT}" x2="{_WIDTH - self._right}" y1="{self._y(mark):.1f}" '
+            f'y2="{self._y(mark):.1f}" stroke="currentColor" stroke-opacity="0.15"/>'
+            f'<text x="{_LEFT - 6}" y="{self._y(mark) + 3.5:.1f}" text-anchor="end">{mark:.6g}</text>'
+            for mark in self._marks
+        )
+        return (
+            f'<g font-size="10.5" fill="currentColor">{grid} '
+            f'<text x="{_LEFT}" y="{_HEIGHT - 5}">{self._first:,}</text> '
+            f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 5}" text-anchor="end">{self._last:,} {self._unit}</text></g>'
+        )
+
+    def _path(self, points: Sequence[_Point], kind: str, title: str) -> str:
+        path = "M" + "L".join(f"{self._x(step):.1f} {self._y(value):.1f}" for step, value in points)
+        width = 1.6 if kind == "nba-curve" else 1
+        return (
+            f'<path class="{kind}" d="{path}" fill="none" stroke="currentColor" '
+            f'stroke-width="{width}" stroke-linejoin="round"><title>{title}</title></path>'
+        )
+
+    def _labels(self) -> str:
+        """Write the ranks' numbers at the ends of their curves, spread out where those are close together."""
+        if not self._has_labels:
+            return ""
+        ends = sorted((self._y(points[-1][1]), rank) for rank, points in self._ranks.items())
+        lowest = _HEIGHT - _BOTTOM - _LABEL_HEIGHT * (len(ends) - 1)
+        shown, below = [], float(_TOP)
+        for index, (y, rank) in enumerate(ends):
+            at = min(max(y, below), lowest + _LABEL_HEIGHT * index)
+            below = at + _LABEL_HEIGHT
+            shown.append(
+                f'<text class="nba-c{rank % _MOST_LABELS}" x="{_WIDTH - _LABEL_WIDTH}" y="{at + 3:.1f}">{rank}</text>'
+            )
+        return f'<g font-size="9.5" fill="currentColor">{" ".join(shown)}</g>'
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return up to five round numbers that span most of ``low`` to ``high``, from 0 where the curve comes near it."""
+    if low >= 0 and low < 0.4 * high:
+        low = 0.0
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-90):  # flat, as far as can be drawn
+        low, high = low - max(abs(low), 1.0) / 2, low + max(abs(low), 1.0) / 2
+    rough = (high - low) / _MOST_INTERVALS
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * unit for factor in (1, 2, 5, 10, 20) if (high - low) / (factor * unit) <= _MOST_INTERVALS)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    # Multiples of a step such as 0.1 aren't exact in binary.
+    return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
+
+
+# Times, stacked -------------------------------------------------------------------------------------------------------
+
+_AREA_WIDTH, _AREA_HEIGHT = 200, 92
+_AREA_LEFT, _AREA_RIGHT, _AREA_TOP, _AREA_BOTTOM = 42, 14, 8, 18
+_MOST_TIMES = 4
+_LEAST_SHARE = 0.01
+_APART_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400)
+_UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+_Part: TypeAlias = tuple[float, float, Mapping[str, float] | None]
+
+
+def stacked_html(title: str, names: Sequence[str], parts: Sequence[_Part], limit_s: float) -> str:
+    """Draw what a duration consists of over the time of a run, as stacked areas of the classes ``nba-p-NAME``.
+
+    Args:
+        title: The title above it.
+        names: Names of the areas, the lowest first.
+        parts: The parts of the run's time: begin, end, and the seconds by name; ``None`` leaves a gap.
+        limit_s: The seconds at the top. Higher areas are cut off.
+    """
+    end_s = parts[-1][1]
+    marks = [mark for mark in ticks(0.0, limit_s) if mark <= limit_s]
+    grid = " ".join(
+        f'<line class="nba-grid" x1="{_AREA_LEFT}" x2="{_AREA_WIDTH - _AREA_RIGHT}" y1="{_area_y(mark / limit_s)}" '
+        f'y2="{_area_y(mark / limit_s)}" stroke="currentColor" stroke-opacity="0.15"/>'
+        f'<text x="{_AREA_LEFT - 6}" y="{_area_y(mark / limit_s) + 3.5:.1f}" text-anchor="end">'
+        f"{_milliseconds(mark) if mark else 0}</text>"
+        for mark in marks[:: 2 if len(marks) > 4 else 1]
+    )
+    times = " ".join(
+        f'<text x="{_area_x(time_s / end_s)}" y="{_AREA_HEIGHT - 4}" text-anchor="middle">{label}</text>'
+        for time_s, label in time_ticks(end_s)
+    )
+    latest = next((seconds for _, _, seconds in reversed(parts) if seconds), {})
+    about = html.escape(f"{title}: {format_milliseconds(sum(latest.values()))} a step at the end")
+    return (
+        f'<figure class="nba-area"><figcaption>{html.escape(title)}</figcaption>'
+        f'<svg viewBox="0 0 {_AREA_WIDTH} {_AREA_HEIGHT}" width="{_AREA_WIDTH}" height="{_AREA_HEIGHT}" role="img" '
+        f'aria-label="{about}">{_areas(names, parts, limit_s)}'
+        f'<g font-size="10.5" fill="currentColor">{grid} {times}</g></svg></figure>'
+    )
+
+
+def time_ticks(end_s: float) -> list[tuple[float, str]]:
+    """Return up to five round times from 0 to ``end_s``, each with its label: ``0``, ``5 min``, ``10 min``."""
+    apart_s = next((apart for apart in _APART_S if end_s / apart <= _MOST_TIMES), 0)
+    if not apart_s:
+        days = math.ceil(end_s / _MOST_TIMES / 86_400)
+        apart_s = 86_400 * days
+    size_s, unit = next((size, unit) for size, unit in _UNITS if apart_s % size == 0)
+    times = range(0, int(end_s) + 1, apart_s)
+    return [(float(time_s), f"{time_s // size_s} {unit}" if time_s else "0") for time_s in times]
+
+
+def _areas(names: Sequence[str], parts: Sequence[_Part], limit_s: float) -> str:
+    """Draw an area for each name that can be seen somewhere, each between its lower and its upper edge."""
+    end_s = parts[-1][1]
+    drawn = []
+    for index, name in enumerate(names):
+        if not any(seconds and seconds.get(name, 0.0) >= _LEAST_SHARE * limit_s for *_, seconds in parts):
+            continue
+        outlines = []
+        for run in _without_gaps(parts):
+            lower, upper = [], []
+            for begin_s, part_end_s, seconds in run:
+                below_s = sum(seconds.get(other, 0.0) for other in names[:index])
+                edges_s = (below_s, below_s + seconds.get(name, 0.0))
+                low, high = (_area_y(min(edge_s / limit_s, 1.0)) for edge_s in edges_s)
+                lower += [f"{_area_x(at_s / end_s)} {low}" for at_s in (begin_s, part_end_s)]
+                upper += [f"{_area_x(at_s / end_s)} {high}" for at_s in (begin_s, part_end_s)]
+            outlines.append("M" + "L".join([*upper, *reversed(lower)]) + "Z")
+        drawn.append(
+            f'<path class="nba-p-{name}" shape-rendering="crispEdges" d="{"".join(outlines)}">'
+            f"<title>{html.escape(name)}</title></path>"
+        )
+    return "".join(drawn)
+
+
+def _without_gaps(parts: Sequence[_Part]) -> list[list[tuple[float, float, Mapping[str, float]]]]:
+    """Return the runs of parts that follow each other without a gap."""
+    runs: list[list[tuple[float, float, Mapping[str, float]]]] = [[]]
+    for begin_s, end_s, seconds in parts:
+        if seconds is None:
+            runs.append([])
+        else:
+            runs[-1].append((begin_s, end_s, seconds))
+    return [run for run in runs if run]
+
+
+def _area_x(share: float) -> float:
+    return round(_AREA_LEFT + share * (_AREA_WIDTH - _AREA_LEFT - _AREA_RIGHT), 1)
+
+
+def _area_y(share: float) -> float:
+    return round(_AREA_HEIGHT - _AREA_BOTTOM - share * (_AREA_HEIGHT - _AREA_TOP - _AREA_BOTTOM), 1)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds:g} s" if seconds >= 1 else f"{seconds * 1000:g} ms"
+
+
+def shortened(text: str, characters: int) -> str:
+    """Cut off the end of a long text."""
+    return text if len(text) <= characters else f"{text[: characters - 1]}…"

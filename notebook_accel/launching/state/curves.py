@@ -1,0 +1,95 @@
+"""Curves of a bounded size, however long the run is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Generic, Literal, TypeVar
+
+_SERIES_POINTS = 256
+_POINTS_OF_ALL_RANKS = 4096
+_FEWEST_POINTS = 32
+_LARGEST_VALUE = 1e90  # sums and differences of such values are still finite
+
+_Value = TypeVar("_Value")
+
+
+@dataclasses.dataclass
+class Series(Generic[_Value]):
+    """A curve of at most ``most_points`` points, spread over its whole length, always with the last point.
+
+    The horizontal axis has whole numbers, such as steps.
+    """
+
+    most_points: int = _SERIES_POINTS
+    _kept: list[tuple[int, _Value]] = dataclasses.field(default_factory=list)
+    _last: tuple[int, _Value] | None = None
+    _spacing: int = 1
+
+    @property
+    def points(self) -> list[tuple[int, _Value]]:
+        """The points ``(step, value)`` in the order of steps."""
+        return [] if self._last is None else [*self._kept, self._last]
+
+    def add(self, step: int, value: _Value) -> None:
+        """Add a point, or replace the last one if it has the same step. Ignore numbers that can't be drawn."""
+        if isinstance(value, float) and not abs(value) <= _LARGEST_VALUE:  # as with NaN and infinity
+            return
+        if self._last is not None and step < self._last[0]:
+            return
+        if self._last is not None and self._last[0] < step:
+            self._keep(self._last)
+        self._last = (step, value)
+
+    def copy(self) -> Series[_Value]:
+        """Return a copy that later points don't change."""
+        return dataclasses.replace(self, _kept=[*self._kept])
+
+    def _keep(self, point: tuple[int, _Value]) -> None:
+        if self._kept and point[0] - self._kept[-1][0] < self._spacing:
+            return
+        self._kept.append(point)
+        if len(self._kept) >= self.most_points:
+            self._kept = self._kept[::2]
+            self._spacing = max(2 * self._spacing, (self._kept[-1][0] - self._kept[0][0]) // self.most_points)
+
+
+class Curves:
+    """One metric over steps.
+
+    Args:
+        world_size: Number of ranks.
+        unit: Unit of the horizontal axis: ``steps``, or ``reports`` where nothing counts steps.
+        latest: The latest value of each rank that has reported the metric before.
+
+    Attributes:
+        mean: The mean of the ranks' latest values.
+        ranks: The own curve of each rank that has reported the metric.
+    """
+
+    def __init__(self, world_size: int, unit: Literal["steps", "reports"], latest: Mapping[int, float] = {}) -> None:
+        self.unit = unit
+        self._latest = dict(latest)
+        self.mean: Series[float] = Series()
+        self.ranks: dict[int, Series[float]] = {}
+        self._rank_points = min(max(_POINTS_OF_ALL_RANKS // world_size, _FEWEST_POINTS), _SERIES_POINTS)
+        self._means = 0
+        self._reports: dict[int, int] = {}
+        self._reported: set[int] = set()
+
+    def add(self, rank: int, step: int, value: float) -> None:
+        """Add the value that a rank has reported at its step.
+
+        The mean gets a point once each rank that has the metric has reported it again: one by one, it would jump.
+        """
+        self._latest[rank] = value
+        reports = self._reports[rank] = self._reports.get(rank, 0) + 1
+        series = self.ranks.setdefault(rank, Series(self._rank_points))
+        series.add(step if self.unit == "steps" else reports, value)
+        is_again = rank in self._reported  # then another rank may have stopped reporting
+        self._reported.add(rank)
+        if is_again or len(self._reported) == len(self._latest):
+            self._means += 1
+            mean = sum(self._latest.values()) / len(self._latest)
+            self.mean.add(step if self.unit == "steps" else self._means, mean)
+            self._reported.clear()
