@@ -6,6 +6,7 @@ import contextlib
 import copy
 import copyreg
 import functools
+import importlib
 import inspect
 import types
 import warnings
@@ -179,7 +180,15 @@ def _refuse_other_mesh(model: torch.nn.Module, mesh: Any) -> None:
 
 
 def _is_beside(parts: Any, mesh: Any) -> bool:
-    return mesh is not None and parts._get_root_mesh() is mesh._get_root_mesh()
+    return mesh is not None and _whole_mesh_of(parts) is _whole_mesh_of(mesh)
+
+
+def _whole_mesh_of(mesh: Any) -> Any:
+    """Return the mesh of which a mesh is one dimension or some, or the mesh itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    meshes: Any = importlib.import_module("torch.distributed.device_mesh")  # torch 2.9 keeps them there
+    return meshes._mesh_resources.get_root_mesh(mesh)
 
 
 def _averages_gradients(model: Any) -> TypeGuard[DistributedDataParallel]:

@@ -183,9 +183,8 @@ class Group:
         key = tuple(sizes.items())
         if key not in self._meshes:
             from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-            _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+            _forget_earlier_meshes()
             before = len(dist.distributed_c10d._world.pg_map)
             with self._sockets.opened_inside():
                 self._meshes[key] = init_device_mesh(
@@ -217,6 +216,17 @@ class Group:
             isinstance(error, dist.DistError) or "gloo/transport" in text or "pair closure" in text
         ):
             raise self._watchdog.explanation(timed_out="Timed out" in text or "timeout" in text) from error
+
+
+def _forget_earlier_meshes() -> None:
+    """Clear the results that torch keeps by mesh: in Python, and in releases after 2.9 in C++ too."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
 
 
 _current: Group | None = None
