@@ -32,8 +32,8 @@ _NOTEBOOKS = "example_notebooks/"
 _LOGGER = logging.getLogger(__name__)
 # Accelerate's modules whose names are here too. Those of ``utils`` are imported from ``notebook_accel.utils``.
 _DOORS = (
-    *("accelerator", "big_modeling", "data_loader", "inference", "launchers", "local_sgd", "logging", "optimizer"),
-    *("scheduler", "state", "tracking", "utils"),
+    *("accelerator", "data_loader", "launchers", "local_sgd", "logging", "optimizer", "scheduler", "state", "tracking"),
+    "utils",
 )
 
 

@@ -41,6 +41,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
 
     %distributed status          list the runs in progress, or show how the last one ended
     %distributed stop            stop a run
+    %distributed interrupt       raise KeyboardInterrupt in a run; the ranks of a session keep their variables
     %distributed logs [RANK]     print the last lines of all ranks, or of one, and the paths of their log files
     %distributed stacks [RANK]   print the stacks of all ranks, or of one, even of ranks that hang
     %distributed why             print where the time of the ranks' steps goes, and why they are slow
@@ -53,7 +54,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
     %distributed config          open the form that writes a configuration file
     %distributed doctor          check this machine for problems that a launch would meet
 
-    The first six, and detach, take --run NAME (or its number), to choose among several runs or to name an earlier one.
+    The first seven, and detach, take --run NAME (or its number), to choose among several runs or an earlier one.
     status, why, runs and doctor take --json, which prints data for programs; profile takes --steps, the number of steps
     (5 by default), and --memory, which shows what holds memory at its peak; runs takes --clean, which removes the runs
     that have ended.
@@ -98,7 +99,7 @@ def _status(given: argparse.Namespace) -> None:
 def _facts(entry: registry.Entry) -> dict[str, Any]:
     """Return a run as JSON has it: times in seconds, those of day since the epoch, and memory in bytes."""
     job = entry.job
-    ended = entry.ending.status
+    ended = entry.ending.status  # read once, since the run may end meanwhile
     return {
         "number": entry.number,
         "name": entry.name,
@@ -127,30 +128,28 @@ def _rank_facts(rank: RankState) -> dict[str, Any]:
 
 
 def _print_run(entry: registry.Entry) -> None:
-    job = entry.job
+    job, run = entry.job, _facts(entry)
     where = f"; logs in {entry.log_files[0].parent}" if entry.log_files else ""
-    ended = entry.ending.status  # read once, since the run may end meanwhile
-    status = ended or ("running" if job is None else job.status)
-    began = f"began {time.strftime('%H:%M:%S', time.localtime(entry.began))}"
-    took = f", took {format_duration(entry.ending.took_s)}" if ended else ""
-    print(f"{entry.number} ({entry.name}): {status}, on {entry.devices}; {began}{took}{where}")
-    if ended and entry.ending.why:
-        print(f"  {entry.ending.why}")
-    if job is None or ended:
+    began = f"began {time.strftime('%H:%M:%S', time.localtime(run['began']))}"
+    took = "" if run["took_s"] is None else f", took {format_duration(run['took_s'])}"
+    print(f"{run['number']} ({run['name']}): {run['status']}, on {run['devices']}; {began}{took}{where}")
+    if took and run["why"]:
+        print(f"  {run['why']}")
+    if job is None or took:
         return
     if job.doing():
         print(f"  {job.doing()}")
     rows = [("rank", "state", "pid", "device", "step", "memory")]
-    for info in job.ranks:
-        used = "" if info.memory_used_bytes is None else format_size(info.memory_used_bytes)
-        steps = "" if info.steps is None else f"{info.steps:,}"
-        rows.append((str(info.rank), info.word, str(info.pid or ""), info.device, steps, used))
+    for rank in run["ranks"]:
+        used = "" if rank["memory_bytes"] is None else format_size(rank["memory_bytes"])
+        steps = "" if rank["step"] is None else f"{rank['step']:,}"
+        rows.append((str(rank["rank"]), rank["state"], str(rank["pid"] or ""), rank["device"], steps, used))
     for line in aligned(rows):
         print(f"  {line}")
-    for info in job.ranks:
-        if info.silent is not None:
-            does = f"waits in {info.silent.waits_in}" if info.silent.waits_in else "keeps the others waiting"
-            print(f"  rank {info.rank} {does}" + (f", at {info.silent.at}" if info.silent.at else ""))
+    for rank in run["ranks"]:
+        if rank["waits_in"] is not None:
+            does = f"waits in {rank['waits_in']}" if rank["waits_in"] else "keeps the others waiting"
+            print(f"  rank {rank['rank']} {does}" + (f", at {rank['at']}" if rank["at"] else ""))
 
 
 def _stop(given: argparse.Namespace) -> None:
@@ -158,6 +157,12 @@ def _stop(given: argparse.Namespace) -> None:
     job.stop()
     job.wait(_STOP_DEADLINE_S)
     print(repr(job))
+
+
+def _interrupt(given: argparse.Namespace) -> None:
+    job = _running(given.run)
+    job.interrupt(escalate=job.on_death != "keep")  # a session's ranks stay
+    print(f"Interrupted: {job!r}")
 
 
 def _running(name: str) -> Job:
@@ -265,6 +270,7 @@ def _commands() -> dict[str, _Command]:
     functions: dict[str, Callable[[argparse.Namespace], ConfigForm | Job | Profile | None]] = {
         "status": _status,
         "stop": _stop,
+        "interrupt": _interrupt,
         "logs": _logs,
         "stacks": _stacks,
         "why": _why,
@@ -278,7 +284,7 @@ def _commands() -> dict[str, _Command]:
         "doctor": _doctor,
     }
     parsers = {name: Parser(f"%distributed {name}") for name in functions}
-    for name in ("status", "stop", "logs", "stacks", "why", "profile", "detach"):
+    for name in ("status", "stop", "interrupt", "logs", "stacks", "why", "profile", "detach"):
         parsers[name].add_argument("--run", default="", metavar="NAME")
     for name in ("logs", "stacks"):
         parsers[name].add_argument("rank", nargs="?", type=_rank)

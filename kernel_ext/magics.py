@@ -255,7 +255,7 @@ def unregister(shell: InteractiveShell) -> None:
     if isinstance(owner, Magics):
         owner.watch.stop()
         owner.sessions.help.stop()
-        owner.sessions.close()
+        owner.sessions.release()
         for kind, name, _ in owner.all():
             shell.magics_manager.magics[kind].pop(name, None)
     for magic in (f"%%{_NAME}", f"%{_NAME}"):

@@ -168,7 +168,7 @@ class PanelView(_SummaryView):
         self._asking: threading.Thread | None = None
         self._stacks: tuple[str, ...] = ()
         self._stacks_said = "not asked yet"
-        self._can_detach = not (isinstance(job, DetachedJob) or detached.why_not(job.config, job.on_death))
+        self._can_detach = not (isinstance(job, DetachedJob) or job.on_death == "keep" or detached.why_not(job.config))
         self._detaching: threading.Thread | None = None
         self._detach_said = ""
         self._profiling: threading.Thread | None = None

@@ -1,5 +1,7 @@
 """The magics of a session: ``%distributed start | stop | restart | debug``, its cells, ``%push`` and ``%pull``.
 
+``%distributed attach`` and ``detach`` are here too where they concern a session that outlives its kernel.
+
 In its cells, completion and ``?`` are answered by rank 0.
 """
 
@@ -16,6 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from kernel_ext.arguments import Parser, name, split
 from notebook_accel import config as configuration
 from notebook_accel.errors import CellError, ResultError, RunError
+from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import registry
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.sessions.kernel.interrupts import held
@@ -32,6 +35,9 @@ HELP = """\
     A session keeps its ranks between cells. While there is one, %%distributed cells run in its ranks:
 
     %distributed start -n 2        start a session, with the options of %%distributed
+    %distributed start --detach --name lab   start one that outlives the kernel
+    %distributed attach lab        take over that session, with its ranks' variables, in another kernel
+    %distributed detach            leave it, for another notebook to attach
     %distributed restart [RANKS]   restart ranks that have died, or these (such as 0,2-3), or all
     %distributed debug [RANK]      open pdb at the last error, or at the last error of a rank
     %distributed stop              end the session
@@ -52,6 +58,8 @@ class SessionMagics:
         self._read = read
         self._start_parser = Parser("%distributed start")
         configuration.add_flags(self._start_parser)
+        detach = "The ranks outlive the kernel. %%distributed attach NAME finds them again."
+        self._start_parser.add_argument("--detach", action="store_true", help=detach)
         self._names_parsers = {magic: _names_parser(magic) for magic in ("%push", "%pull")}
         self.session: Session | None = None
         self.help = _CellHelp(shell, lambda: self.session)
@@ -62,11 +70,16 @@ class SessionMagics:
     # %distributed start | stop | restart | debug --------------------------------------------------------------------
 
     def handles(self, line: str) -> bool:
-        """Return whether a ``%distributed`` line is for the session; ``stop`` is, unless it means another run."""
+        """Return whether a ``%distributed`` line is for the session.
+
+        ``stop`` and ``detach`` are, unless they mean another run; ``attach`` is if it names a detached session.
+        """
         command, *arguments = line.split() or [""]
-        if command != "stop":
+        if command == "attach":
+            return len(arguments) <= 1 and run_folders.find_session(*arguments) is not None
+        if command not in ("stop", "detach"):
             return command in COMMANDS
-        if self.session is None:
+        if self.session is None or (command == "detach" and not self._may_leave):
             return False
         running = [entry for entry in registry.latest() if entry.is_running]
         mine = next((entry for entry in running if entry.job is self.session.job), None)
@@ -77,11 +90,17 @@ class SessionMagics:
         return arguments[-1].removeprefix("--run=") in (str(mine.number), mine.name)
 
     def run(self, line: str) -> None:
-        """Run ``%distributed start``, ``stop``, ``restart`` or ``debug``."""
+        """Run ``%distributed start``, ``stop``, ``restart``, ``debug``, ``attach`` or ``detach``."""
         command, *_ = line.split()
         rest = line.strip().removeprefix(command)
         if command == "start":
             self._start(rest)
+        elif command == "attach":
+            self._attach(rest.strip())
+        elif command == "detach":
+            name = self._needed("%distributed detach").job.name
+            self.release()
+            print(f"This notebook has left the session, which goes on. %distributed attach {name} finds it again.")
         elif command == "restart":
             self._restart(rest.split())
         elif command == "debug":
@@ -94,19 +113,36 @@ class SessionMagics:
             print("The session has ended.")
 
     def _start(self, line: str) -> None:
-        if self.session is not None and not self.session.is_over:
-            raise RunError("There is a session already.", why=repr(self.session), fix="%distributed stop ends it")
+        self._refuse_second()
         # Not at the top: this import works on Linux only.
         from notebook_accel.sessions.kernel.session import Session
 
         given = self._start_parser.parse(split(line, "%distributed start"))
-        self.close()
+        self.release()
         config = configuration.resolve(configuration.given_flags(given), file=configuration.default_path())
         with held():  # an interrupt before the assignment would leave ranks that nobody could end
-            self.session = Session.from_config(config)
+            self.session = Session.from_config(config, detach=given.detach)
         job = self.session.job
         ready = "1 rank is" if job.world_size == 1 else f"{job.world_size} ranks are"
         print(f"{ready} ready, on {job.devices}.\n{_HINT}")
+        if given.detach:
+            print(f"They outlive this kernel: %distributed attach {job.name} finds them again.")
+
+    def _attach(self, name: str) -> None:
+        self._refuse_second()
+        from notebook_accel.sessions.kernel.session import Session
+
+        self.release()
+        with held():
+            self.session = Session.attach(name)
+        print(f"{self.session!r}\n{_HINT}")
+
+    def _refuse_second(self) -> None:
+        if self.session is not None and not self.session.is_over:
+            leave = "; %distributed detach leaves it" if self.session.is_detached else ""
+            raise RunError(
+                "There is a session already.", why=repr(self.session), fix=f"%distributed stop ends it{leave}"
+            )
 
     def _restart(self, arguments: list[str]) -> None:
         session = self._needed("%distributed restart")
@@ -123,10 +159,25 @@ class SessionMagics:
               "ranks, and prepare again.")  # fmt: skip
 
     def close(self) -> None:
+        """End the session, if there is one."""
         with held():
             session, self.session = self.session, None
             if session is not None:
                 session.close()
+
+    def release(self) -> None:
+        """End the session with what this kernel has of it: a detached one goes on."""
+        with held():
+            if self.session is not None and self._may_leave:
+                session, self.session = self.session, None
+                session.leave()
+            else:
+                self.close()
+
+    @property
+    def _may_leave(self) -> bool:
+        """True if the session goes on without this kernel."""
+        return self.session is not None and self.session.is_detached and not self.session.is_over
 
     def _needed(self, magic: str) -> Session:
         if self.session is None:

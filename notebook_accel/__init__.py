@@ -49,21 +49,8 @@ if TYPE_CHECKING:
     )
     from notebook_accel.training.loaders import skip_first_batches
     from notebook_accel.training.memory_estimate import MemoryEstimate, estimate_memory
+    from notebook_accel.training.parallelism import ParallelismConfig
     from notebook_accel.training.random_state import synchronize_rng_states
-    from notebook_accel.training.refusals import (
-        DeepSpeedPlugin,
-        ParallelismConfig,
-        cpu_offload,
-        cpu_offload_with_hook,
-        disk_offload,
-        dispatch_model,
-        infer_auto_device_map,
-        init_empty_weights,
-        init_on_device,
-        load_checkpoint_and_dispatch,
-        load_checkpoint_in_model,
-        prepare_pippy,
-    )
     from notebook_accel.training.states import AcceleratorState, DistributedType, PartialState
     from notebook_accel.utils.imports import is_rich_available
     from notebook_accel.utils.memory import find_executable_batch_size
@@ -104,9 +91,10 @@ _NAMES = {
     ),
     "training.loaders": "skip_first_batches",
     "training.memory_estimate": "MemoryEstimate estimate_memory",
+    "training.parallelism": "ParallelismConfig",
     "training.random_state": "synchronize_rng_states",
     "training.refusals": (
-        "DeepSpeedPlugin ParallelismConfig cpu_offload cpu_offload_with_hook disk_offload dispatch_model "
+        "DeepSpeedPlugin cpu_offload cpu_offload_with_hook disk_offload dispatch_model "
         "infer_auto_device_map init_empty_weights init_on_device load_checkpoint_and_dispatch "
         "load_checkpoint_in_model prepare_pippy"
     ),

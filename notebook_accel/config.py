@@ -346,41 +346,35 @@ def to_text(value: Any) -> str:
 
 
 def _checked(values: Mapping[str, Any]) -> LaunchConfig:
-    known = {option.name: option for option in fields()}
-    for name, value in values.items():
-        if name == "fsdp_options" and isinstance(value, (list, tuple)):
-            fsdp_variables([str(setting) for setting in value])
-        if name == "end_at" and isinstance(value, str) and value:
-            time_limit.parse(value)
-        if name not in known:
-            raise ConfigError(f"There is no option {name!r}.", fix="use one of " + ", ".join(sorted(known)))
-        option = known[name]
-        if name == "num_nodes" and type(value) is int:
-            values = {**values, name: str(value)}
-            continue
-        if option.choices and value not in option.choices:
-            raise ConfigError(f"{name}={value!r} is not known.", fix=f"use one of {', '.join(option.choices)}")
-        if not _is_of_kind(option, value):
-            raise ConfigError(f"{name}={value!r} is not {_IN_WORDS[option.kind]}.", fix=f"{name}: {option.help}")
+    given = dict(values)
+    if type(given.get("num_nodes")) is int:
+        given["num_nodes"] = str(given["num_nodes"])
     try:
-        return msgspec.convert(dict(values), LaunchConfig)
+        checked = msgspec.convert(given, LaunchConfig)
     except msgspec.ValidationError as error:
-        # Only bounds can still be violated. msgspec says "Expected `int` >= 1 - at `$.num_processes`".
-        text, _, where = str(error).rpartition(" - at `$.")
-        name, bound = where.rstrip("`"), text.rpartition("` ")[2]
-        raise ConfigError(
-            f"{name}={values[name]!r} can't be used: it has to be {bound}.", fix=f"{name}: {known[name].help}"
-        ) from None
+        raise _refusal(given, str(error)) from None
+    if checked.fsdp_options:
+        fsdp_variables(checked.fsdp_options)
+    if checked.end_at:
+        time_limit.parse(checked.end_at)
+    return checked
 
 
-def _is_of_kind(option: Option, value: Any) -> bool:
-    if value is None:
-        return option.optional
-    if option.kind is tuple:
-        return isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value)
-    if isinstance(value, bool):  # which Python counts as an int
-        return option.kind is bool
-    return isinstance(value, (int, float) if option.kind is float else option.kind)
+def _refusal(given: Mapping[str, Any], text: str) -> ConfigError:
+    """Return the error for what msgspec says, such as "Expected `int` >= 1 - at `$.num_processes`"."""
+    known = {option.name: option for option in fields()}
+    unknown = next((name for name in given if name not in known), "")
+    if unknown:
+        return ConfigError(f"There is no option {unknown!r}.", fix="use one of " + ", ".join(sorted(known)))
+    what, _, where = text.rpartition(" - at `$.")
+    option = known[where.rstrip("`").partition("[")[0]]
+    shown = f"{option.name}={given[option.name]!r}"
+    if option.choices:
+        return ConfigError(f"{shown} is not known.", fix=f"use one of {', '.join(option.choices)}")
+    told = f"{shown} is not {_IN_WORDS[option.kind]}."
+    if ", got `" not in what:  # the type is right
+        told = f"{shown} can't be used: it has to be {what.rpartition('` ')[2]}."
+    return ConfigError(told, fix=f"{option.name}: {option.help}")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,8 @@
 """The names of ``accelerate.inference``, which raise errors that point to Accelerate."""
 
-from notebook_accel.training.refusals import prepare_pippy
+from typing import TYPE_CHECKING
 
-__all__ = ["prepare_pippy"]
+from notebook_accel.training.refusals import names_elsewhere
+
+if not TYPE_CHECKING:  # so that a type checker still finds unknown names
+    __getattr__ = names_elsewhere(__name__)

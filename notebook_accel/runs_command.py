@@ -68,11 +68,10 @@ def print_runs(*, clean: bool = False, as_json: bool = False) -> None:
 
 
 def _row(summary: RunSummary) -> tuple[str, ...]:
-    since = summary.began if summary.is_going else summary.changed
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in list(summary.metrics.items())[:_SHOWN_METRICS])
     step = "" if summary.step is None else f"{summary.step:,}"
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(since))
-    return clipped(summary.name), summary.status, when, step, metrics, summary.folder
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(summary.since))
+    return clipped(summary.name), summary.state, when, step, metrics, summary.folder
 
 
 def _runs(parsed: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ _LEAKS_EVERYTHING = """
 import os, pathlib, subprocess, socket, threading
 from tests import conftest
 
-conftest._GRACE_S = 5.0  # what is left here stays for good
+conftest._GRACE_S = 0.5  # what is left here stays for good
 
 def test_leaks():
     global kept

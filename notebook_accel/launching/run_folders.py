@@ -19,23 +19,25 @@ import secrets
 import shutil
 import socket
 import stat
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from notebook_accel.errors import LaunchError, NotebookAccelError
+from notebook_accel.errors import LaunchError, NotebookAccelError, RunError
 
 JOURNAL_VERSION = 1
 """Number of the format of the folder and of the messages in it. Another number means that it can't be read."""
 
 _YOUNG_S = 5.0  # a folder of a launch that nobody holds and that is older belongs to a launch that was killed
 _DAY_S = 86_400.0
-_FACTS, _DRAFT, _LOCK, _PAYLOAD, _HISTORY, _JOURNAL, _LATEST, _SOCKET = (
+_FACTS, _DRAFT, _LOCK, _KERNEL, _PAYLOAD, _HISTORY, _JOURNAL, _LATEST, _SOCKET = (
     "run.json",
     "launch.json",
     "lock",
+    "kernel",
     "payload",
     "history",
     "journal",
@@ -61,6 +63,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
         host: Name of the machine.
         boot_id: The machine's id for the time since it was started.
         has_payload: Whether the payload is that of the launch. A run that was detached while it went on has lost it.
+        is_session: Whether its ranks are a session's, which take cells from one kernel after the other.
     """
 
     name: str
@@ -76,6 +79,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     boot_id: str
     has_payload: bool = True
+    is_session: bool = False
 
 
 class RunFolder:
@@ -136,6 +140,27 @@ class RunFolder:
         """Take the lock, and return the descriptor that has it. A process that inherits the descriptor has it too."""
         descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         _flock(descriptor, "LOCK_EX")
+        return descriptor
+
+    def hold_for_kernel(self) -> int:
+        """Take the lock of a session's kernel, of which there is one at a time, and return its descriptor.
+
+        Raises:
+            RunError: Another process has it.
+        """
+        descriptor = os.open(self.path / _KERNEL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            _flock(descriptor, "LOCK_EX")
+        except BlockingIOError:
+            who = os.pread(descriptor, 1024, 0).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise RunError(
+                f"The session {self.facts.name!r} belongs to another notebook just now: {who}.",
+                why="A session takes its cells from one notebook at a time.",
+                fix="%distributed detach there, or end that kernel; then attach again",
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, this_process().encode(), 0)
         return descriptor
 
     @property
@@ -359,6 +384,14 @@ def find(which: str = "") -> RunFolder:
     )
 
 
+def find_session(which: str = "") -> RunFolder | None:
+    """Return a session that goes on, as ``find`` does; ``None`` if there is none, or that is another run."""
+    with contextlib.suppress(NotebookAccelError):
+        found = find(which)
+        return found if found.facts.is_session and found.is_held else None
+    return None
+
+
 def remove_old(*, all_ended: bool = False) -> list[str]:
     """Remove the folders of runs that ended longer ago than they are kept, and what killed launches have left.
 
@@ -381,6 +414,11 @@ def remove_old(*, all_ended: bool = False) -> list[str]:
                     folder.remove()
                     removed.append(folder.id)
     return removed
+
+
+def this_process() -> str:
+    """Return this process in words, for those who find a run of it."""
+    return f"process {os.getpid()} ({pathlib.Path(sys.argv[0] or sys.executable).name})"
 
 
 def _is_old(folder: RunFolder) -> bool:

@@ -31,6 +31,23 @@ def is_sharded_module(value: object) -> bool:
     return fsdp is not None and isinstance(value, getattr(fsdp, "FSDPModule", ()))
 
 
+def note_on(value: Any) -> str:
+    """Return a line that says how to get a value whole of which a rank shows its share; ``""`` for any other value."""
+    if not types():
+        return ""
+    module_class: Any = types()[1]
+    if isinstance(value, module_class):
+        is_sharded = any(map(is_sharded_tensor, value.parameters()))
+        fix = "%pull its name, or accelerator.get_state_dict(...) on all ranks, brings them whole"
+        return f"\n[its parameters are sharded over the ranks: {fix}]" if is_sharded else ""
+    items = value.values() if isinstance(value, Mapping) else value if type(value) in (list, tuple) else [value]
+    shapes = [tuple(item.shape) for item in items if is_sharded_tensor(item)]
+    if not shapes:
+        return ""
+    of = f"a tensor of shape {shapes[0]}" if len(shapes) == 1 else f"{len(shapes)} tensors"
+    return f"\n[each rank shows its share of {of}: .full_tensor() on all ranks, or %pull its name, brings it whole]"
+
+
 def types() -> tuple[type, ...]:
     """Return the classes whose objects ``reduce`` looks at; none as long as nothing can be sharded."""
     if "torch.distributed.tensor" not in sys.modules:

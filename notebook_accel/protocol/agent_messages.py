@@ -424,7 +424,7 @@ class Exited(_AgentMessage, frozen=True, kw_only=True):
 
 
 ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Release | Inspect | Profile | Detach | Quit
-Order: TypeAlias = Hello | Interrupt | End | Inspect | Profile
+Order: TypeAlias = Hello | Interrupt | Respawn | End | Inspect | Profile
 ToKernel: TypeAlias = Said | Inspected | Starting | AboutNodes | RunEnded | Broken | Idle | Detached
 ToTemplate: TypeAlias = Fork | ForkElastic
 ToRank: TypeAlias = Profile | PeersFinished

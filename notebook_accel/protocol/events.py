@@ -466,6 +466,16 @@ class Working(_Event, frozen=True, kw_only=True):
     ranks: list[int]
 
 
+class Serving(_Event, frozen=True, kw_only=True):
+    """The rank of a detached session has begun or ended a request.
+
+    Attributes:
+        cell: The request in words, such as ``In[7]``; empty if the rank waits for one.
+    """
+
+    cell: str
+
+
 Event: TypeAlias = (
     Started
     | Progress
@@ -486,9 +496,10 @@ Event: TypeAlias = (
     | Numbered
     | Nodes
     | Working
+    | Serving
 )
 
-SAMPLES = (Progress, StepTimes, Metrics, Memory)
+SAMPLES = (Progress, StepTimes, Metrics, Memory, Serving)
 """Events that are many and not urgent, of which only the newest matters."""
 
 _encoder = msgspec.msgpack.Encoder()

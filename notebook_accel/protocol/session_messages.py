@@ -1,6 +1,6 @@
 """Messages between a session's kernel and its ranks. Descriptors travel beside a message, as its class states.
 
-kernel -> rank       Welcome, Execute, Call, Push, Pull, LookUp, Debug, Input, InspectGroup, RenewGroup, Settle
+kernel -> rank       Welcome, Execute, Call, Push, Pull, LookUp, Debug, Input, InspectGroup, RenewGroup, Settle, Leave
 rank -> kernel       Hello, Displayed, Prompt, Reply
 
 Each side unpickles only what the other has sealed, in a memory file. A rank opens nothing before the kernel has
@@ -9,7 +9,7 @@ accepted its ``Hello``, and the kernel opens nothing before it has checked the `
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -143,11 +143,45 @@ class Settle(_Request, frozen=True, kw_only=True):
     """Do nothing but answer: interrupts that were sent earlier have arrived by then, and can't hit later requests."""
 
 
+class Leave(_SessionMessage, frozen=True):
+    """End: the session is over. Without it, a detached session's rank waits for another kernel."""
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank of a detached session has kept from the kernels that it has served before.
+
+    Attributes:
+        own: Names that the rank has bound itself.
+        sent: Names that have values from an earlier notebook, without those of modules.
+        requests: Number of its last request.
+        renewals: Number of process groups given up so far.
+        group: ``unchecked`` if code has failed since the process group was last inspected; ``broken`` if the group
+            can't be trusted any more.
+        failed: The failure of its last request, which perhaps no kernel has heard of.
+        title: That request in words.
+    """
+
+    own: list[str]
+    sent: list[str]
+    requests: int
+    renewals: int
+    group: Literal["sound", "unchecked", "broken"]
+    failed: Failed | None
+    title: str
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's first message. ``secret`` is the session's, from the payload that only its ranks have."""
+    """A rank's first message.
+
+    Attributes:
+        secret: The session's secret, from a file in a folder that only this user can open.
+        rank: The rank's number.
+        kept: What it has from earlier kernels; ``None`` for a fresh process.
+    """
 
     secret: bytes
     rank: int
+    kept: Kept | None = None
 
 
 class Displayed(_SessionMessage, frozen=True, kw_only=True):
@@ -205,7 +239,9 @@ class Reply(_SessionMessage, frozen=True, kw_only=True):
     lines: list[str] = []
 
 
-ToRank: TypeAlias = Welcome | Execute | Call | Push | Pull | LookUp | Debug | Input | InspectGroup | RenewGroup | Settle
+ToRank: TypeAlias = (
+    Welcome | Execute | Call | Push | Pull | LookUp | Debug | Input | InspectGroup | RenewGroup | Settle | Leave
+)
 FromRank: TypeAlias = Displayed | Prompt | Reply
 
 encode = msgspec.msgpack.Encoder().encode

@@ -1,7 +1,7 @@
 """The socket through which ranks join their session. It lies in a folder that only this user can read.
 
-Each rank proves with a secret that it belongs to the session. Inherited socket pairs wouldn't do, since a rank that is
-restarted has to join too.
+Each rank proves with a secret from that folder that it belongs to the session. Inherited socket pairs wouldn't do,
+since a rank that is restarted has to join too. In a detached session, all ranks join each kernel that attaches.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import pathlib
 import secrets
 import shutil
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launching import logs
 from notebook_accel.launching.processes import pidfd_open
+from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, peer_of
 from notebook_accel.uninterruptible import Latch
 
 _HELLO_DEADLINE_S = 5.0
 _POLL_PERIOD_S = 0.1
-_NAME = "session"
+_NAME, _SECRET = "session", "secret"
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,12 +37,14 @@ class JoinedRank:
         rank: The rank's number.
         connection: The connection to it.
         pidfd: A reference to its process, which holds even if the process ID is reused.
+        kept: What the rank has from earlier kernels; ``None`` for a fresh process.
         was_taken: Set once the rank's connection is served.
     """
 
     rank: int
     connection: Connection
     pidfd: int
+    kept: messages.Kept | None = None
     was_taken: Latch = dataclasses.field(default_factory=Latch)
 
     def close(self) -> None:
@@ -53,58 +55,63 @@ class JoinedRank:
 class Listener:
     """The session's end of the socket that ranks join through.
 
+    Args:
+        run: The folder of a detached session; ``None`` makes a temporary folder.
+
     Attributes:
         folder: The socket's folder.
-        secret: Ranks send it to prove that they belong to the session.
 
     Raises:
-        LaunchError: The folder can't be made.
+        LaunchError: The folder can't be made or written.
+        RunError: Another kernel listens for the detached session's ranks.
     """
 
-    def __init__(self) -> None:
-        folder = logs.make_folder("", "session")
-        if folder is None:
-            raise LaunchError(
-                "The folder for the session's socket could not be made among the temporary files.",
-                fix="make room there, or set TMPDIR to another folder",
-            )
-        self.folder: pathlib.Path = folder
-        self.secret = secrets.token_bytes(32)
-        self._hold = logs.hold(str(folder))
+    def __init__(self, run: RunFolder | None = None) -> None:
+        self._is_temporary = run is None
+        if run is None:
+            self.folder, self._hold = _temporary_folder()
+        else:
+            self.folder, self._hold = run.path, run.hold_for_kernel()
+        self._secret = secrets.token_bytes(32)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with _short_path(folder) as path:
-            self._socket.bind(path)
-        self._socket.listen(1024)
+        try:
+            self._remove_files()  # a kernel that was killed has left them
+            (self.folder / _SECRET).touch(mode=0o600)
+            (self.folder / _SECRET).write_bytes(self._secret)
+            with _short_path(self.folder) as path:
+                self._socket.bind(path)
+            self._socket.listen(1024)
+        except OSError as error:
+            self.close()
+            raise LaunchError(f"The session's socket can't be made in {self.folder}: {error.strerror}.") from None
         self._socket.settimeout(_POLL_PERIOD_S)
 
     def close(self) -> None:
-        """Stop listening and remove the folder."""
+        """Stop listening, and remove what this has made."""
+        self._socket.close()
+        self._remove_files()
+        if self._is_temporary:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._hold is not None:
+            os.close(self._hold)
+
+    def close_in_fork(self) -> None:
+        """Close the descriptors in a fork of this process, which may outlive it."""
         self._socket.close()
         if self._hold is not None:
             os.close(self._hold)
-        shutil.rmtree(self.folder, ignore_errors=True)
 
-    def joining(self, count: int, timeout_s: float, check: Callable[[], None]) -> Iterator[JoinedRank]:
-        """Yield ranks as they join, until ``count`` have.
+    def accept(self) -> JoinedRank | None:
+        """Return a rank that joins; ``None`` if none does for a moment."""
+        try:
+            connected, _ = self._socket.accept()
+        except TimeoutError:
+            return None
+        return self._checked(connected)
 
-        Args:
-            count: Number of ranks to wait for.
-            timeout_s: Deadline for all of them together.
-            check: Called repeatedly; it raises if waiting is useless.
-
-        Raises:
-            LaunchError: Some ranks didn't join in time.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        while count:
-            check()
-            if time.monotonic() > deadline_s:
-                raise LaunchError(f"{count} of the session's ranks have not joined within {timeout_s:g} s.")
-            with contextlib.suppress(TimeoutError):
-                joined = self._checked(self._socket.accept()[0])
-                if joined is not None:
-                    count -= 1
-                    yield joined
+    def _remove_files(self) -> None:
+        for name in (_NAME, _SECRET):
+            (self.folder / name).unlink(missing_ok=True)
 
     def _checked(self, sock: socket.socket) -> JoinedRank | None:
         """Check a new connection. Return the rank behind it, or ``None`` for anything else."""
@@ -114,20 +121,48 @@ class Listener:
         with contextlib.suppress(ClosedError, ProcessLookupError, ValueError):  # msgspec's errors are ValueErrors
             frames = connection.receive()
             hello = messages.hello.decode(frames[0].body) if frames else None
-            if hello is not None and uid == os.getuid() and hmac.compare_digest(hello.secret, self.secret):
+            if hello is not None and uid == os.getuid() and hmac.compare_digest(hello.secret, self._secret):
                 connection.set_receive_deadline(0)
-                return JoinedRank(hello.rank, connection, pidfd_open(pid))
+                return JoinedRank(hello.rank, connection, pidfd_open(pid), hello.kept)
         connection.close()
         return None
 
 
+def _temporary_folder() -> tuple[pathlib.Path, int | None]:
+    """Make a folder, and return it with a descriptor that keeps it from removal."""
+    folder = logs.make_folder("", "session")
+    if folder is None:
+        raise LaunchError(
+            "The folder for the session's socket could not be made among the temporary files.",
+            fix="make room there, or set TMPDIR to another folder",
+        )
+    return folder, logs.hold(str(folder))
+
+
+def read_secret(folder: str) -> bytes:
+    """Return the secret of the kernel that listens in the folder, or that was the last to do so.
+
+    Raises:
+        OSError: No kernel has listened there.
+    """
+    return pathlib.Path(folder, _SECRET).read_bytes()
+
+
 def join_session(folder: str, hello: messages.Hello) -> Connection:
-    """Connect a rank to its session."""
+    """Connect a rank to its session.
+
+    Raises:
+        OSError: Nobody listens.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with _short_path(pathlib.Path(folder)) as path:
-        sock.connect(path)
     connection = Connection(sock)
-    connection.send(messages.encode(hello))
+    try:
+        with _short_path(pathlib.Path(folder)) as path:
+            sock.connect(path)
+        connection.send(messages.encode(hello))
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 

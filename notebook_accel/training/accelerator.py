@@ -33,6 +33,7 @@ from notebook_accel.training import (
     model_files,
     models,
     optimizers,
+    parallelism,
     process_group,
     random_state,
     refusals,
@@ -50,8 +51,10 @@ from notebook_accel.training.fsdp_plugin import of_launch as fsdp_plugin_of_laun
 from notebook_accel.training.handlers import AutocastKwargs, ProfileKwargs
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard, join_uneven_inputs, skip_first_batches
+from notebook_accel.training.memory_estimate import warn_if_too_large
 from notebook_accel.training.model_memory import ModelMemoryReports
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
+from notebook_accel.training.parallelism import ParallelismConfig
 from notebook_accel.training.precision import LossScaler, Precision
 from notebook_accel.training.states import AcceleratorState, DistributedType, ProcessState
 from notebook_accel.training.trackers import Idle
@@ -96,7 +99,8 @@ class Accelerator(ProcessState):
             launch's setting, or ``"no"``.
         dynamo_plugin: Further settings of ``torch.compile``, in place of ``dynamo_backend``.
         deepspeed_plugins: Refused.
-        parallelism_config: Refused.
+        parallelism_config: How many ranks have copies, shares and parts of a model. Default: what the launch says, or
+            samples of its own for each rank.
         downcast_bf16: On a TPU with bf16, replace float64 by float32 too.
         save_on_end: Before the time limit, save the state and end this rank's code: the folder of the checkpoint, or
             ``True`` for the next one of ``project_config``. It happens after a batch of a prepared loader on which
@@ -115,7 +119,6 @@ class Accelerator(ProcessState):
 
     # Programs that support other ways to spread a model over devices check these first.
     deepspeed_plugin: None = None
-    parallelism_config: None = None
     is_composable_parallelism_enabled = False
 
     def __init__(
@@ -140,7 +143,7 @@ class Accelerator(ProcessState):
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: object = None,
-        parallelism_config: object = None,
+        parallelism_config: ParallelismConfig | None = None,
         *,
         downcast_bf16: bool = False,
         save_on_end: _Path | bool = False,
@@ -150,7 +153,6 @@ class Accelerator(ProcessState):
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             deepspeed_plugins=deepspeed_plugins,
-            parallelism_config=parallelism_config,
         )
         self._handlers = handlers.Handlers.from_list(kwargs_handlers)
         self._rng_types = random_state.check_rng_types(rng_types or ())
@@ -172,7 +174,9 @@ class Accelerator(ProcessState):
             computes_in=self._backend.computes_in,
         )
         self._sharding = fsdp_plugin_of_launch(fsdp_plugin)
+        self._open_mesh(parallelism_config)
         self.state = AcceleratorState.from_accelerator(self._backend, self._precision, self._sharding)
+        self.state.parallelism_config, self.state.device_mesh = self.parallelism_config, self.torch_device_mesh
         self._dynamo = self.state.dynamo_plugin = compiling.resolve(dynamo_backend, dynamo_plugin)
         self.gradient_state = GradientState(plugin)
         self._device_placement = device_placement
@@ -183,6 +187,34 @@ class Accelerator(ProcessState):
         self._saving: checkpoint_saving.Saving | None = None
 
     # Settings
+
+    def _open_mesh(self, given: ParallelismConfig | None) -> None:
+        config = self.parallelism_config = parallelism.resolve(given, self._sharding, self._backend.place)
+        self.torch_device_mesh: Any = None if config is None else self._backend.mesh(config.sizes)
+        if config is not None and config.dp_shard_enabled and self._sharding is None:
+            self._sharding = FullyShardedDataParallelPlugin()
+        self._parts = 1 if config is None else config.non_data_parallel_size
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This rank among those with the parts of a layer, from 0."""
+        return self._rank_in("tp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The number of the copy of the model that this rank belongs to, from 0."""
+        return self._rank_in("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This rank among those with the shares of one copy, from 0."""
+        return self._rank_in("dp_shard")
+
+    def _rank_in(self, dimension: str) -> int:
+        if self.parallelism_config is None:
+            raise TrainingError("The ranks have no mesh.", fix="Accelerator(parallelism_config=ParallelismConfig(...))")
+        mesh = self.torch_device_mesh
+        return int(mesh.get_local_rank(dimension)) if dimension in self.parallelism_config.sizes else 0
 
     @property
     def mixed_precision(self) -> str:
@@ -271,6 +303,7 @@ class Accelerator(ProcessState):
             TrainingError: An optimizer comes with a model and moves no parameter of any prepared model.
         """
         data.refuse_data(objects)
+        self._warn_of_large_models(objects)
         prepared, placed = objects, self._placements(objects, device_placement)
         for is_kind, prepare_one in self._kinds:
             pairs = zip(prepared, placed, strict=True)
@@ -280,20 +313,39 @@ class Accelerator(ProcessState):
         self._memory_reports.follow(self._models, [prepared.optimizer for prepared in self._optimizers])
         return prepared[0] if len(prepared) == 1 else prepared
 
+    def _warn_of_large_models(self, objects: Sequence[Any]) -> None:
+        """Warn of models whose shares won't fit on the device, where its size is known."""
+        memory = self._backend.memory()
+        if memory is None or self._sharding is None or self._sharding.cpu_offload or not self.is_main_process:
+            return
+        copies = 1 if self.parallelism_config is None else self.parallelism_config.dp_replicate_size or 1
+        optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+        for model in objects:
+            if isinstance(model, torch.nn.Module) and not fsdp.was_fully_sharded(model):
+                warn_if_too_large(
+                    model,
+                    optimizers,
+                    ranks=self.num_processes // copies,
+                    mixed_precision=self.mixed_precision,
+                    device_bytes=memory()[1],
+                )
+
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """Prepare one model; in ``evaluation_mode`` it doesn't average gradients, unless it is sharded."""
+        self._take_parts_of(model)
         model = self._once(
             model,
             compiling.compiling(self._dynamo, models.prepare_model),
-            self._backend,
+            self._groups,
             self._precision,
             device_placement=self._is_placed(device_placement),
             learns=not evaluation_mode,
             parallel=self._handlers.ddp,
             before_training_pass=self.gradient_state.refuse_missing_ranks,
             sharding=self._sharding,
+            mesh=self._data_mesh,
             before_sharded_pass=self.gradient_state.refuse_missing_shards,
         )
 
@@ -301,6 +353,25 @@ class Accelerator(ProcessState):
             for optimizer in self._optimizers:  # prepared before the model got other parameters
                 fsdp.remap(optimizer.optimizer)
         return model
+
+    @property
+    def _data_mesh(self) -> Any:
+        config = self.parallelism_config
+        return None if config is None or not config.dp_dim_names else self.torch_device_mesh[tuple(config.dp_dim_names)]
+
+    def _take_parts_of(self, model: torch.nn.Module) -> None:
+        """Have loaders and metrics follow the parts of a model that the user's own mesh has."""
+        parts = parallelism.parts_in(model, self._backend.place)
+        if parts is None or parts == self._parts:
+            return
+        if self.parallelism_config is not None or self._dataloaders:
+            raise TrainingError(
+                f"{type(model).__name__} has parts on {parts} ranks, which work on the same samples, and "
+                + ("the loaders were prepared before." if self._dataloaders else "parallelism_config says otherwise."),
+                fix=f"Accelerator(parallelism_config=ParallelismConfig(tp_size={parts})), whose "
+                'accelerator.torch_device_mesh["tp"] parallelize_module takes',
+            )
+        self._parts = parts
 
     def _prepare_leaf(self, leaf: torch.Tensor, device_placement: bool) -> torch.Tensor:
         return self._once(leaf, models.prepare_leaf, self._backend, device_placement=device_placement)
@@ -320,11 +391,11 @@ class Accelerator(ProcessState):
         data.refuse_slicing(slice_fn_for_dispatch)
         device = self.device if self._is_placed(device_placement) else None
         prepare = functools.partial(data.shard_dataloader, config=self._loading, rng_types=self._rng_types)
-        return self._once(data_loader, prepare, backend=self._backend, device=device)
+        return self._once(data_loader, prepare, backend=self._groups, device=device)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Prepare one scheduler. Its optimizer has to be prepared before."""
-        steps = 1 if self._loading.split_batches else self.num_processes
+        steps = 1 if self._loading.split_batches else self._groups.place.world_size
         follows = self._step_scheduler_with_optimizer
 
         def prepare(scheduler: LRScheduler) -> AcceleratedScheduler:
@@ -460,7 +531,8 @@ class Accelerator(ProcessState):
         if self.is_main_process:
             window = self.gradient_accumulation_steps if self.gradient_state.is_counting else 1
             scales = self._precision.scaler is not None
-            unprepared_warnings.warn(self._all_prepared, ranks=self.num_processes, window=window, scales=scales)
+            ranks = self._groups.place.world_size
+            unprepared_warnings.warn(self._all_prepared, ranks=ranks, window=window, scales=scales)
 
     def accumulate(self, *models: Any) -> contextlib.AbstractContextManager[None]:
         """Return a context for one micro-batch: its forward and backward pass and the optimizer's step.
@@ -553,12 +625,15 @@ class Accelerator(ProcessState):
     def gather(self, tensor: Any) -> Any:
         """Concatenate the ranks' tensors on every rank: ``(n, ...)`` becomes ``(num_processes * n, ...)``.
 
+        Ranks that work on the same samples, because each has parts of a model's layers, count as one here, in
+        ``gather_for_metrics`` and in ``reduce``.
+
         The tensors can be nested in lists, tuples and mappings. With one process they come back as they are.
 
         Raises:
             CollectiveError: Shapes or types differ between ranks. CPU ranks compare them before the collective.
         """
-        return collectives.gather(self._backend, tensor, self.gradient_state.tail)
+        return collectives.gather(self._groups, tensor, self.gradient_state.tail)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather each sample of an epoch once, without those that were repeated to fill the last batches.
@@ -572,7 +647,7 @@ class Accelerator(ProcessState):
             TrainingError: With ``even_batches=False`` some ranks have no batch in this round.
         """
         return collectives.gather_for_metrics(
-            self._backend, input_data, self.gradient_state.tail, use_gather_object=use_gather_object
+            self._groups, input_data, self.gradient_state.tail, use_gather_object=use_gather_object
         )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -583,7 +658,7 @@ class Accelerator(ProcessState):
             reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``; ``"none"`` is another name for the sum.
             scale: The factor of the result.
         """
-        return collectives.reduce(self._backend, tensor, reduction, scale)
+        return collectives.reduce(self._groups, tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
         """Fill the ranks' tensors with those of one rank, in place, and return them."""
@@ -591,7 +666,7 @@ class Accelerator(ProcessState):
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Pad the ranks' tensors along ``dim`` to the greatest length, so that they can be gathered."""
-        return collectives.pad_across_processes(self._backend, tensor, dim, pad_index, pad_first)
+        return collectives.pad_across_processes(self._groups, tensor, dim, pad_index, pad_first)
 
     # The project's folder
 
@@ -709,6 +784,7 @@ class Accelerator(ProcessState):
         weights_only = bool((load_kwargs or {}).get("weights_only", True))
         options = {"strict": strict, "weights_only": weights_only}
         folder = checkpoint.load(self._backend, self._checkpoint_state(), hooks, choose, **options)
+        random_state.agree(self._groups)
         number = checkpoint_folders.number_of(folder)
         if configuration.automatic_checkpoint_naming and number is not None:
             configuration.iteration = number + 1

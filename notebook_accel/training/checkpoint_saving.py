@@ -231,7 +231,7 @@ def _collect(backend: Backend, state: CheckpointState, hooks: _BeforeSave, draft
 def _own_state(backend: Backend, state: CheckpointState) -> dict[str, Any]:
     """Return the state that differs between ranks."""
     models = [] if state.gradients.sync_gradients else state.models
-    if not state.gradients.averages_each_batch and any(map(fsdp.is_sharded, models)):
+    if not state.gradients.averages_each_batch and any(map(fsdp.was_fully_sharded, models)):
         raise CheckpointError(
             "A checkpoint can't be saved within an accumulation window of a sharded model.",
             why="The gradients so far are in torch's own buffers.",

@@ -20,6 +20,7 @@ import torch
 from notebook_accel import code_places
 from notebook_accel.errors import CollectiveError, ConfigError, TrainingError
 from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.backends.shared_samples import all_ranks
 from notebook_accel.training.sharding import Tail
 from notebook_accel.training.trees import leaves_of, map_leaves
 
@@ -275,7 +276,7 @@ def verify_collective(backend: Backend, operation: str, tensors: Sequence[torch.
         CollectiveError: The ranks' calls differ. All ranks get it, and the group can still be used.
     """
     if backend.compares_calls:
-        _compare(backend, operation + "".join(f" {_kind_of(tensor)}" for tensor in tensors))
+        _compare(all_ranks(backend), operation + "".join(f" {_kind_of(tensor)}" for tensor in tensors))
 
 
 def verify_model(backend: Backend, model: torch.nn.Module) -> None:

@@ -17,6 +17,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives, process_group, random_state
 from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.backends.shared_samples import shares_samples
 from notebook_accel.training.dataset_views import EpochStream, LoaderStream, MarkedCollate, MarkedStream
 from notebook_accel.training.loader_position import EpochCounter, LoaderPosition
 from notebook_accel.training.loaders import (
@@ -149,8 +150,8 @@ def shard_dataloader(
     if isinstance(loader, DataLoaderShard):  # prepared by another Accelerator
         loader = loader.source
     place = place or backend.place
-    _refuse(loader, place)
     maker = _OptionsMaker(loader, backend, config, place)
+    _refuse(loader, is_alone=maker.is_alone)
     feed = None
     if device is not None and device.type != "cpu":
         feed = functools.partial(_make_feed, backend, device, non_blocking=config.non_blocking or loader.pin_memory)
@@ -163,6 +164,8 @@ def shard_dataloader(
             lambda: random_state.synchronize(backend, rng_types, loader.generator),
             *options.get("before_epoch", ()),
         ]
+    if shares_samples(backend):
+        options["before_epoch"] = [functools.partial(random_state.agree, backend), *options.get("before_epoch", ())]
     position = options.setdefault("position", LoaderPosition(EpochCounter()))
     if place == backend.place:
         group_recovery.track_state(position.epochs)
@@ -200,20 +203,20 @@ def refuse_slicing(slice_fn_for_dispatch: object) -> None:
         )
 
 
-def _refuse(loader: Any, place: RankPlace) -> None:
+def _refuse(loader: Any, *, is_alone: bool) -> None:
     if not isinstance(loader, DataLoader):
         raise ConfigError(
             f"prepare_data_loader takes a torch.utils.data.DataLoader, not {type(loader).__name__}.",
             fix="DataLoader(dataset, batch_size=...)",
         )
-    if _has_own_iter(loader) and place.world_size > 1:
+    if _has_own_iter(loader) and not is_alone:
         raise ConfigError(
             f"prepare can't shard a {type(loader).__name__}.",
             why="It iterates in a way of its own, and prepare makes a torch.utils.data.DataLoader of its parts.",
             fix="put what it does into the dataset, the sampler or collate_fn, or leave it out of prepare; "
             "one rank takes it as it is",
         )
-    if not loader.in_order and place.world_size > 1:
+    if not loader.in_order and not is_alone:
         raise ConfigError(
             "A loader with in_order=False can't be sharded over several ranks.",
             why="The last batch of an epoch, and the ranks that work on the same round, would be left to chance.",
@@ -247,10 +250,15 @@ class _OptionsMaker:
         return self._place == self._backend.place
 
     @property
+    def is_alone(self) -> bool:
+        """True if no other rank has another share, or the same one."""
+        return self._place.world_size == 1 and not shares_samples(self._backend)
+
+    @property
     def dispatches(self) -> bool:
         asked = self._config.dispatch_batches
         dispatches = isinstance(self._loader.dataset, IterableDataset) if asked is None else asked
-        return dispatches and self._place.world_size > 1 and self._is_own_place
+        return dispatches and not self.is_alone and self._is_own_place
 
     def for_dataset(self) -> dict[str, Any]:
         """Return the options for a dataset that has an item for each index."""
@@ -260,7 +268,7 @@ class _OptionsMaker:
         options: dict[str, Any] = {"dataset": loader.dataset, name: self._agreed_batches(getattr(loader, name))}
         if name == "sampler":
             options["batch_size"] = None
-        if place.world_size > 1:
+        if not self.is_alone:
             shard = BatchSamplerShard(
                 options[name], place.world_size, place.rank, config.split_batches, config.even_batches
             )
@@ -289,7 +297,7 @@ class _OptionsMaker:
         if self._config.use_seedable_sampler and isinstance(sampler, RandomSampler):
             options = (sampler.data_source, sampler.replacement, sampler.num_samples, sampler.generator)
             return self._agreed_sampler(SeedableRandomSampler(*options, data_seed=self._config.data_seed))
-        if self._place.world_size == 1 or self.dispatches:
+        if self.is_alone or self.dispatches:
             return sampler
         if isinstance(sampler, DistributedSampler):
             raise ConfigError(
@@ -312,7 +320,7 @@ class _OptionsMaker:
             "drop_last": loader.drop_last,
             "position": LoaderPosition(epochs),
         }
-        if place.world_size == 1:
+        if self.is_alone:
             return options
         shard = IterableDatasetShard(
             dataset,

@@ -54,14 +54,14 @@ def _units(model: torch.nn.Module) -> Iterator[Any]:
     return iter(()) if kind is None else (module for module in model.modules() if isinstance(module, kind))
 
 
-def data_parallel_size(model: torch.nn.Module) -> int | None:
-    """Return the number of ranks over which ``fully_shard`` shards a model; ``None`` if nothing of it learns there."""
+def data_mesh(model: torch.nn.Module) -> Any:
+    """Return the mesh over which ``fully_shard`` shards and copies a model; ``None`` if nothing of it learns there."""
     for unit in _units(model):
         state = unit._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # 2.13 has several
         for group in groups:
             if group is not None:
-                return int(group.mesh_info.mesh.size())
+                return group.mesh_info.mesh
     return None
 
 
@@ -77,26 +77,31 @@ def shard(
     plugin: FullyShardedDataParallelPlugin,
     dtype: torch.dtype | None,
     before_forward: Callable[[], None],
+    mesh: Any = None,
 ) -> list[torch.Tensor]:
-    """Shard a model in place over all ranks, with rank 0's weights, and return the parameters that stay whole.
+    """Shard a model in place, with rank 0's weights, and return the parameters that stay whole.
 
     Args:
-        model: The model, on any device, or on the meta device on ranks above 0.
+        model: The model, on any device, or on the meta device on ranks above 0. Its parameters may be parts already, on
+            another dimension of the mesh.
         backend: The backend of this rank.
         plugin: The settings.
         dtype: The type that the forward pass computes in, ``None`` for that of the parameters.
         before_forward: Called before each forward pass, which waits for the other ranks.
+        mesh: The ``DeviceMesh`` of the ranks with shares, or of copies and shares; by default all ranks have a share.
 
     Raises:
         CollectiveError: The ranks prepare different models.
         ConfigError: A setting doesn't fit this model or this device.
+        TrainingError: Some parameters are parts already, and can't be sharded further.
     """
     collectives.verify_model(backend, model)
-    mesh = backend.mesh()
+    mesh = backend.mesh() if mesh is None else mesh
     named = list(model.named_parameters(remove_duplicate=False))
     ignored = _ignored(model, plugin)
     units = _chosen_units(model, plugin)
-    full = _share_weights(model, backend, sync=bool(plugin.sync_module_states))
+    _refuse_parts(model, ignored)
+    full = share_weights(model, backend, mesh, sync=bool(plugin.sync_module_states))
     if plugin.activation_checkpointing:
         _recompute(units, model)
     kept = _named(model, ignored)
@@ -110,8 +115,31 @@ def shard(
     new = dict(model.named_parameters(remove_duplicate=False))
     _replaced[model] = [(old, new[name]) for name, old in named if new[name] is not old]
     for old, _ in _replaced[model]:
-        old.data = old.new_empty(0)  # an optimizer may still hold it
+        _release(old)
     return kept
+
+
+def _release(old: Any) -> None:
+    """Free the memory of a parameter that an optimizer may still hold."""
+    if not is_sharded_tensor(old):
+        old.data = old.new_empty(0)
+        return
+    storage = old.to_local().untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
+
+
+def _refuse_parts(model: torch.nn.Module, ignored: set[str]) -> None:
+    """Refuse parts of ``parallelize_module`` that can't be sharded further."""
+    for name, parameter in model.named_parameters():
+        if is_sharded_tensor(parameter) and (name in ignored or parameter.is_meta):
+            raise TrainingError(
+                f"{name} of {type(model).__name__} is a part that parallelize_module has made, and is "
+                f"{'on the meta device' if parameter.is_meta else 'in ignored_modules'}.",
+                fix="load the weights before parallelize_module"
+                if parameter.is_meta
+                else "leave its module out of ignored_modules, or out of parallelize_module",
+            )
 
 
 def _named(model: torch.nn.Module, names: set[str]) -> list[torch.Tensor]:
@@ -263,8 +291,16 @@ def _recompute(units: Sequence[torch.nn.Module], model: torch.nn.Module) -> None
 # The ranks' first weights
 
 
-def _share_weights(model: torch.nn.Module, backend: Backend, *, sync: bool) -> dict[str, torch.Tensor] | None:
-    """Give all ranks rank 0's weights.
+def share_weights(
+    model: torch.nn.Module, backend: Backend, mesh: Any = None, *, sync: bool = True
+) -> dict[str, torch.Tensor] | None:
+    """Give all ranks rank 0's weights; those with parts of layers, the parts of the first copy.
+
+    Args:
+        model: The model.
+        backend: The backend of this rank.
+        mesh: The ``DeviceMesh`` of the ranks that have the same parts; ``None`` if no others have them.
+        sync: Only look for a rank that has a model without weights, if this is ``False``.
 
     Returns:
         None, or if a rank has a model without weights: the model's state on rank 0, an empty one on the others. The
@@ -275,10 +311,21 @@ def _share_weights(model: torch.nn.Module, backend: Backend, *, sync: bool) -> d
     if any(collectives.gather_object(backend, [is_empty])):
         return _emptied(model, backend)
     for tensor in tensors if sync else ():
+        if is_sharded_tensor(tensor):
+            _broadcast_part(tensor, mesh)
+            continue
         on_device = tensor.data.to(backend.device).contiguous()
         backend.broadcast(on_device, 0)
         tensor.data.copy_(on_device)
     return None
+
+
+def _broadcast_part(tensor: Any, mesh: Any) -> None:
+    """Replace a part by that of the first rank of ``mesh``, which has the same part of another copy."""
+    local = tensor.detach().to_local().contiguous()
+    for dim in reversed(range(0 if mesh is None else mesh.ndim)):
+        torch.distributed.broadcast(local, group=mesh.get_group(dim), group_src=0)
+    tensor.detach().to_local().copy_(local)
 
 
 def _emptied(model: torch.nn.Module, backend: Backend) -> dict[str, torch.Tensor]:
@@ -390,21 +437,29 @@ def refuse(models: Iterable[Any], what: str, fix: str) -> None:
             )
 
 
+def separate_meshes(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer update one parameter at a time if torch can't update them together, as on several meshes."""
+    for group in optimizer.param_groups:
+        if len(by_mesh(group["params"])) > 1 and group.get("foreach", False) is None:
+            group["foreach"] = False
+
+
 def clip_grad_norm(parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
     """Clip gradients, some of which may be sharded, to a total norm, and return the norm that they had."""
     norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
-    for group in _by_mesh(parameters):
+    for group in by_mesh(parameters):
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     return norm
 
 
 def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm of all gradients together, whole and sharded ones."""
-    norms = [_whole(torch.nn.utils.get_total_norm(group, norm_type)) for group in _by_mesh(gradients)]
+    norms = [_whole(torch.nn.utils.get_total_norm(group, norm_type)) for group in by_mesh(gradients)]
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
 
 
-def _by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the tensors in groups that torch can compute with together: whole ones, and those of each mesh."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)

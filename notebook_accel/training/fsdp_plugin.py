@@ -18,7 +18,11 @@ _WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _STATE_DICTS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 _MIN_NUM_PARAMS = 100_000_000  # the default of torch's size_based_auto_wrap_policy
 # Strategies of FSDP 1, by name and by number, and the value of reshard_after_forward that does the same.
-_STRATEGIES = {"FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False}
+_STRATEGIES = {
+    "FULL_SHARD": True, "1": True, "SHARD_GRAD_OP": False, "2": False,
+    "HYBRID_SHARD": True, "4": True, "HYBRID_SHARD_ZERO2": False, "5": False,
+}  # fmt: skip
+_HYBRID = ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5")
 _DTYPES = {"fp32": torch.float32, "no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Settings of FSDP 1, with the values that ask for nothing else than FSDP 2 does.
 _OBSOLETE: Mapping[str, tuple[Any, ...]] = {
@@ -40,7 +44,8 @@ class FullyShardedDataParallelPlugin:
 
     Attributes:
         fsdp_version: 2. Version 1 is taken as 2, with a warning.
-        sharding_strategy: The name in FSDP 1 of what ``reshard_after_forward`` says.
+        sharding_strategy: The name in FSDP 1 of what ``reshard_after_forward`` says. ``"HYBRID_SHARD"`` and
+            ``"HYBRID_SHARD_ZERO2"`` shard a copy of the model on each node, or as ``ParallelismConfig`` says.
         reshard_after_forward: Free a block's gathered parameters after its forward pass, and gather them again for the
             backward pass. ``False`` keeps them, which is faster and needs more memory.
         backward_prefetch: A setting of FSDP 1; FSDP 2 always prefetches.
@@ -136,8 +141,8 @@ class FullyShardedDataParallelPlugin:
         if text.upper() not in _STRATEGIES:
             raise ConfigError(
                 f"The sharding strategy {text!r} isn't supported.",
-                why="A model is sharded over all ranks, and what is gathered for a pass is kept or freed after it.",
-                fix="reshard_after_forward=True (FULL_SHARD) or False (SHARD_GRAD_OP); no plugin at all for NO_SHARD",
+                why="What is gathered for a pass is kept or freed after it, and shares are on all ranks or a node's.",
+                fix="FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or HYBRID_SHARD_ZERO2; no plugin at all for NO_SHARD",
             )
         return _STRATEGIES[text.upper()]
 
@@ -168,6 +173,12 @@ class FullyShardedDataParallelPlugin:
             if value not in harmless and str(value).upper() not in map(str, harmless):
                 warnings.warn(f"{name}={value!r} has no effect: FSDP 2 has no such setting.", stacklevel=4)
         self.precision_policy(None)
+
+    @property
+    def replicates(self) -> bool:
+        """True if each node has a copy of the model, which its ranks share."""
+        given = self.sharding_strategy or _variable("SHARDING_STRATEGY")
+        return str(getattr(given, "name", given)).upper() in _HYBRID
 
     @property
     def saves_whole(self) -> bool:

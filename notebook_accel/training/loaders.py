@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import Counter
-from notebook_accel.training import collectives
+from notebook_accel.training import collectives, random_state
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends.backend import Backend, Uploader
+from notebook_accel.training.backends.shared_samples import all_ranks, shares_samples
 from notebook_accel.training.compiling import without_own_wrapper
 from notebook_accel.training.dataset_views import ReadRound, RoundDataset, RoundStream
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS, Deal, EpochCounter, LoaderPosition, ResumePoint
@@ -405,7 +406,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         super().__init__(source, dataset, shard=shard, **{**options, "is_marked": True})
         self._arguments["backend"] = backend
         self._backend = backend
-        self._reader = _round_reader(source, shard, self.skipped) if backend.place.rank == 0 else None
+        self._reader = _round_reader(source, shard, self.skipped) if all_ranks(backend).place.rank == 0 else None
 
     def _read(self) -> Iterator[MarkedBatch]:
         messages = None if self._reader is None else self._messages(self._reader)
@@ -431,6 +432,8 @@ class DataLoaderDispatcher(DataLoaderShard):
             rounds = _with_complete_rounds_first(reader, world_size)
             if isinstance(self.shard, IterableDatasetShard):
                 rounds = itertools.islice(rounds, self.skipped, None)  # those of a stream have to be read
+            if shares_samples(self._backend):
+                rounds = random_state.drawn_apart(rounds)
             for batches, _, tail in rounds:
                 yield [*(MarkedBatch(batch, tail) for batch in batches), *[None] * (world_size - len(batches))]
         except Exception as error:

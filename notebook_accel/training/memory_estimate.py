@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -122,6 +126,42 @@ def estimate_memory(
     device_bytes = None if device_memory is None else size_bytes(device_memory, "device_memory")
     estimate = dataclasses.replace(whole.on_rank(num_processes, sharded=sharded), device_bytes=device_bytes)
     return dataclasses.replace(estimate, fits_with=tuple(_remedies(whole, estimate)))
+
+
+def warn_if_too_large(
+    model: torch.nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    *,
+    ranks: int,
+    mixed_precision: str,
+    device_bytes: int,
+) -> None:
+    """Warn, before a model is sharded, if a rank's share and its optimizer's state won't fit on the device.
+
+    Args:
+        model: The whole model. Nothing is known of what it needs unless one of the optimizers moves its parameters.
+        optimizers: The optimizers that are prepared with it.
+        ranks: Number of ranks that will have shares.
+        mixed_precision: The ``Accelerator``'s.
+        device_bytes: The device's memory.
+    """
+    own = set(model.parameters())
+    for optimizer in optimizers:
+        if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
+            continue
+        known = set(inspect.signature(type(optimizer)).parameters) - {"fused", "foreach", "capturable"}
+        settings = {name: value for name, value in optimizer.defaults.items() if name in known}
+        with contextlib.suppress(ConfigError, RuntimeError, TypeError, ValueError):  # it can't be made again from these
+            estimate = estimate_memory(
+                model,
+                num_processes=ranks,
+                sharded=True,
+                optimizer=functools.partial(type(optimizer), **settings),
+                mixed_precision=mixed_precision,
+                device_memory=device_bytes,
+            )
+            if estimate.total_bytes > device_bytes:
+                warnings.warn(f"{type(model).__name__} may not fit: {estimate}.", stacklevel=3)
 
 
 @dataclasses.dataclass(frozen=True)

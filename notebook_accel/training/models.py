@@ -21,6 +21,7 @@ from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import collectives, fsdp
 from notebook_accel.training.accumulation import is_left_local
 from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.backends.shared_samples import all_ranks
 from notebook_accel.training.collectives import verify_model
 from notebook_accel.training.compiling import without_own_wrapper
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -69,6 +70,7 @@ def prepare_model(
     parallel: DistributedDataParallelKwargs | None = None,
     before_training_pass: Callable[[], None] | None = None,
     sharding: FullyShardedDataParallelPlugin | None = None,
+    mesh: Any = None,
     before_sharded_pass: Callable[[], None] = lambda: None,
 ) -> torch.nn.Module:
     """Return the model that training calls: on the device, under autocast, gradients averaged over the ranks.
@@ -80,21 +82,26 @@ def prepare_model(
     ``before_training_pass`` is called before each forward pass that trains together with other ranks.
 
     With ``sharding`` the model is sharded over several ranks instead, and has new parameters: see ``fsdp``.
-    ``before_sharded_pass`` is called before each of its forward passes. A model that was sharded before stays as it is.
+    ``before_sharded_pass`` is called before each of its forward passes. A model that was sharded before stays as it is,
+    and so does one of which each rank has parts of layers, by ``parallelize_module``.
+
+    In ``backend``, ranks that work on the same samples count as one. ``mesh`` is the ``DeviceMesh`` of the ranks over
+    which ``sharding`` shards and copies the model; by default of all.
 
     Raises:
         CollectiveError: The ranks prepare different models, or one of them does something else.
-        TrainingError: The model has sharded parameters that ``fully_shard`` hasn't made.
+        TrainingError: Nobody would average the gradients of the copies of a model that has parts.
     """
+    groups, backend = backend, all_ranks(backend)
     # Another Accelerator may have prepared it, with another precision, or in a group that has ended since.
     while model in _made_here:
         model = cast(torch.nn.Module, model.module)
     if fsdp.was_fully_sharded(model):
-        return _taken(model, backend, precision, before_sharded_pass)
+        return _taken(model, precision, before_sharded_pass)
     _end_autocasting(model)
     if sharding is not None and backend.place.world_size > 1 and not isinstance(model, DistributedDataParallel):
-        _refuse_sharded(model)
-        ignored = fsdp.shard(fsdp.plain(model), backend, sharding, precision.dtype, before_sharded_pass)
+        _refuse_other_mesh(model, mesh)
+        ignored = fsdp.shard(fsdp.plain(model), backend, sharding, precision.dtype, before_sharded_pass, mesh)
         for parameter in ignored:
             if parameter.requires_grad:
                 _average(parameter, backend)
@@ -103,10 +110,11 @@ def prepare_model(
         backend.place_model(model)
     if precision.dtype is not None:
         _begin_autocasting(model, precision.autocast)
+    if any(map(is_sharded_tensor, model.parameters())):
+        return _with_parts(model, groups, before_sharded_pass)
     learns = learns and any(parameter.requires_grad for parameter in model.parameters())
     if backend.place.world_size == 1 or not learns or isinstance(model, DistributedDataParallel):
         return model
-    _refuse_sharded(model)
     verify_model(backend, model)
     distributed = backend.data_parallel(model, parallel or DistributedDataParallelKwargs())
     _made_here.add(distributed)
@@ -130,13 +138,9 @@ def _has_its_place(model: torch.nn.Module) -> bool:
     return False
 
 
-def _taken(
-    model: torch.nn.Module, backend: Backend, precision: Precision, before_sharded_pass: Callable[[], None]
-) -> torch.nn.Module:
+def _taken(model: torch.nn.Module, precision: Precision, before_sharded_pass: Callable[[], None]) -> torch.nn.Module:
     """Return a model that ``fully_shard`` was applied to before, by an earlier ``prepare`` or by the user's code."""
     if not fsdp.is_sharded(model):
-        if fsdp.data_parallel_size(model) not in (None, backend.place.world_size):
-            raise _shared_samples_error(model)
         if precision.dtype is not None:
             warnings.warn(
                 f"{type(model).__name__} was sharded before prepare: it computes in the precision of its own policy, "
@@ -147,19 +151,35 @@ def _taken(
     return model
 
 
-def _refuse_sharded(model: torch.nn.Module) -> None:
-    """Raise ``TrainingError`` for a model with sharded parameters that don't average their gradients."""
-    if any(map(is_sharded_tensor, model.parameters())):
-        raise _shared_samples_error(model)
+def _with_parts(model: torch.nn.Module, backend: Backend, before_pass: Callable[[], None]) -> torch.nn.Module:
+    """Return a model of whose layers each rank has a part, with equal weights where ranks have the same part."""
+    if backend.place.world_size > 1:
+        raise TrainingError(
+            f"prepare can't take {type(model).__name__}: parallelize_module has made {backend.place.world_size} "
+            "copies of it, and nobody averages their gradients.",
+            fix="fsdp_plugin=FullyShardedDataParallelPlugin() with parallelism_config=ParallelismConfig("
+            f"dp_shard_size={backend.place.world_size}, tp_size=...), or fully_shard before prepare",
+        )
+    verify_model(all_ranks(backend), model)
+    fsdp.share_weights(model, all_ranks(backend))
+    fsdp.take(fsdp.plain(model), before_pass)
+    return model
 
 
-def _shared_samples_error(model: torch.nn.Module) -> TrainingError:
-    return TrainingError(
-        f"prepare can't take {type(model).__name__}: it was made for ranks that work on the same sample, such as by "
-        "parallelize_module.",
-        why="prepare gives each rank samples of its own.",
-        fix="leave model and loaders out of prepare, which can still take the optimizer",
-    )
+def _refuse_other_mesh(model: torch.nn.Module, mesh: Any) -> None:
+    """Raise ``TrainingError`` for a model with parts that were made on another mesh than that which shards it."""
+    for parameter in model.parameters():
+        if is_sharded_tensor(parameter) and not _is_beside(cast(Any, parameter).device_mesh, mesh):
+            raise TrainingError(
+                f"{type(model).__name__} has parts that parallelize_module has made on a mesh of its own, and can't be "
+                "sharded over another one.",
+                fix="Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=..., tp_size=...)), whose "
+                'accelerator.torch_device_mesh["tp"] parallelize_module takes',
+            )
+
+
+def _is_beside(parts: Any, mesh: Any) -> bool:
+    return mesh is not None and parts._get_root_mesh() is mesh._get_root_mesh()
 
 
 def _averages_gradients(model: Any) -> TypeGuard[DistributedDataParallel]:

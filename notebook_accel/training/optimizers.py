@@ -190,6 +190,7 @@ def prepare_optimizer(
     if isinstance(optimizer, AcceleratedOptimizer):  # prepared by another Accelerator
         optimizer = optimizer.optimizer
     fsdp.remap(optimizer)
+    fsdp.separate_meshes(optimizer)
     if moves and _is_state_elsewhere(optimizer):
         optimizer.load_state_dict(optimizer.state_dict())  # it knows which values belong on the parameter's device
     group_recovery.track_state(optimizer)
@@ -287,7 +288,9 @@ def clip_grad_value(
     """Clip each gradient of a complete window to ``[-clip_value, clip_value]``; within a window clip nothing."""
     if state.sync_gradients:
         unscale(optimizers, scaler)
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for group in fsdp.by_mesh(parameters):
+            torch.nn.utils.clip_grad_value_(group, clip_value)
 
 
 def unscale(optimizers: Iterable[AcceleratedOptimizer], scaler: LossScaler | None) -> None:

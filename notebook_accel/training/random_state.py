@@ -7,14 +7,17 @@ import enum
 import random
 import sys
 import zlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives, process_group
 from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.backends.shared_samples import all_ranks, shares_samples
+
+_T = TypeVar("_T")
 
 
 class RNGType(str, enum.Enum):
@@ -120,6 +123,7 @@ def check_rng_types(types: Iterable[Any]) -> tuple[str, ...]:
 
 def synchronize(backend: Backend, types: Iterable[str], generator: torch.Generator | None = None) -> None:
     """Copy rank 0's state of the named generators to every rank."""
+    backend = all_ranks(backend)
     if backend.place.world_size == 1:
         return
     own = capture(backend)
@@ -129,6 +133,29 @@ def synchronize(backend: Backend, types: Iterable[str], generator: torch.Generat
     if generator is not None and "generator" in from_rank_0:
         generator.set_state(from_rank_0.pop("generator"))
     restore({**own, **from_rank_0}, backend)
+
+
+def agree(backend: Backend) -> None:
+    """Give ranks that work on the same samples the state of the first of them, such as for dropout."""
+    if shares_samples(backend):
+        by_group = collectives.gather_object(backend, [capture(backend)])
+        restore(by_group[backend.place.rank], backend)
+
+
+def drawn_apart(items: Iterable[_T]) -> Iterator[_T]:
+    """Yield items that draw random numbers when they are made, and leave the generators as they were."""
+    iterator, state = iter(items), plain(snapshot())
+    while True:
+        outside = plain(snapshot())
+        restore(state)
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        finally:
+            state = plain(snapshot())
+            restore({**state, **outside})
+        yield item
 
 
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:

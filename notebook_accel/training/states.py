@@ -19,9 +19,11 @@ from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.payload.unpicklable import STAYING, StaysError
 from notebook_accel.training import collectives, process_group
 from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.backends.shared_samples import sharing
 from notebook_accel.training.compiling import TorchDynamoPlugin
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import InitProcessGroupKwargs
+from notebook_accel.training.parallelism import ParallelismConfig
 from notebook_accel.training.precision import Precision
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class ProcessState:
         self._own_backend = backend
         self._pid = os.getpid()
         self._is_triggered = False
+        self._parts = 1  # number of ranks that work on the same samples
         self._number = next(_numbers)
         _alive[self._number] = self
 
@@ -87,6 +90,11 @@ class ProcessState:
                 )
             self._pid = os.getpid()  # a data loader's worker, which has its rank's place
         return self._own_backend
+
+    @property
+    def _groups(self) -> Backend:
+        """The backend in which ranks that work on the same samples count as one."""
+        return sharing(self._backend, self._parts)
 
     def __repr__(self) -> str:
         return (
@@ -209,7 +217,8 @@ class ProcessState:
         Raises:
             TrainingError: ``inputs`` has another type, or its values have different lengths.
         """
-        yield collectives.part_of(inputs, self.process_index, self.num_processes, apply_padding=apply_padding)
+        place = self._groups.place
+        yield collectives.part_of(inputs, place.rank, place.world_size, apply_padding=apply_padding)
 
     # One rank alone
 
@@ -324,6 +333,8 @@ class AcceleratorState(ProcessState):
     deepspeed_plugin: None = None  # programs ask for it before they use it
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
     dynamo_plugin: TorchDynamoPlugin | None = None
+    parallelism_config: ParallelismConfig | None = None
+    device_mesh: Any = None
 
     def __init__(self, mixed_precision: str | None = None, cpu: bool = False) -> None:
         super().__init__(process_group.current(cpu=cpu))

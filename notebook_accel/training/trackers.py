@@ -521,14 +521,9 @@ class ClearMLTracker(LibraryTracker):
 def _titled(name: str) -> dict[str, str]:
     """Return ClearML's title and series: ``eval_loss`` belongs to the graph ``loss`` as its series ``eval``."""
     series, _, title = name.partition("_")
-    return (
-        {"title": title, "series": series}
-        if series in ("train", "eval", "test") and title
-        else {
-            "title": name,
-            "series": "train",
-        }
-    )
+    if series in ("train", "eval", "test") and title:
+        return {"title": title, "series": series}
+    return {"title": name, "series": "train"}
 
 
 class DVCLiveTracker(LibraryTracker):

@@ -6,7 +6,6 @@ from notebook_accel.training.refusals import names_elsewhere
 from notebook_accel.utils import (
     constants,
     dataclasses,
-    deepspeed,
     environment,
     imports,
     memory,
@@ -18,7 +17,6 @@ from notebook_accel.utils import (
 )
 from notebook_accel.utils.constants import *
 from notebook_accel.utils.dataclasses import *
-from notebook_accel.utils.deepspeed import *
 from notebook_accel.utils.environment import *
 from notebook_accel.utils.imports import *
 from notebook_accel.utils.memory import *
@@ -32,7 +30,6 @@ from notebook_accel.utils.versions import *
 __all__ = ["tqdm"]
 __all__ += constants.__all__
 __all__ += dataclasses.__all__
-__all__ += deepspeed.__all__
 __all__ += environment.__all__
 __all__ += imports.__all__
 __all__ += memory.__all__

@@ -2,9 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from notebook_accel.training.refusals import DummyOptim, DummyScheduler, names_elsewhere
-
-__all__ = ["DummyOptim", "DummyScheduler"]
+from notebook_accel.training.refusals import names_elsewhere
 
 if not TYPE_CHECKING:  # so that a type checker still finds unknown names
     __getattr__ = names_elsewhere(__name__)

@@ -91,15 +91,9 @@ def find_executable_batch_size(
         _refuse_given_size(function, args, own=1 + keep_effective_batch_size)
         tried: list[int] = []
         while size > 0:
-            _free_memory()
             steps = starting_batch_size // size
             sizes = (size, steps) if keep_effective_batch_size else (size,)
-            member = _join_existing()
-            with _giving_up_with_others():
-                value, error = _attempt(functools.partial(function, *sizes, *args, **kwargs))
-            outcome, error = _Outcome(error), None  # an exception holds the frames, and these hold the tensors
-            runs_out = _runs_out_anywhere(outcome)
-            del member
+            runs_out, value = _attempt_on_all(functools.partial(function, *sizes, *args, **kwargs))
             if not runs_out:
                 search.batch_size, search.gradient_accumulation_steps = size, steps  # type: ignore[attr-defined]
                 if tried and process_group.rank_place().rank == 0:
@@ -109,7 +103,6 @@ def find_executable_batch_size(
                         f"{function.__name__} runs with a batch size of {size}{times}; no memory for {without}.\n"
                     )
                 return value
-            value = None
             tried.append(size)
             size = reduced()
         raise TrainingError(
@@ -126,8 +119,7 @@ def release_memory(*objects: Any) -> list[None]:
     Returns:
         As many ``None`` as there are arguments, to overwrite the caller's names with: ``a, b = release_memory(a, b)``.
     """
-    gc.collect()
-    process_group.current().release_memory()
+    clear_device_cache(garbage_collection=True)
     return [None] * len(objects)
 
 
@@ -152,6 +144,18 @@ def _refuse_given_size(function: Callable[..., Any], args: tuple[Any, ...], own:
             f"{function.__name__} can't be called with {len(args)} more arguments after {passed}, which "
             f"find_executable_batch_size passes itself ({error}). Leave that out, and let the function take it."
         ) from None
+
+
+def _attempt_on_all(function: Callable[[], Any]) -> tuple[bool, Any]:
+    """Call a function as all ranks do. Return whether memory ran out on any of them, and the value if it didn't."""
+    _free_memory()
+    member = _join_existing()
+    with _giving_up_with_others():
+        value, error = _attempt(function)
+    outcome, error = _Outcome(error), None  # an exception holds the frames, and these hold the tensors
+    runs_out = _runs_out_anywhere(outcome)
+    del member
+    return runs_out, None if runs_out else value
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:

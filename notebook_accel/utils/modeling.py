@@ -11,15 +11,9 @@ from notebook_accel import host_memory
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.model_files import size_bytes
 from notebook_accel.training.models import unwrap_model
-from notebook_accel.training.refusals import infer_auto_device_map, load_checkpoint_in_model, names_elsewhere
+from notebook_accel.training.refusals import names_elsewhere
 
-__all__ = [
-    "convert_file_size_to_int",
-    "get_max_memory",
-    "infer_auto_device_map",
-    "is_peft_model",
-    "load_checkpoint_in_model",
-]
+__all__ = ["convert_file_size_to_int", "get_max_memory", "is_peft_model"]
 
 if not TYPE_CHECKING:  # so that a type checker still finds unknown names
     __getattr__ = names_elsewhere(__name__)

@@ -345,51 +345,50 @@ pid"""))  # fmt: skip
         assert len(everything) == 2
 
 
-def test_killed_agent_is_reported_and_replaced(fresh_notebook: kernels.Kernel) -> None:
-    cell = fresh_notebook.start("%%distributed -n 2\nprint('up', flush=True)\ntime.sleep(60)")
-    cell.wait_for_output("1 │ up")
-    [agent] = processes.children(fresh_notebook.pid)
-    ranks = rank_processes(fresh_notebook)
-    os.kill(agent.pid, signal.SIGKILL)
-    assert cell.finish().error_name == "SupervisorLostError"
-    processes.wait_until(lambda: not any(rank.is_alive for rank in ranks), "the ranks are gone")
-    assert fresh_notebook.run(WORKS, 120).result == "[0, 1]"
-
-
-def test_killed_template_is_reported_and_replaced(fresh_notebook: kernels.Kernel) -> None:
-    cell = fresh_notebook.start("%%distributed -n 2\nprint('up', flush=True)\ntime.sleep(60)")
-    cell.wait_for_output("1 │ up")
-    [agent] = processes.children(fresh_notebook.pid)
-    [template] = processes.children(agent.pid)
-    os.kill(template.pid, signal.SIGKILL)
-    outcome = cell.finish()
-    assert "has died" in outcome.traceback
-    assert fresh_notebook.run(WORKS, 120).result == "[0, 1]"
-
-
-def test_unloading_stops_what_runs_and_takes_the_magic_away(fresh_notebook: kernels.Kernel) -> None:
-    fresh_notebook.run("%%distributed -n 2 --background --out job --view none\ntime.sleep(60)")
-    assert fresh_notebook.run("%unload_ext notebook_accel").status == "ok"
-    assert fresh_notebook.descendants() == []
-    assert fresh_notebook.run("job.done, job.status").result == "(True, 'stopped')"
-    assert "distributed" in fresh_notebook.run("%%distributed -n 1\n1").stderr
-    prepare(fresh_notebook)  # it can be loaded again
-
-
-def test_changed_import_time_variable_gets_a_new_template(fresh_notebook: kernels.Kernel) -> None:
-    read = "%%distributed -n 1\nimport torch\nos.environ.get('PYTORCH_JIT'), os.getppid()"
-    before = fresh_notebook.run(read).result
-    assert fresh_notebook.run(read).result == before
-    fresh_notebook.run("os.environ['PYTORCH_JIT'] = '1'")
-    after = fresh_notebook.run(read, 120).result
-    assert "'1'" in after
-    assert after.split(",")[1] != before.split(",")[1]
-    processes.wait_until(lambda: len(fresh_notebook.descendants()) == 2, "the old template is gone")
-
-
 @pytest.mark.front_end
 def test_ipythons_own_display_reaches_the_notebook(notebook: kernels.Kernel) -> None:
     outcome = notebook.run(
         "%%distributed -n 1\nfrom IPython.display import HTML, display as show\nshow(HTML('<b>here</b>'))"
     )
     assert [content["data"]["text/html"] for content in outcome.displays] == ["<b>here</b>"], outcome.traceback
+
+
+def test_killed_agent_is_reported_and_replaced(notebook: kernels.Kernel) -> None:
+    cell = notebook.start("%%distributed -n 2\nprint('up', flush=True)\ntime.sleep(60)")
+    cell.wait_for_output("1 │ up")
+    ranks = rank_processes(notebook)
+    os.kill(agent_of(notebook).pid, signal.SIGKILL)
+    assert cell.finish().error_name == "SupervisorLostError"
+    processes.wait_until(lambda: not any(rank.is_alive for rank in ranks), "the ranks are gone")
+    assert notebook.run(WORKS, 120).result == "[0, 1]"
+
+
+def test_killed_template_is_reported_and_replaced(notebook: kernels.Kernel) -> None:
+    cell = notebook.start("%%distributed -n 2\nprint('up', flush=True)\ntime.sleep(60)")
+    cell.wait_for_output("1 │ up")
+    [template] = [child for child in processes.children(agent_of(notebook).pid) if processes.is_template(child)]
+    os.kill(template.pid, signal.SIGKILL)
+    outcome = cell.finish()
+    assert "has died" in outcome.traceback
+    assert notebook.run(WORKS, 120).result == "[0, 1]"
+
+
+def test_unloading_stops_what_runs_and_takes_the_magic_away(notebook: kernels.Kernel) -> None:
+    notebook.run("%%distributed -n 2 --background --out job --view none\ntime.sleep(60)")
+    assert notebook.run("%unload_ext notebook_accel").status == "ok"
+    assert notebook.descendants() == []
+    assert notebook.run("job.done, job.status").result == "(True, 'stopped')"
+    assert "distributed" in notebook.run("%%distributed -n 1\n1").stderr
+    prepare(notebook)  # it can be loaded again
+
+
+def test_changed_import_time_variable_gets_a_new_template(notebook: kernels.Kernel) -> None:
+    read = "%%distributed -n 1\nimport torch\nos.environ.get('PYTORCH_JIT'), os.getppid()"
+    before = notebook.run(read).result
+    assert notebook.run(read).result == before
+    notebook.run("os.environ['PYTORCH_JIT'] = '1'")
+    after = notebook.run(read, 120).result
+    notebook.run("del os.environ['PYTORCH_JIT']")
+    assert "'1'" in after
+    assert after.split(",")[1] != before.split(",")[1]
+    processes.wait_until(lambda: len(notebook.descendants()) == 2, "the old template is gone")

@@ -58,7 +58,7 @@ def test_profile_shows_where_the_time_of_each_rank_goes(running: Callable[..., J
     assert [(rank.rank, rank.steps, rank.why) for rank in profile.ranks] == [(0, 3, ""), (1, 3, "")]
     assert longest_phase(profile.ranks[1]) == "forward"
     assert longest_phase(profile.ranks[0]) == "backward"  # in which it waits for the other one
-    assert slow_programs.SLOW_S < profile.step_s < 10
+    assert slow_programs.SLOW_S / 2 < profile.step_s < 10  # on a busy machine the first step may have begun before
     [slowest] = [line for line in profile.lines if line.text.startswith("time.sleep(")]
     assert slowest.place == f"{slow_programs.__file__}, line {slow_programs.line_of('forward')}"
     assert "aten::addmm" in [operator.name for operator in profile.costliest()]

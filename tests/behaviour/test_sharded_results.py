@@ -84,6 +84,31 @@ list(state) == list(net.state_dict()), torch.equal(doubled, state["blocks.1.weig
     assert ok(sharding(same)).result == "([True, True, True], True, True, True)"
 
 
+_CUT = """
+from notebook_accel import Accelerator, ParallelismConfig
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+accelerator = Accelerator(parallelism_config=ParallelismConfig(**SIZES))
+plan = {"blocks.0": ColwiseParallel(), "blocks.1": RowwiseParallel()}
+parallelize_module(net, accelerator.torch_device_mesh["tp"], plan)
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+net, optimizer = accelerator.prepare(net, optimizer)
+accelerator.backward(net(torch.ones(2, 30)).square().mean())
+optimizer.step(); optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_shard_size": 2, "tp_size": 2}], ids=str)
+def test_a_model_of_parts_is_pulled_whole(sharding: Run, sizes: dict[str, int]) -> None:
+    cell = _CUT.replace("SIZES", str(sizes)) + "\nown = accelerator.get_state_dict(net)"
+    ok(sharding(f"%%distributed -n {2 ** len(sizes)} --pull net,optimizer,own\n{cell}"))
+    state = """
+({type(block) for block in net.blocks} == {torch.nn.Linear}, all(map(whole, net.state_dict().values())),
+ all(torch.equal(value, own[name]) for name, value in net.state_dict().items()),
+ bool((net.head.weight - before).abs().max() > 0), net(torch.ones(1, 30)).shape == (1, 5),
+ optimizer.state[net.blocks[0].weight]["exp_avg"].shape == (30, 30))"""
+    assert ok(sharding(state)).result == "(True, True, True, True, True, True)"
+
+
 def test_ranks_that_differ_are_named_and_nobody_waits(sharding: Run) -> None:
     outcome = sharding(f"%%distributed -n 2 --pull net,n\n{_TRAIN}\nn = 3\nif accelerator.process_index: del net")
     assert outcome.error_name == "ResultError"

@@ -180,7 +180,7 @@ def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kern
     [
         (
             "stpo",
-            "no command 'stpo'; there are status, stop, logs, stacks, why, profile, compare, runs, attach",
+            "no command 'stpo'; there are status, stop, interrupt, logs, stacks, why, profile, compare, runs, attach",
         ),
         ("help", "%distributed? says what they do."),
         ("logs 0 --run nowhere", "There is no run 'nowhere'."),

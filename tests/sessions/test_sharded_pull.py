@@ -39,6 +39,20 @@ def test_pulled_model_is_whole(sharded: Session) -> None:
     assert [torch.equal(each["model"][0].weight, model[0].weight) for each in both] == [True, True]
 
 
+@pytest.mark.parametrize(("code", "note"), [
+    ("model", "[its parameters are sharded over the ranks: %pull its name, or accelerator.get_state_dict(...)"),
+    ("model[0].weight", "[each rank shows its share of a tensor of shape (6, 6): .full_tensor() on all ranks"),
+    ("model.state_dict()", "[each rank shows its share of 4 tensors: .full_tensor() on all ranks"),
+    ("[model[0].bias, 3]", "[each rank shows its share of a tensor of shape (6,): .full_tensor()"),
+    ("model[0].weight.full_tensor()", ""),
+    ("torch.nn.Linear(1, 1)", ""),
+])  # fmt: skip
+def test_a_shown_share_says_how_to_get_the_whole(sharded: Session, code: str, note: str) -> None:
+    text = str(sharded.execute(code))
+    assert note in text
+    assert ("sharded over the ranks" in text or "its share" in text) is bool(note)
+
+
 def test_a_name_that_only_one_rank_lacks_keeps_nobody_waiting(sharded: Session) -> None:
     sharded.execute("if rank: del model")
     with pytest.raises(ResultError, match="rank 0 and rank 1 differ, rank 1 has nothing sharded there"):
@@ -57,7 +71,7 @@ def test_without_a_rank_a_sharded_model_is_refused(session: Session) -> None:
         pid = own.job.ranks[1].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        processes.wait_until(lambda: own.job.ranks[1].state == "killed", "the session knows")
+        processes.wait_until(lambda: own._pool.alive == [0], "the session knows")
         with pytest.raises(ResultError, match="all ranks have to take part, and not all are alive"):
             own.pull("model")
         assert own.pull("own") == 0

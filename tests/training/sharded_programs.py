@@ -9,18 +9,22 @@ import dataclasses
 import functools
 import gc
 import pathlib
+import warnings
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from notebook_accel.utils import set_seed
 
 SHADES = 17
 LENGTH = 16
+SAVED_AFTER = 5
+RESUMED_STEPS = 7
 
 
 @functools.cache
@@ -82,6 +86,7 @@ class Case:
         groups: Give the optimizer two groups of parameters.
         calls: Prepare ``"together"``, the ``"model first"``, or the ``"optimizer first"``.
         seed: The seed of the model.
+        parallel: The arguments of ``ParallelismConfig``; with ``tp_size`` the blocks are cut into parts.
     """
 
     sharded: bool = True
@@ -92,6 +97,13 @@ class Case:
     groups: bool = False
     calls: str = "together"
     seed: int = 3
+    parallel: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def cut_into_parts(model: Writer, mesh: Any) -> None:
+    """Give each rank of a mesh a part of the blocks' layers."""
+    plan: Any = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
 
 
 class Program:
@@ -99,11 +111,18 @@ class Program:
 
     def __init__(self, case: Case) -> None:
         set_seed(case.seed)
-        plugin = FullyShardedDataParallelPlugin(**case.plugin) if case.sharded else None
+        parallel = ParallelismConfig(**case.parallel)
+        is_sharded = case.sharded and (not case.parallel or parallel.dp_shard_enabled)
         self.accelerator = accelerator = Accelerator(
-            cpu=True, mixed_precision=case.precision, gradient_accumulation_steps=case.window, fsdp_plugin=plugin
+            cpu=True,
+            mixed_precision=case.precision,
+            gradient_accumulation_steps=case.window,
+            fsdp_plugin=FullyShardedDataParallelPlugin(**case.plugin) if is_sharded else None,
+            parallelism_config=parallel if case.parallel else None,
         )
         self.model: Any = Writer()
+        if parallel.tp_enabled:
+            cut_into_parts(self.model, accelerator.torch_device_mesh["tp"])
         decays = [p for p in self.model.parameters() if p.ndim > 1 and p.requires_grad]
         others = [p for p in self.model.parameters() if p.ndim < 2]
         groups: Any = [{"params": decays}, {"params": others, "weight_decay": 0.0}] if case.groups else decays + others
@@ -113,7 +132,8 @@ class Program:
         accelerator.register_for_checkpointing(self.schedule)
         samples = digits()
         data = TensorDataset(samples[:, :-1], samples[:, 1:])
-        self.loader = accelerator.prepare(DataLoader(data, case.batch_size // accelerator.num_processes, shuffle=True))
+        batches = accelerator.num_processes // parallel.non_data_parallel_size
+        self.loader = accelerator.prepare(DataLoader(data, case.batch_size // batches, shuffle=True))
         if case.calls == "together":
             self.net, self.optimizer = accelerator.prepare(self.model, optimizer)
         elif case.calls == "model first":
@@ -184,3 +204,33 @@ def files_in(folder: str) -> list[str]:
     """Return the names of all files below a folder."""
     root = pathlib.Path(folder)
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def optimizer_state(program: Program) -> list[Any]:
+    """Return the optimizer's state with whole tensors."""
+    state = program.optimizer.state_dict()
+    moments = [
+        {name: getattr(value, "full_tensor", lambda value=value: value)().tolist() for name, value in values.items()}
+        for _, values in sorted(state["state"].items())
+    ]
+    return [moments, state["param_groups"]]
+
+
+def saved(folder: str, case: Case) -> Any:
+    """Return the state at a checkpoint, and the losses of training that goes on undisturbed."""
+    program = Program(case)
+    program.train(SAVED_AFTER)
+    program.accelerator.save_state(folder)
+    state = program.weights(), optimizer_state(program), program.schedule.state_dict()
+    return state, program.train(SAVED_AFTER + RESUMED_STEPS)[SAVED_AFTER:]
+
+
+def loaded(folder: str, case: Case) -> Any:
+    """Return the state after loading, and the losses of training that goes on from it."""
+    program = Program(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # new ranks draw numbers of their own
+        program.accelerator.load_state(folder)
+    state = program.weights(), optimizer_state(program), program.schedule.state_dict()
+    program.losses = [0.0] * SAVED_AFTER
+    return state, program.train(SAVED_AFTER + RESUMED_STEPS)[SAVED_AFTER:]

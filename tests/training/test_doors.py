@@ -93,7 +93,7 @@ def test_plugins_that_can_not_be_honoured() -> None:
 
 
 @pytest.mark.parametrize("name", [
-    "DeepSpeedPlugin", "MegatronLMPlugin", "ParallelismConfig", "TorchTensorParallelPlugin", "AORecipeKwargs",
+    "DeepSpeedPlugin", "MegatronLMPlugin", "TorchTensorParallelPlugin", "AORecipeKwargs",
     "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs",
 ])  # fmt: skip
 def test_plugins_that_are_there_to_be_asked_about(name: str) -> None:

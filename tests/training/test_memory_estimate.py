@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from notebook_accel import Accelerator, MemoryEstimate, estimate_memory
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, MemoryEstimate, estimate_memory
 from notebook_accel.errors import ConfigError
 from tests.training.ranks import Ranks
 
@@ -124,3 +125,28 @@ def test_what_it_advises_fits() -> None:
 def test_a_device_memory_that_is_no_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="device_memory is 'plenty'"):
         estimate_memory(Blocks, device_memory="plenty")
+
+
+def prepare_on_a_device_of(size_bytes: int, settings: dict[str, Any]) -> list[str]:
+    """Return the warnings of ``prepare`` on a device that has so much memory; a CPU doesn't say."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**settings))
+    model = Blocks()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    backend: Any = accelerator._backend
+    backend.memory = lambda: lambda: (0, size_bytes)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.prepare(model, optimizer)
+    finally:
+        del backend.memory
+    return [str(warning.message) for warning in caught if "may not fit" in str(warning.message)]
+
+
+def test_a_model_that_will_not_fit_is_named_before_it_is_sharded(two_ranks: Ranks) -> None:
+    needed = estimate_memory(Blocks, num_processes=2, sharded=True).total_bytes
+    [text], of_rank_1 = two_ranks.run(prepare_on_a_device_of, needed - 1000, {})
+    assert text.startswith("Blocks may not fit: ")
+    assert "sharded over 2 ranks" in text and "it fits with cpu_offload=True, or on 4 ranks" in text
+    assert of_rank_1 == []
+    assert two_ranks.run(prepare_on_a_device_of, needed, {}) == [[], []]

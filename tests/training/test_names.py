@@ -98,7 +98,7 @@ def test_missing_attributes_are_known(name: str) -> None:
 
 @beside_its_release
 def test_names_that_point_to_accelerate_exist_there() -> None:
-    modules = ["hooks", "big_modeling", "utils", "utils.deepspeed", "utils.modeling"]
+    modules = ["hooks", "big_modeling", "inference", "utils", "utils.deepspeed", "utils.modeling"]
     there = {name for module in modules for name in vars(importlib.import_module(f"accelerate.{module}"))}
     assert set(refusals._REASONS) <= there
 

@@ -73,10 +73,6 @@ KINDS = ["plain", "pinned", "persistent", "two workers", "stream", "stream, a wo
 SIZES = [(0, 2), (1, 2), (2, 1), (4, 4), (3, 8), (13, 2)]
 
 
-def gathered_all(options: dict[str, Any]) -> dict[str, list[Any]]:
-    return {kind: gathered(kind, sizes_of(kind), options) for kind in KINDS}
-
-
 def sizes_of(kind: str) -> list[tuple[int, int]]:
     return SIZES[1::2] if "worker" in kind else SIZES  # workers take a while to start
 
@@ -84,14 +80,14 @@ def sizes_of(kind: str) -> list[tuple[int, int]]:
 @pytest.mark.skipif(
     sys.version_info < (3, 10, 15), reason="a worker can hang in its fork: python/cpython#112275, mended in 2024"
 )
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dispatch", [None, True])
-def test_loaders_of_every_size(three_ranks: Ranks, dispatch: bool | None) -> None:
-    for by_kind in three_ranks.run(gathered_all, {"dispatch_batches": dispatch}):
-        for kind, epochs in by_kind.items():
-            lengths = [n for n, _ in sizes_of(kind) for _ in range(2)]
-            for n, (samples, ends) in zip(lengths, epochs, strict=True):
-                assert samples == list(range(11 if kind == "buckets" else n)), (kind, n)
-                assert ends == [False] * (len(ends) - 1) + [True] * bool(ends)
+def test_loaders_of_every_size(three_ranks: Ranks, dispatch: bool | None, kind: str) -> None:
+    lengths = [n for n, _ in sizes_of(kind) for _ in range(2)]
+    for epochs in three_ranks.run(gathered, kind, sizes_of(kind), {"dispatch_batches": dispatch}):
+        for n, (samples, ends) in zip(lengths, epochs, strict=True):
+            assert samples == list(range(11 if kind == "buckets" else n)), n
+            assert ends == [False] * (len(ends) - 1) + [True] * bool(ends)
 
 
 def batches_of_texts(dispatch: bool) -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +17,8 @@ from notebook_accel.errors import CheckpointError
 from notebook_accel.training.sharded_files import ShardedFiles
 from tests.training import sharded_programs
 from tests.training.ranks import Ranks
-from tests.training.sharded_programs import Case, Program
+from tests.training.sharded_programs import Case
 
-_SAVED_AFTER = 5
 _STEPS = 12
 Run = Callable[..., list[Any]]
 
@@ -35,44 +33,14 @@ def run(one_rank: Ranks, two_ranks: Ranks, four_ranks: Ranks) -> Run:
     return on
 
 
-def optimizer_state(program: Program) -> list[Any]:
-    """Return the optimizer's state with whole tensors."""
-    state = program.optimizer.state_dict()
-    moments = [
-        {name: getattr(value, "full_tensor", lambda value=value: value)().tolist() for name, value in values.items()}
-        for _, values in sorted(state["state"].items())
-    ]
-    return [moments, state["param_groups"]]
-
-
-def saved(folder: str, case: Case) -> Any:
-    """Return the state at a checkpoint, and the losses of training that goes on undisturbed."""
-    program = Program(case)
-    program.train(_SAVED_AFTER)
-    program.accelerator.save_state(folder)
-    state = program.weights(), optimizer_state(program), program.schedule.state_dict()
-    return state, program.train(_STEPS)[_SAVED_AFTER:]
-
-
-def loaded(folder: str, case: Case) -> Any:
-    """Return the state after loading, and the losses of training that goes on from it."""
-    program = Program(case)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # new ranks draw numbers of their own
-        program.accelerator.load_state(folder)
-    state = program.weights(), optimizer_state(program), program.schedule.state_dict()
-    program.losses = [0.0] * _SAVED_AFTER
-    return state, program.train(_STEPS)[_SAVED_AFTER:]
-
-
 @pytest.mark.parametrize("ranks", [4, 2, 1])
 def test_saved_on_four_ranks(run: Run, tmp_path: pathlib.Path, ranks: int) -> None:
     case = Case(groups=True)
-    (expected, losses), *_ = run(4, saved, str(tmp_path / "state"), case)
-    (state, resumed), *_ = run(ranks, loaded, str(tmp_path / "state"), case)
+    (expected, losses), *_ = run(4, sharded_programs.saved, str(tmp_path / "state"), case)
+    (state, resumed), *_ = run(ranks, sharded_programs.loaded, str(tmp_path / "state"), case)
     assert state == expected
     assert resumed == pytest.approx(losses, rel=0, abs=1e-6)
-    assert len(losses) == _STEPS - _SAVED_AFTER
+    assert len(losses) == sharded_programs.RESUMED_STEPS
 
 
 @pytest.mark.parametrize(("first", "second"), [
@@ -83,15 +51,15 @@ def test_saved_on_four_ranks(run: Run, tmp_path: pathlib.Path, ranks: int) -> No
     (Case(precision="bf16"), Case(plugin={"activation_checkpointing": True, "mixed_precision_policy": "bf16"})),
 ], ids=["whole to sharded", "sharded to whole", "in whole files", "ignored modules", "other settings"])  # fmt: skip
 def test_from_one_kind_to_another(run: Run, tmp_path: pathlib.Path, first: Case, second: Case) -> None:
-    (expected, losses), *_ = run(2, saved, str(tmp_path / "state"), first)
-    (state, resumed), *_ = run(4, loaded, str(tmp_path / "state"), second)
+    (expected, losses), *_ = run(2, sharded_programs.saved, str(tmp_path / "state"), first)
+    (state, resumed), *_ = run(4, sharded_programs.loaded, str(tmp_path / "state"), second)
     assert state == expected
     tolerance = 1e-6 if first.precision == "no" else 0.05
     assert resumed == pytest.approx(losses, rel=0, abs=tolerance)
 
 
 def test_each_rank_writes_its_share(run: Run, tmp_path: pathlib.Path) -> None:
-    run(2, saved, str(tmp_path / "sharded"), Case())
+    run(2, sharded_programs.saved, str(tmp_path / "sharded"), Case())
     files = sharded_programs.files_in(str(tmp_path / "sharded"))
     assert files == [
         "checkpoint.json", "custom_checkpoint.bin", "optimizer.bin", "rank_0.bin", "rank_1.bin", "sharded/.metadata",
@@ -99,7 +67,7 @@ def test_each_rank_writes_its_share(run: Run, tmp_path: pathlib.Path) -> None:
     ]  # fmt: skip
     sizes = [os.path.getsize(tmp_path / "sharded" / "sharded" / f"__{rank}_0.distcp") for rank in (0, 1)]
     assert max(sizes) < 1.2 * min(sizes)
-    run(2, saved, str(tmp_path / "whole"), Case(plugin={"state_dict_type": "full_state_dict"}))
+    run(2, sharded_programs.saved, str(tmp_path / "whole"), Case(plugin={"state_dict_type": "full_state_dict"}))
     assert "model.safetensors" in sharded_programs.files_in(str(tmp_path / "whole"))
     assert "sharded" not in os.listdir(tmp_path / "whole")
 
@@ -173,7 +141,7 @@ class Malicious:
 
 
 def test_spoilt_checkpoints(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    two_ranks.run(saved, str(tmp_path / "state"), Case())
+    two_ranks.run(sharded_programs.saved, str(tmp_path / "state"), Case())
     for text, is_unchanged in two_ranks.run(load_error, str(tmp_path / "state"), 8):
         assert "blocks.0.down.bias: (24,) in the checkpoint, (8,) in the model" in text
         assert is_unchanged

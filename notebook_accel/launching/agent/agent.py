@@ -355,8 +355,9 @@ class Agent:
 
     def _respawn(self, told: messages.Respawn) -> None:
         run = self._runs.get(told.job_id)
-        if run is None or run.reason or run.ranks[told.rank].status is None:
+        if run is None or run.reason or not run.may_respawn(told.rank):
             return  # it has ended meanwhile, or is there again
+        self._say(run, run.ranks[told.rank], events.Respawning())  # for those who attach later
         self._fork(run, self._templates.of(run), told.rank)
 
     def _fork(self, run: Run, template: TemplateProcess, number: int) -> bool:

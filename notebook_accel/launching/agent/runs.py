@@ -163,6 +163,10 @@ class Run:
         """Return whether a rank was ordered and has not exited."""
         return number < len(self.ranks) and self.ranks[number].status is None
 
+    def may_respawn(self, number: int) -> bool:
+        """Return whether a rank of a run that keeps the others has exited."""
+        return self.keeps and 0 <= number < len(self.ranks) and self.ranks[number].status is not None
+
     @property
     def keeps(self) -> bool:
         """True if it goes on when a rank has died, even the last one."""

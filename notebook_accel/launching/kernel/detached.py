@@ -50,7 +50,7 @@ class DetachedEngine:
 
     def launch(self, request: LaunchRequest) -> Job:
         """Start the ranks and return the run's job. See ``Engine``."""
-        if why := why_not(request.config, request.on_death):
+        if why := why_not(request.config):
             raise ConfigError("This run can't be detached.", why=why, fix="leave out --detach (detach=True)")
         preflight.warn(detached_runs.logout_findings())
         local.check_size(request.spec.world_size)
@@ -60,7 +60,8 @@ class DetachedEngine:
         )
 
     def _launch(self, request: LaunchRequest, pickled: serialization.Pickled, unsent: Mapping[str, str]) -> DetachedJob:
-        with _new_folder(request.spec.name, is_unique=bool(request.config.name)) as (folder, lock, release):
+        is_unique = bool(request.config.name)
+        with _new_folder(request.spec.name, request.detached_id, is_unique=is_unique) as (folder, lock, release):
 
             def make_job(request: LaunchRequest, **arguments: Any) -> DetachedJob:
                 return DetachedJob(request, folder=folder, **arguments)
@@ -137,8 +138,14 @@ def let_go(job: Job, name: str = "") -> RunFolder:
     """Detach a run as ``detach`` does, without attaching to it, and return its folder."""
     if isinstance(job, DetachedJob):
         return job.folder
-    if why := why_not(job.config, job.on_death):
+    if why := why_not(job.config):
         raise ConfigError(f"The run {job.name!r} can't be detached.", why=why)
+    if job.on_death == "keep":
+        raise ConfigError(
+            f"The session {job.name!r} can't be detached any more.",
+            why="Its ranks take their cells from this kernel alone.",
+            fix="%distributed start --detach starts one that outlives its kernel",
+        )
     deadline_s = time.monotonic() + _START_DEADLINE_S
     while job.status == "starting" and time.monotonic() < deadline_s:
         job.wait(_PAUSE_S)
@@ -196,16 +203,14 @@ def _history(job: Job, told_bytes: Sequence[int]) -> bytes:
     return b"".join(journal.frame(number, messages.encode(message)) for number, message in enumerate(said, 1))
 
 
-def why_not(config: LaunchConfig, on_death: messages.OnDeath) -> str:
-    """Return the reason why a run can't outlive its kernel; empty if it can."""
+def why_not(config: LaunchConfig) -> str:
+    """Return the reason why a run with these options can't outlive its kernel; empty if it can."""
     if config.start_method in ("fork", "inline"):
         return f"With start_method={config.start_method!r} its ranks would be the kernel or forks of it."
     if config.num_nodes != "1":
         return "Runs on several nodes end with the kernels that have launched them."
     if config.engine != "local":
         return f"Ranks of the engine {config.engine!r} end with the kernel."
-    if on_death == "keep":
-        return "A session's ranks take their cells from the kernel."
     return ""
 
 
@@ -225,6 +230,7 @@ def _facts(job: Job, name: str, config: LaunchConfig) -> RunFacts:
         journal_version=JOURNAL_VERSION,
         host=socket.gethostname(),
         boot_id=run_folders.boot_id(),
+        is_session=job.on_death == "keep",
     )
 
 
@@ -290,6 +296,11 @@ def again(
     if earlier.is_held:
         name = earlier.facts.name
         raise LaunchError(f"The run {name!r} goes on.", fix=f"%distributed attach {name}; notebook-accel stop {name}")
+    if earlier.facts.is_session:
+        raise LaunchError(
+            f"{earlier.facts.name!r} is a session that has ended, and its cells weren't kept.",
+            fix=f"%distributed start --detach --name {earlier.facts.name}, and run the cells again",
+        )
     if not earlier.facts.has_payload:
         raise LaunchError(
             f"The run {earlier.facts.name!r} can't be launched again from here.",

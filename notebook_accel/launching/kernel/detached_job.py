@@ -99,6 +99,9 @@ def open_job(
         log_folder=pathlib.Path(facts.log_folder) if facts.log_folder else None,
     )
     job.started_s = facts.began_s
+    if facts.is_session:
+        job.expect_steps([])
+        job.doing = lambda: job.state.serving
     return job
 
 
@@ -124,7 +127,14 @@ def request_of(folder: RunFolder, set_variables: Callable[[dict[str, Any]], obje
     known = {option.name for option in configuration.fields()}
     config = LaunchConfig().replace(**{name: value for name, value in facts.config.items() if name in known})
     return LaunchRequest(
-        Target(names={}), {}, spec, config, devices=facts.devices, set_variables=set_variables, detach=True
+        Target(names={}),
+        {},
+        spec,
+        config,
+        devices=facts.devices,
+        set_variables=set_variables,
+        on_death="keep" if facts.is_session else "stop",
+        detach=True,
     )
 
 

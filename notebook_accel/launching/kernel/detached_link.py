@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import pathlib
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from notebook_accel import environment, uninterruptible
-from notebook_accel.errors import LaunchError, NotebookAccelError, ProcessStartError, RunError, SupervisorLostError
+from notebook_accel.errors import NotebookAccelError, ProcessStartError, RunError, SupervisorLostError
 from notebook_accel.launching import journal, processes, run_folders
 from notebook_accel.launching.kernel.agent_process import AgentLink
 from notebook_accel.launching.kernel.detached_job import DetachedJob
@@ -276,7 +274,7 @@ class _Control:
         self._link.tell(messages.End(job_id=self._job_id, how="kill"))
 
     def respawn(self, rank: int) -> None:
-        raise LaunchError(f"Rank {rank} of a detached run can't be started again by itself.")
+        self._link.tell(messages.Respawn(job_id=self._job_id, rank=rank))
 
     def inspect(self) -> None:
         self._link.tell(messages.Inspect(job_id=self._job_id))
@@ -334,17 +332,13 @@ def _introduce(connection: Connection, agent_pid: int, patience_s: float, *, fol
     """
     connection.set_send_deadline(_DEADLINE_S)
     connection.set_receive_deadline(_LOOK_PERIOD_S)
-    connection.send(messages.encode(messages.Hello(who=_who_this_is(), follows=follows)))
+    connection.send(messages.encode(messages.Hello(who=run_folders.this_process(), follows=follows)))
     deadline_s = time.monotonic() + patience_s
     while not (frames := connection.receive()):
         if time.monotonic() > deadline_s:
             raise TimeoutError("the agent doesn't answer")
         processes.resume_if_stopped(agent_pid)
     return frames
-
-
-def _who_this_is() -> str:
-    return f"process {os.getpid()} ({pathlib.Path(sys.argv[0] or sys.executable).name})"
 
 
 def start_agent(folder: RunFolder, theirs: Connection, lock: int) -> None:

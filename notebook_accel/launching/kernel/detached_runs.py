@@ -8,6 +8,7 @@ import importlib
 import os
 import pathlib
 import subprocess
+import time
 
 from notebook_accel.errors import Finding, NotebookAccelError, SupervisorLostError
 from notebook_accel.launching import run_folders
@@ -40,6 +41,8 @@ class RunSummary:
         metrics: The latest metrics of the first rank that has some.
         folder: Its folder, with results and logs.
         log_folder: The folder of the logs; empty if there is none.
+        session: For a session that goes on, what its ranks do, such as ``idle`` or ``busy with In[7]``; else empty.
+        session_since: Time since which they have done so.
     """
 
     id: str
@@ -53,11 +56,23 @@ class RunSummary:
     metrics: dict[str, float]
     folder: str
     log_folder: str
+    session: str = ""
+    session_since: float = 0.0
 
     @property
     def is_going(self) -> bool:
         """True while the run goes on."""
         return self.status in ("starting", "running")
+
+    @property
+    def state(self) -> str:
+        """The status; what the ranks do, for a session that goes on."""
+        return f"session, {self.session}" if self.session else self.status
+
+    @property
+    def since(self) -> float:
+        """Time since which it is in that state, or of its launch while it goes on."""
+        return self.session_since or (self.began if self.is_going else self.changed)
 
 
 def summaries() -> list[RunSummary]:
@@ -68,7 +83,7 @@ def summaries() -> list[RunSummary]:
 def summary(folder: RunFolder) -> RunSummary:
     """Return a run in a line."""
     facts = folder.facts
-    step, metrics, status, why = None, {}, "unreadable", ""
+    step, metrics, status, why, session, session_since = None, {}, "unreadable", "", "", 0.0
     try:
         job = _job_of_latest(folder)
     except (NotebookAccelError, OSError) as error:
@@ -78,6 +93,10 @@ def summary(folder: RunFolder) -> RunSummary:
         why = job.ending.why
         step = max((rank.steps for rank in job.ranks if rank.steps is not None), default=None)
         metrics = next((dict(rank.metrics) for rank in job.ranks if rank.metrics), {})
+        if facts.is_session and not job.done:
+            session = job.doing() or "starting"
+            since_s = max((rank.cell_since_s for rank in job.ranks if rank.cell_since_s is not None), default=None)
+            session_since = facts.began + (0.0 if since_s is None else since_s - facts.began_s)
     return RunSummary(
         id=folder.id,
         name=facts.name,
@@ -90,6 +109,8 @@ def summary(folder: RunFolder) -> RunSummary:
         metrics=metrics,
         folder=str(folder.path),
         log_folder=facts.log_folder,
+        session=session,
+        session_since=session_since,
     )
 
 
@@ -112,14 +133,23 @@ def _job_of_latest(folder: RunFolder) -> DetachedJob:
 
 def going_in_words() -> str:
     """Return a line that names this user's detached runs that go on; empty if there are none."""
-    going = [folder.facts for folder in run_folders.every() if folder.is_held]
+    going = [folder for folder in run_folders.every() if folder.is_held]
     if not going:
         return ""
-    named = ", ".join(f"{facts.name} (on {facts.devices})" for facts in going)
+    named = ", ".join(map(_in_words, going))
     return (
         f"{'A detached run' if len(going) == 1 else f'{len(going)} detached runs'} of yours "
         f"{'goes' if len(going) == 1 else 'go'} on: {named}. %distributed runs, or notebook-accel runs, tells more."
     )
+
+
+def _in_words(folder: RunFolder) -> str:
+    facts = folder.facts
+    if not facts.is_session:
+        return f"{facts.name} (on {facts.devices})"
+    found = summary(folder)
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.since))
+    return f"{facts.name} (a session on {facts.devices}, {found.session or found.status} since {since})"
 
 
 def logout_findings() -> tuple[Finding, ...]:

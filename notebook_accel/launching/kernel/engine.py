@@ -101,6 +101,7 @@ class LaunchRequest:
         set_variables: Takes the pulled variables by name.
         on_death: Whether the other ranks stop or stay when one dies.
         detach: True if the run goes on when the kernel ends.
+        detached_id: Its id then; empty for a new one.
     """
 
     target: Target
@@ -114,6 +115,7 @@ class LaunchRequest:
     set_variables: Callable[[dict[str, Any]], object] | None = None
     on_death: OnDeath = "stop"
     detach: bool = False
+    detached_id: str = ""
 
 
 class Engine(Protocol):

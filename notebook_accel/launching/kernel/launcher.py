@@ -45,6 +45,7 @@ def launch_function(
     foreground_lock: threading.Lock | None = None,
     on_death: OnDeath = "stop",
     detach: bool = False,
+    detached_id: str = "",
     show: Callable[[Job], None] = foreground.draw_in_background,
 ) -> Job:
     """Start a function on all ranks and return its job. Raises as ``notebook_launcher`` does, up to the start.
@@ -57,6 +58,7 @@ def launch_function(
         foreground_lock: Held while the cell waits for the run; ``None`` runs it in the background.
         on_death: Whether the other ranks stop or stay when one dies.
         detach: Whether the run goes on when the kernel ends.
+        detached_id: Id of such a run, if the function has to know it; with it the run is detached.
         show: Shows a run in the background.
     """
     request = LaunchRequest(
@@ -66,7 +68,8 @@ def launch_function(
         config,
         foreground_lock=foreground_lock,
         on_death=on_death,
-        detach=detach,
+        detach=detach or bool(detached_id),
+        detached_id=detached_id,
     )
     return _launch(request, show)
 

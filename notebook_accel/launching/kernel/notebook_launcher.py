@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel import config as configuration
+from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel import foreground, launcher
 from notebook_accel.launching.kernel.job import Job
@@ -122,16 +123,8 @@ def notebook_launcher(
         RunTimeoutError: ``timeout_s`` ran out.
         KeyboardInterrupt: The kernel was interrupted; every rank is gone.
     """
-    given = dict(locals())
+    options = _options(dict(locals()))
     _check_call(function, args)
-    named = {option.name: given[option.name] for option in configuration.fields() if option.name in given}
-    renamed = {
-        "main_process_port": int(use_port) if isinstance(use_port, str) and use_port.isdigit() else use_port,
-        "rdzv_conf": tuple(f"{key}={value}" for key, value in (rdzv_conf or {}).items()),
-        "fsdp_options": tuple(f"{key}={value}" for key, value in (fsdp_options or {}).items()),
-        "engine_options": tuple(f"{key}={json.dumps(value)}" for key, value in (engine_options or {}).items()),
-    }
-    options = configuration.resolve(named | renamed, environ={})
 
     def launch(lock: threading.Lock | None = None) -> Job:
         return launcher.launch_function(
@@ -155,6 +148,16 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     results = notebook_launcher(function, args, num_processes, use_cpu=True)
     assert isinstance(results, Results)  # a ``Job`` comes only with ``background=True``
     return results
+
+
+def _options(given: Mapping[str, Any]) -> LaunchConfig:
+    """Return the options among the launcher's arguments."""
+    named = {option.name: given[option.name] for option in configuration.fields() if option.name in given}
+    port = given["use_port"]
+    named["main_process_port"] = int(port) if isinstance(port, str) and port.isdigit() else port
+    for name, written in (("rdzv_conf", str), ("fsdp_options", str), ("engine_options", json.dumps)):
+        named[name] = tuple(f"{key}={written(value)}" for key, value in (given[name] or {}).items())
+    return configuration.resolve(named, environ={})
 
 
 def _check_call(function: object, args: object) -> None:

@@ -126,9 +126,7 @@ def chips(root: pathlib.Path = _ROOT) -> tuple[str, ...]:
     return known or (_UNKNOWN,) * sum(bool(re.fullmatch(r"accel\d+", path.name)) for path in root.glob("dev/accel*"))
 
 
-@functools.cache  # every launch asks, and TPUs come with a machine
-def _chips_here() -> tuple[str, ...]:
-    return chips()
+_chips_here = functools.cache(chips)  # every launch asks, and TPUs come with a machine
 
 
 def is_installed(module: str) -> bool:

@@ -25,6 +25,7 @@ class Entry:
         began: Time of the start, in seconds since the epoch.
         ending: The end of the run.
         log_files: The ranks' logs.
+        id: The run's id.
     """
 
     number: int
@@ -33,6 +34,7 @@ class Entry:
     began: float
     ending: Ending
     log_files: tuple[pathlib.Path, ...]
+    id: str
     _job: weakref.ref[Job]
 
     @property
@@ -51,9 +53,13 @@ _entries: collections.deque[Entry] = collections.deque(maxlen=_MOST_ENTRIES)
 
 
 def add(job: Job) -> None:
-    """Remember a run."""
+    """Remember a run, in place of another job of the same run, such as one that was attached before."""
+    for entry in [entry for entry in _entries if entry.is_running and entry.id == job.id]:
+        _entries.remove(entry)
     number = _entries[-1].number + 1 if _entries else 1
-    _entries.append(Entry(number, job.name, job.devices, time.time(), job.ending, job.log_files, weakref.ref(job)))
+    _entries.append(
+        Entry(number, job.name, job.devices, time.time(), job.ending, job.log_files, job.id, weakref.ref(job))
+    )
 
 
 def latest(count: int = 1) -> list[Entry]:

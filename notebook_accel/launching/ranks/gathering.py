@@ -148,7 +148,8 @@ def _ranks(tensor: Any) -> list[int]:
 
 
 def _described(tensor: Any) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.placements} {_ranks(tensor)}"
+    # Not the ranks of the mesh, since each rank sees its own part of a mesh with several dimensions.
+    return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.placements} {tuple(tensor.device_mesh.shape)}"
 
 
 def _key(occasion: str, rank: int) -> str:

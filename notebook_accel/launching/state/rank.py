@@ -140,6 +140,8 @@ class RankState:
         failed: The exception of the user's code.
         ended: The end of its process.
         step_history: Where the time of its steps went.
+        cell: What a detached session's rank is busy with, such as ``In[7]``; empty while it waits.
+        cell_since_s: Time since which it has done so, ``None`` for the rank of another run.
     """
 
     rank: int
@@ -173,6 +175,8 @@ class RankState:
     ended: events.Ended | None = None
     last_steps: LastSteps = dataclasses.field(default_factory=LastSteps)
     step_history: StepHistory = dataclasses.field(default_factory=StepHistory)
+    cell: str = ""
+    cell_since_s: float | None = None
 
     @property
     def number(self) -> int:
@@ -284,6 +288,7 @@ class RankState:
             events.Metrics(step=self.steps or 0, values=metrics, time_s=time_s) if metrics else None,
             self.memory,
             self.model_memory,
+            None if self.cell_since_s is None else events.Serving(cell=self.cell, time_s=self.cell_since_s),
             None if self.time_limit is None else events.TimeLimitReached(limit=self.time_limit, time_s=time_s),
             events.Finished(result_bytes=0, time_s=time_s) if self.has_result else None,
             self.failed,
@@ -332,6 +337,7 @@ class RankState:
         """Reset the end of an earlier process of this rank, if there was one."""
         self.state, self.pid, self.node, self.reason = "running", event.pid, event.node, ""
         self.failed, self.ended, self.crash, self.time_limit = None, None, "", None
+        self.cell, self.cell_since_s = "", None
         self.starts += 1
 
     def _take_report(self, event: events.Event) -> None:
@@ -351,6 +357,8 @@ class RankState:
             self._take_output(event.text)
         elif isinstance(event, events.TimeLimitReached):
             self.time_limit = event.limit
+        elif isinstance(event, events.Serving):
+            self.cell, self.cell_since_s = clipped(plain_text(event.cell)), event.time_s
 
     def _take_output(self, text: str) -> None:
         before_crash = "" if self.crash else text.partition(CRASH)[0]

@@ -172,6 +172,13 @@ class RunState:
         return self._restarts + max(0, *(rank.starts - 1 for rank in self.ranks))
 
     @property
+    def serving(self) -> str:
+        """What the ranks of a detached session do, in words; empty for another run."""
+        serving = [rank for rank in self.ranks if rank.cell_since_s is not None and not rank.has_ended]
+        cells = dict.fromkeys(rank.cell for rank in serving if rank.cell)
+        return f"busy with {', '.join(cells)}" if cells else "idle" if serving else ""
+
+    @property
     def have_all_results(self) -> bool:
         """True if the user's code has returned in every rank."""
         return all(rank.has_result for rank in self.ranks)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from notebook_accel.formatting import format_clock, format_size, rank_spans
+from notebook_accel.formatting import aligned, format_clock, format_size, rank_spans
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.protocol import events
 
@@ -31,11 +31,7 @@ def lines(ranks: Sequence[RankState], now_s: float) -> list[str]:
         return [folded(ranks, now_s)]
     columns = [[f"rank {rank.number}" for rank in ranks], [_activity(rank) for rank in ranks]]
     columns += [[column.of_rank(rank) for rank in ranks] for column in _columns(ranks, now_s)]
-    widths = [max(map(len, cells)) for cells in columns]
-    rows = zip(*columns, strict=True)
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width).rstrip() for row in rows
-    ]
+    return aligned(list(zip(*filter(any, columns), strict=True)))
 
 
 def folded(ranks: Sequence[RankState], now_s: float) -> str:

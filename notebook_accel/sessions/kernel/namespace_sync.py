@@ -76,10 +76,13 @@ class Parcel:
 
 @dataclasses.dataclass
 class _SentVariables:
-    """The state of a rank: its own names, the fingerprints of values sent to it, and the numbers of its objects."""
+    """The state of a rank: its own names, the fingerprints of values sent to it, and the numbers of its objects.
+
+    A fingerprint is ``None`` for a value that an earlier notebook has sent, and that this one doesn't have.
+    """
 
     own: set[str] = dataclasses.field(default_factory=set)
-    fingerprints: dict[str, Fingerprint] = dataclasses.field(default_factory=dict)
+    fingerprints: dict[str, Fingerprint | None] = dataclasses.field(default_factory=dict)
     numbers: set[int] = dataclasses.field(default_factory=set)
 
 
@@ -99,6 +102,20 @@ class NamespaceSync:
         own = self._ranks[rank].own
         own.update(bound)
         own.difference_update(unbound)
+
+    def take_over(self, names: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> None:
+        """Continue with what ranks have from an earlier notebook.
+
+        Their variables win over what this notebook has now; what changes here later is sent. Functions and classes of
+        this notebook win.
+
+        Args:
+            names: Each rank's own names, and the names of values that the earlier notebook has sent.
+        """
+        here = sys.modules["__main__"].__dict__
+        known = {name: _as_sent(here, name) for _, sent in names.values() for name in sent}
+        for rank, (own, sent) in names.items():
+            self._ranks[rank] = _SentVariables(set(own), {name: known[name] for name in sent})
 
     def forget(self, rank: int) -> None:
         """Forget what a rank had. A fresh process has taken its place."""
@@ -156,7 +173,7 @@ class NamespaceSync:
             name
             for name, value in inputs.names.items()
             if name in inputs.by_force
-            or (not self._is_own_somewhere(name) and not (name in fingerprints and fingerprints[name].matches(value)))
+            or (not self._is_own_somewhere(name) and not _match(fingerprints.get(name), value))
         )
 
     def _is_own_somewhere(self, name: str) -> bool:
@@ -248,6 +265,19 @@ def _pickle(names: dict[str, Any], inputs: Inputs, origins: Mapping[int, Any]) -
     shared = [part for value in names.values() for part in _shareable(value)]
     contents: SealedDelivery = names, shared, inputs.submodules, inputs.call
     return _by_value(contents, roots, origins)
+
+
+def _match(fingerprint: Fingerprint | None, value: Any) -> bool:
+    return fingerprint is not None and fingerprint.matches(value)
+
+
+def _as_sent(namespace: Mapping[str, Any], name: str) -> Fingerprint | None:
+    """Return a fingerprint by which a variable seems to be sent as it is now; ``None`` if it has to be sent."""
+    value = namespace.get(name)
+    if name not in namespace or isinstance(value, (type, types.FunctionType)):
+        return None
+    pickled = _pickled_alone(value, {})
+    return Fingerprint(value, 0 if pickled is None else sum(pickled.sizes_bytes.values()))
 
 
 def _pickled_alone(value: Any, origins: Mapping[int, Any]) -> serialization.Pickled | None:

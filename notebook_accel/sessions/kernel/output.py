@@ -67,6 +67,11 @@ class _Log:
             *lines, self._unfinished = (self._unfinished + data).split(b"\n")
             self.add(lines)
 
+    def skip_earlier(self) -> None:
+        """Go on with what is written from now on."""
+        with contextlib.suppress(OSError):
+            self._position = os.stat(self._path).st_size
+
     def end_line(self) -> None:
         """End an unfinished line, so that later output starts a new one."""
         if self._unfinished:
@@ -105,6 +110,11 @@ class CellOutput:
         ]
         self._display = KernelDisplay()
         self._progress = _CellProgress(job, self._display)
+
+    def skip_earlier(self) -> None:
+        """Show nothing of what the ranks have printed until now, in cells of an earlier notebook."""
+        for log in self._logs:
+            log.skip_earlier()
 
     def start(self) -> None:
         """Begin a cell. Output that ranks have written since the last cell appears in it too."""

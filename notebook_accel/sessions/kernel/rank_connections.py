@@ -98,8 +98,8 @@ class RankConnections:
         self._put(lambda: self._send(request))
         request.was_asked = True
 
-    def tell(self, rank: int, message: messages.Input) -> None:
-        """Send a rank a message about the request that it is busy with."""
+    def tell(self, rank: int, message: messages.Input | messages.Leave) -> None:
+        """Send a rank a message that it doesn't answer."""
         self._put(lambda: self._send_to(rank, messages.encode(message)))
 
     def drop(self, request: RankRequest) -> None:
@@ -121,14 +121,26 @@ class RankConnections:
     def ranks(self) -> list[int]:
         return sorted(list(self._joined))  # noqa: C414 - the thread changes it, and list() copies it in one step
 
-    def close(self) -> None:
-        """End the thread and close the connections. Idle ranks exit when theirs closes."""
+    def close(self, farewell: messages.Leave | None = None) -> None:
+        """End the thread and close the connections. Idle ranks exit then, except those of a detached session.
+
+        Args:
+            farewell: Tells a detached session's ranks to exit.
+        """
         if not self._thread.is_alive():
             return
+        if farewell is not None:
+            for rank in self.ranks:
+                self.tell(rank, farewell)
         self._put(None)
         self._thread.join()
         for descriptor in (self._wake_end, self._woken):
             os.close(descriptor)
+
+    def close_in_fork(self) -> None:
+        """Close the ranks' connections in a fork of this process, which may outlive it."""
+        for joined in list(self._joined.values()):
+            joined.close()
 
     def _put(self, act: Callable[[], None] | None) -> None:
         """Have the thread call this; ``None`` ends it."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import os
+import pathlib
 import signal
 import sys
-import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -17,6 +19,7 @@ from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, 
 from notebook_accel.launching.kernel import foreground, launcher
 from notebook_accel.launching.kernel.job import Job, Status
 from notebook_accel.launching.results import ResultFile, result_error
+from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import failures
 from notebook_accel.sessions.kernel.failures import GroupRecovery
@@ -25,9 +28,9 @@ from notebook_accel.sessions.kernel.namespace_sync import Inputs, NamespaceSync,
 from notebook_accel.sessions.kernel.output import CellOutput, ranks_in_words
 from notebook_accel.sessions.kernel.pending_request import Console, PendingRequest
 from notebook_accel.sessions.kernel.rank_connections import RankConnections
-from notebook_accel.sessions.listener import Listener
+from notebook_accel.sessions.kernel.request_queue import RequestQueue
+from notebook_accel.sessions.listener import JoinedRank, Listener
 from notebook_accel.sessions.ranks import loop
-from notebook_accel.uninterruptible import Latch
 
 _START_DEADLINE_S = 180.0  # the template may have to import torch first
 _END_DEADLINE_S = 5.0
@@ -39,11 +42,16 @@ Answer: TypeAlias = tuple[messages.Reply, Any]
 
 
 class RankPool:
-    """All ranks of one session, and their state. ``job`` is the run that they belong to.
+    """All ranks of one session, which end with this process, and their state.
+
+    Attributes:
+        job: The run that they belong to.
 
     Raises:
         LaunchError: The ranks could not be started.
     """
+
+    outlives_kernel = False
 
     def __init__(self, config: LaunchConfig) -> None:
         self._numbers = itertools.count(1)
@@ -53,27 +61,47 @@ class RankPool:
         self._killed: set[int] = set()  # ranks that went on after an interrupt
         self._job: Job | None = None  # set as soon as it is launched
         self._closing = contextlib.ExitStack()
+        self._listener: Listener | None = None
         with held() as interrupts:
-            self._listener = Listener()
-            self._closing.callback(self._listener.close)
             self._connections = RankConnections()
             try:
                 self._start(config, interrupts)
             except BaseException:
-                self.close()
+                self._give_up()
                 raise
-            atexit.register(self.close)  # runs before the engine's own, which would leave the listener's folder
+            atexit.register(self._end_with_kernel)  # before the engine's own, which would leave the listener's folder
+            _pools.add(self)
 
     def _start(self, config: LaunchConfig, interrupts: Interrupts) -> None:
+        self._launch(config, interrupts, self._listen(None).folder)
+        self._welcome(range(self.job.world_size), interrupts.check)
+
+    def _listen(self, run: RunFolder | None) -> Listener:
+        self._listener = Listener(run)
+        self._closing.callback(self._listener.close)
+        return self._listener
+
+    def _launch(
+        self, config: LaunchConfig, interrupts: Interrupts, folder: pathlib.Path, detached_id: str = ""
+    ) -> None:
+        """Start the ranks, which join through a socket in the folder: that of their run, if that has a ``detached_id``.
+
+        The launch makes such a folder, so nobody listens yet.
+        """
         with interrupts.allowed():  # a cluster may take long
             launcher.launch_function(
                 loop.serve,
-                (str(self._listener.folder), self._listener.secret),
-                {},
+                (str(folder),),
+                {"is_detached": bool(detached_id)},
                 config.replace(name=config.name or "session"),
                 show=self._launched,
                 on_death="keep",
+                detached_id=detached_id,
             )
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Make what belongs to the job that was launched or attached."""
         assert self._job is not None
         self.job: Job = self._job
         self.job.expect_steps([])
@@ -82,7 +110,6 @@ class RankPool:
         self._closing.callback(self._output.close)
         self.namespace_sync = NamespaceSync(self.job.world_size)
         self._group_recovery = GroupRecovery(self.job.world_size, self._ask_quietly)
-        self._welcome(range(self.job.world_size), interrupts.check)
 
     def _launched(self, job: Job) -> None:
         self._job = job  # first of all, since an interrupt may come
@@ -91,6 +118,11 @@ class RankPool:
     @property
     def alive(self) -> list[int]:
         return self._connections.ranks
+
+    @property
+    def is_over(self) -> bool:
+        """True once the ranks are gone, or this process has left them."""
+        return self.job.done or self._is_closed
 
     @property
     def is_whole(self) -> bool:
@@ -215,11 +247,37 @@ class RankPool:
             with held() as interrupts:
                 self._close(interrupts)
 
+    def leave(self) -> None:
+        """Let the ranks go on without this process.
+
+        Raises:
+            RunError: They end with this process.
+        """
+        raise RunError(
+            f"The session {self.job.name!r} can't be left: its ranks end with this kernel.",
+            fix="%distributed start --detach starts a session that outlives its kernel",
+        )
+
+    def _give_up(self) -> None:
+        """Undo a start that has failed."""
+        self.close()
+
+    def _end_with_kernel(self) -> None:
+        self.close()
+
+    def close_in_fork(self) -> None:
+        """Close the descriptors in a fork of this process: whoever holds them seems to be the session's kernel."""
+        self._is_closed = True
+        atexit.unregister(self._end_with_kernel)
+        self._connections.close_in_fork()
+        if self._listener is not None:
+            self._listener.close_in_fork()
+
     def _close(self, interrupts: Interrupts) -> None:
         self._is_closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._end_with_kernel)
         is_idle = self._job is not None and len(self.alive) == self._job.world_size and not self._queue.titles
-        self._connections.close()
+        self._connections.close(messages.Leave() if self.outlives_kernel else None)
         if self._job is not None:
             try:
                 ends_s = time.monotonic() + (_END_DEADLINE_S if is_idle else 0.0)
@@ -235,14 +293,28 @@ class RankPool:
     # ----------------------------------------------------------------------------------------------------------------
 
     def _welcome(self, ranks: Sequence[int], check: Callable[[], None]) -> None:
-        def check_both() -> None:
+        """Wait until these fresh ranks have joined.
+
+        Raises:
+            LaunchError: Some haven't in time.
+        """
+        assert self._listener is not None
+        missing, deadline_s = set(ranks), time.monotonic() + _START_DEADLINE_S
+        while missing:
             check()
             self._check_start(ranks)
+            if time.monotonic() > deadline_s:
+                text = f"{len(missing)} of the session's ranks have not joined within {_START_DEADLINE_S:g} s."
+                raise LaunchError(text)
+            joined = self._listener.accept()
+            if joined is not None:
+                self._add(joined)
+                missing.discard(joined.rank)
 
-        for joined in self._listener.joining(len(ranks), _START_DEADLINE_S, check_both):
-            welcome = messages.Welcome(renewals=self._group_recovery.renewals)
-            joined.connection.send(messages.encode(welcome))
-            self._connections.add(joined)
+    def _add(self, joined: JoinedRank) -> None:
+        welcome = messages.Welcome(renewals=self._group_recovery.renewals)
+        joined.connection.send(messages.encode(welcome))
+        self._connections.add(joined)
 
     def _check_start(self, ranks: Sequence[int]) -> None:
         if self.job.done:
@@ -266,6 +338,11 @@ class RankPool:
     def _refuse_ended(self) -> None:
         if self.job.done:
             raise failures.death_error(self.job, 0)
+        if self._is_closed:
+            raise RunError(
+                f"This notebook has left the session {self.job.name!r}, which goes on.",
+                fix=f"%distributed attach {self.job.name}",
+            )
 
     @contextlib.contextmanager
     def _turn(self, title: str, note: Callable[[Status], object] | None = None) -> Iterator[Interrupts]:
@@ -341,7 +418,7 @@ class RankPool:
         self._output.finish(replies)
         if request.lost or any(reply.failed is not None for reply in replies.values()):
             if self._is_closed:
-                raise RunStoppedError(f"The session {self.job.name!r} was ended, and the code that ran in it too.")
+                raise RunStoppedError(self._closed_text)
             self._group_recovery.after(self.alive, is_broken=any(reply.breaks_group for reply in replies.values()))
             raise self._failure(request, replies)
         if request.interrupt is not None:  # all ranks had just finished
@@ -372,6 +449,10 @@ class RankPool:
             raise error
         return {rank: file.outcome for rank, file in files.items()}
 
+    @property
+    def _closed_text(self) -> str:
+        return f"The session {self.job.name!r} was ended, and the code that ran in it too."
+
     def _doing(self) -> str:
         """Return in words what the ranks do, for the panel and ``%distributed status``."""
         first, *others = self._queue.titles or [""]
@@ -379,71 +460,12 @@ class RankPool:
         return f"busy with {first}{waiting}" if first else "idle"
 
 
-class RequestQueue:
-    """Gives the ranks to one request at a time, in order of arrival.
+_pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 
-    Each request waits in a thread of its own, with the interrupts held.
-    """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._queue: list[tuple[str, Latch]] = []  # each request in words, and whether its turn has come
+def _close_in_fork() -> None:
+    for pool in list(_pools):
+        pool.close_in_fork()
 
-    @property
-    def titles(self) -> list[str]:
-        """The request that has the ranks, and those that wait, in words."""
-        return [title for title, _ in list(self._queue)]
 
-    @contextlib.contextmanager
-    def turn(
-        self, title: str, check: Callable[[], None] = lambda: None, *, note: Callable[[Status], object] | None = None
-    ) -> Iterator[None]:
-        """Wait until the ranks are free, and keep them for the body.
-
-        ``check`` is called repeatedly during the wait; what it raises ends the wait and nothing else. ``note`` is
-        called with ``waiting`` if it has to wait; without it, a message says which request it waits for.
-        """
-        mine = title, Latch()
-        try:
-            busy_with = self._join(mine)
-            if busy_with and note is not None:
-                note("waiting")
-            elif busy_with:
-                sys.stderr.write(f"[{title} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
-            while not mine[1].is_set:
-                check()
-                mine[1].wait(_POLL_PERIOD_S)
-            yield
-        finally:
-            self._leave(mine)
-
-    @contextlib.contextmanager
-    def if_free(self, title: str) -> Iterator[bool]:
-        """Keep the ranks for the body if they are free now. Yield whether they are."""
-        mine = title, Latch()
-        with self._lock:
-            is_free = not self._queue
-            if is_free:
-                self._queue.append(mine)
-        try:
-            yield is_free
-        finally:
-            self._leave(mine)
-
-    def _join(self, turn: tuple[str, Latch]) -> str:
-        """Join the queue. Return the title of the request that has the ranks, empty if they are free.
-
-        Read the title under the lock: a moment later the first request may be the caller's own.
-        """
-        with self._lock:
-            self._queue.append(turn)
-            first = self._queue[0]
-            first[1].set()
-            return "" if first is turn else first[0]
-
-    def _leave(self, turn: tuple[str, Latch]) -> None:
-        with self._lock:
-            if turn in self._queue:
-                self._queue.remove(turn)
-            if self._queue:
-                self._queue[0][1].set()
+os.register_at_fork(after_in_child=_close_in_fork)

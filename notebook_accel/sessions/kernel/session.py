@@ -18,6 +18,7 @@ from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
+from notebook_accel.sessions.kernel import detached_pool
 from notebook_accel.sessions.kernel.namespace_sync import Inputs, dependencies_of, with_dependencies
 from notebook_accel.sessions.kernel.output import Shown
 from notebook_accel.sessions.kernel.rank_pool import RankPool
@@ -41,6 +42,7 @@ class Session:
 
     Args:
         num_processes: Number of ranks. Default: one for each visible device, one on a machine with only a CPU.
+        detach: Let the ranks outlive this process. ``Session.attach`` finds them again, by the option ``name``.
         options: Further options of a launch, as ``notebook_launcher`` has them, such as ``use_cpu=True``.
 
     Raises:
@@ -48,14 +50,33 @@ class Session:
         LaunchError: The ranks could not be started.
     """
 
-    def __init__(self, num_processes: int | None = None, **options: Any) -> None:
-        self._pool = _start_pool(configuration.resolve({"num_processes": num_processes, **options}, environ={}))
+    def __init__(self, num_processes: int | None = None, *, detach: bool = False, **options: Any) -> None:
+        config = configuration.resolve({"num_processes": num_processes, **options}, environ={})
+        self._pool = _start_pool(config, detach=detach)
 
     @classmethod
-    def from_config(cls, config: LaunchConfig) -> Session:
+    def from_config(cls, config: LaunchConfig, *, detach: bool = False) -> Session:
         """Return a session with these options."""
+        return cls._of(_start_pool(config, detach=detach))
+
+    @classmethod
+    def attach(cls, which: str = "") -> Session:
+        """Return a detached session that goes on, with the variables of its ranks.
+
+        Wait for ranks that still run an earlier notebook's code. An interrupt ends the wait, and nothing else.
+
+        Args:
+            which: Its name or id. Default: the only detached run that goes on.
+
+        Raises:
+            RunError: There is no such session, another process has it, or another version has started it.
+        """
+        return cls._of(detached_pool.DetachedRankPool(LaunchConfig(), detached_pool.find(which)))
+
+    @classmethod
+    def _of(cls, pool: RankPool) -> Session:
         session = cls.__new__(cls)
-        session._pool = _start_pool(config)
+        session._pool = pool
         return session
 
     @property
@@ -228,10 +249,23 @@ class Session:
         """End the session and its ranks, and wait for that."""
         self._pool.close()
 
+    def leave(self) -> None:
+        """Let the ranks of a detached session go on without this process, for another one to attach.
+
+        Raises:
+            RunError: It isn't detached: its ranks end with this process.
+        """
+        self._pool.leave()
+
+    @property
+    def is_detached(self) -> bool:
+        """True if the ranks outlive this process."""
+        return self._pool.outlives_kernel
+
     @property
     def is_over(self) -> bool:
-        """True once its ranks are gone for good."""
-        return self.job.done
+        """True once its ranks are gone for good, or this process has left them."""
+        return self._pool.is_over
 
     def __enter__(self) -> Self:
         return self
@@ -241,7 +275,9 @@ class Session:
 
     def __repr__(self) -> str:
         job = self.job
-        state = "ended" if job.done else f"{len(self._pool.alive)} of {job.world_size} ranks are there"
+        state = f"{len(self._pool.alive)} of {job.world_size} ranks are there"
+        if self.is_over:
+            state = "ended" if job.done else "left"
         return f"<Session {job.name!r}: {state}, on {job.devices}>"
 
 
@@ -249,11 +285,11 @@ def _parsed(source: str) -> Cell:
     return cells.parse(source, f"session[{zlib.crc32(source.encode()):08x}]")
 
 
-def _start_pool(config: LaunchConfig) -> RankPool:
+def _start_pool(config: LaunchConfig, *, detach: bool) -> RankPool:
     if config.start_method not in ("auto", "spawn"):
         raise ConfigError(
             f"start_method={config.start_method!r} can't be used for a session.",
             why="Its ranks are processes that stay, and that start clean.",
             fix="leave out start_method",
         )
-    return RankPool(config)
+    return detached_pool.DetachedRankPool(config) if detach else RankPool(config)

@@ -1,75 +1,74 @@
 """The function that a session launches: each rank runs it to receive requests and carry them out.
 
 It runs in the rank's main thread. Between requests an interrupt has no effect; during one it is raised in the user's
-code.
+code. A rank of a detached session serves one kernel after the other: when its kernel has gone, it ends what it is doing
+and waits for the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import sys
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import msgspec
 
 from notebook_accel import nccl, reporting
 from notebook_accel.formatting import clipped
 from notebook_accel.launching.ranks import displays, failure, gathering, interruption, loops, profiling, streams, worker
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
-from notebook_accel.payload import memory_files
+from notebook_accel.payload import memory_files, sharded_tensors
 from notebook_accel.protocol import events
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, Message
-from notebook_accel.sessions.listener import join_session
+from notebook_accel.sessions.listener import join_session, read_secret
+from notebook_accel.sessions.ranks import torch_state
 from notebook_accel.sessions.ranks.namespace import NamespaceTracker, completions, description
 
 _ABORT_PATIENCE_S = 2.0
 _MOST_SHOWN_CHARACTERS = 20_000
 _BACKWARD = "_engine_run_backward"  # torch's function, in a traceback: gradients were on their way to other ranks
-_DEVICES = ("cpu", "cuda")  # device types with an autocast of their own
+_NEXT_KERNEL_PERIOD_S = 0.3
 
 
-def serve(folder: str, secret: bytes) -> None:
-    """Join the session and carry out its requests, until it is over or its kernel is gone."""
+def serve(folder: str, *, is_detached: bool) -> None:
+    """Join the session and carry out its requests, until it is over or its kernel is gone.
+
+    Args:
+        folder: The folder of the session's socket.
+        is_detached: Whether to wait for another kernel when one is gone.
+    """
     interruption.defer()
     nccl.let_ranks_survive()
-    _let_cells_make_their_group_again()
-    rank = int(os.environ["RANK"])
-    with contextlib.closing(join_session(folder, messages.Hello(secret=secret, rank=rank))) as connection:
-        os.register_at_fork(after_in_child=connection.close)  # a DataLoader worker must not hold the connection open
-        with contextlib.suppress(ClosedError):
-            _SessionRank(rank, connection).serve()
-
-
-def _let_cells_make_their_group_again() -> None:
-    """Let a cell that makes the default process group run again: the group that is there serves it.
-
-    This holds for calls with the arguments of the call that made the group. torch refuses all others.
-    """
-    distributed: Any = importlib.import_module("torch.distributed")
-    if not distributed.is_available():  # as in some builds for macOS
-        return
-    make_group = distributed.init_process_group
-    made_with: list[Any] = []
-
-    @functools.wraps(make_group)
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
-        if not (distributed.is_initialized() and made_with == [args, kwargs]):
-            make_group(*args, **kwargs)
-            made_with[:] = args, kwargs
-
-    distributed.init_process_group = init_process_group
+    torch_state.let_cells_make_their_group_again()
+    rank = _SessionRank(int(os.environ["RANK"]), is_detached=is_detached)
+    if is_detached:
+        reporting.reporter().send(events.Serving(cell=""))
+    gone = (ConnectionError, FileNotFoundError) if is_detached else (ClosedError,)  # the kernel, or nobody listens
+    while True:
+        with contextlib.suppress(*gone):
+            hello = messages.Hello(secret=read_secret(folder), rank=rank.rank, kept=rank.hand_over())
+            with contextlib.closing(join_session(folder, hello)) as connection:
+                rank.serve(connection)
+                return
+        if not is_detached:
+            return
+        time.sleep(_NEXT_KERNEL_PERIOD_S)
 
 
 class _SessionRank:
-    def __init__(self, rank: int, connection: Connection) -> None:
-        self._rank = rank
-        self._connection = connection
+    def __init__(self, rank: int, *, is_detached: bool) -> None:
+        self.rank = rank
+        self._is_detached = is_detached
+        self._connection: Connection
+        self._kept: messages.Kept | None = None  # for the next kernel; ``None`` before the first
         self._namespace = sys.modules["__main__"].__dict__
         self._tracker = NamespaceTracker(self._namespace)
         self._pid = os.getpid()
@@ -79,23 +78,68 @@ class _SessionRank:
         self._spec = JobSpec(
             name="", world_size=world_size, environment={}, working_directory="", sys_path=[], sources={}
         )
+        os.register_at_fork(after_in_child=self._close_in_fork)
 
-    def serve(self) -> None:
+    def _close_in_fork(self) -> None:
+        """Close the connection of now: a DataLoader worker must not hold it open."""
+        self._connection.close()
+
+    def serve(self, connection: Connection) -> None:
+        """Carry out a kernel's requests until the session is over.
+
+        Raises:
+            ClosedError: The kernel has gone.
+        """
+        self._connection = connection
         while True:
-            for message in self._connection.receive():
+            for message in connection.receive():
                 try:
                     request = messages.for_rank.decode(message.body)
+                    if isinstance(request, messages.Leave):
+                        return
                     if isinstance(request, messages.Welcome):
-                        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(request.renewals)
+                        self._welcomed(request.renewals)
                     elif not isinstance(request, messages.Input):  # meant for a debugger that has just ended
                         self._answer(request, message)
                 finally:
                     for descriptor in message.descriptors:
                         os.close(descriptor)
 
+    def _welcomed(self, renewals: int) -> None:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(renewals)
+        kept = self._kept or messages.Kept(
+            own=[], sent=[], requests=0, renewals=0, group="sound", failed=None, title=""
+        )
+        self._kept = msgspec.structs.replace(kept, renewals=renewals)
+
+    def hand_over(self) -> messages.Kept | None:
+        """Return what the next kernel has to know; ``None`` before the first one."""
+        if self._kept is None:
+            return None
+        own, sent = self._tracker.hand_over()
+        return msgspec.structs.replace(self._kept, own=own, sent=sent)
+
+    def _note(self, request: Any, fields: dict[str, Any]) -> None:
+        """Note for the next kernel how a request has ended. The present one may be killed before it hears of that."""
+        assert self._kept is not None
+        group = self._kept.group
+        if isinstance(request, (messages.InspectGroup, messages.RenewGroup)):
+            group = "broken" if group == "broken" and isinstance(request, messages.InspectGroup) else "sound"
+        elif "failed" in fields:
+            group = "broken" if group == "broken" or fields["breaks_group"] else "unchecked"
+        is_users = type(request) in _USERS
+        self._kept = msgspec.structs.replace(
+            self._kept,
+            requests=request.number,
+            renewals=getattr(request, "renewals", self._kept.renewals),
+            group=group,
+            failed=_without_exception(fields.get("failed")) if is_users else self._kept.failed,
+            title=_title(request) if is_users else self._kept.title,
+        )
+
     def _answer(self, request: Any, message: Message) -> None:
         do = _HANDLERS[type(request)]
-        with contextlib.ExitStack() as opened:
+        with self._serving(request), contextlib.ExitStack() as opened:
             descriptors: list[int] = []
             # True until the delivery is opened, since an interrupt may come before that.
             self._lacks_delivery = getattr(request, "delivery", None) is not None
@@ -109,6 +153,7 @@ class _SessionRank:
                 reporting.reporter().forget_unread()
             if "values" in fields:
                 fields, descriptors = self._sealed(fields, opened)
+            self._note(request, fields)
             bound, unbound = self._tracker.changes()
             streams.flush()
             reply = messages.Reply(
@@ -122,9 +167,21 @@ class _SessionRank:
             )
             self._connection.send(messages.encode(reply), descriptors)
 
+    @contextlib.contextmanager
+    def _serving(self, request: Any) -> Iterator[None]:
+        """Report what a detached session's rank is busy with, for those who have no kernel to ask."""
+        if not self._is_detached or type(request) not in _USERS:
+            yield
+            return
+        reporting.reporter().send(events.Serving(cell=_title(request)))
+        try:
+            yield
+        finally:
+            reporting.reporter().send(events.Serving(cell=""))
+
     def _run(self, act: Callable[[], dict[str, Any]], sent_s: float, is_interruptible: bool) -> dict[str, Any]:
         """Carry out a request. Interrupts that arrived since it was sent are raised in the user's code."""
-        modes = _TorchModes()
+        modes = torch_state.Modes()
         try:
             interruption.discard_deferred(sent_s)
             if is_interruptible:
@@ -170,7 +227,7 @@ class _SessionRank:
             write_result_file(
                 descriptor,
                 values,
-                rank=self._rank,
+                rank=self.rank,
                 origins=self._tracker.definitions,
                 advice="take something else of it, such as numbers, tensors or a state_dict()",
                 wholes=gathered.wholes,
@@ -221,7 +278,8 @@ class _SessionRank:
         """Send the body's displays, and the figures that it leaves open, to the cell."""
 
         def show(event: events.Display) -> None:
-            self._connection.send(messages.encode(messages.Displayed(number=number, display=event)))
+            with contextlib.suppress(ClosedError):  # the kernel has gone, and the cell goes on
+                self._connection.send(messages.encode(messages.Displayed(number=number, display=event)))
 
         displays.redirect(show)
         try:
@@ -234,7 +292,7 @@ class _SessionRank:
 
     def _pull(self, request: messages.Pull, _: None) -> dict[str, Any]:
         values = {name: self._namespace[name] for name in request.names if name in self._namespace}
-        is_answering = self._rank in request.answering
+        is_answering = self.rank in request.answering
         gathered = gathering.Gathered()
         if request.gathers:  # before an error: the others wait for what this rank has
             gathered = gathering.gather(
@@ -259,21 +317,23 @@ class _SessionRank:
 
     def _debug(self, request: messages.Debug, _: None) -> dict[str, Any]:
         if self._traceback is None:
-            return {"lines": [f"Nothing has failed on rank {self._rank} yet, so there is nothing to debug."]}
+            return {"lines": [f"Nothing has failed on rank {self.rank} yet, so there is nothing to debug."]}
         debugging = importlib.import_module("notebook_accel.sessions.ranks.debugging")
-        debugging.post_mortem(self._traceback, self._rank, lambda text: self._ask_user(request.number, text))
+        debugging.post_mortem(self._traceback, self.rank, lambda text: self._ask_user(request.number, text))
         return {}
 
     def _ask_user(self, number: int, text: str) -> str:
-        """Send the user this text, and return the line that they type."""
+        """Send the user this text, and return the line that they type; nothing if their kernel has gone."""
         streams.flush()
         prompt = messages.Prompt(number=number, text=text, log_bytes=streams.log_bytes())
-        self._connection.send(messages.encode(prompt))
-        while True:
-            for message in self._connection.receive():
-                request = messages.for_rank.decode(message.body)
-                if isinstance(request, messages.Input) and request.number == number:
-                    return request.line
+        with contextlib.suppress(ClosedError):
+            self._connection.send(messages.encode(prompt))
+            while True:
+                for message in self._connection.receive():
+                    request = messages.for_rank.decode(message.body)
+                    if isinstance(request, messages.Input) and request.number == number:
+                        return request.line
+        return ""
 
     def _inspect_group(self, _request: messages.InspectGroup, _: None) -> dict[str, Any]:
         _import_training("loader_position").ACTIVE_ITERATIONS.abandon()
@@ -296,7 +356,18 @@ _HANDLERS: dict[type, Any] = {
     messages.RenewGroup: _SessionRank._renew_group,
 }
 
-_INTERRUPTIBLE = {messages.Execute, messages.Call, messages.Pull, messages.Debug, messages.RenewGroup}
+_USERS = {messages.Execute, messages.Call, messages.Pull, messages.Debug}
+_INTERRUPTIBLE = {*_USERS, messages.RenewGroup}
+
+
+def _without_exception(failed: events.Failed | None) -> events.Failed | None:
+    """Return a failure without the exception itself, which may have large values."""
+    return None if failed is None else msgspec.structs.replace(failed, exception=b"")
+
+
+def _title(request: Any) -> str:
+    """Return a request in words, such as ``In[7]`` or ``a pull``."""
+    return getattr(request, "label", "") or f"a {type(request).__name__.lower()}"
 
 
 def _import_training(module: str) -> Any:
@@ -304,39 +375,8 @@ def _import_training(module: str) -> Any:
     return importlib.import_module(f"notebook_accel.training.{module}")
 
 
-class _TorchModes:
-    """Grad mode and autocast of this thread, as they are now; nothing where torch hasn't been imported.
-
-    An interrupt may come in the middle of a context's exit and leave its mode on. A rank without gradients, or with
-    autocast on cached weights, would be useless from then on without anybody noticing.
-    """
-
-    def __init__(self) -> None:
-        self._torch: Any = sys.modules.get("torch")
-        if self._torch is not None:
-            self._has_gradients = self._torch.is_grad_enabled()
-            self._autocast = [self._torch.is_autocast_enabled(device) for device in _DEVICES]
-            self._nesting = self._autocast_nesting()
-
-    def restore(self) -> None:
-        if self._torch is None:
-            return
-        self._torch.set_grad_enabled(self._has_gradients)
-        for device, was_enabled in zip(_DEVICES, self._autocast, strict=True):
-            self._torch.set_autocast_enabled(device, was_enabled)
-        for _ in range(self._autocast_nesting() - self._nesting):
-            self._torch.autocast_decrement_nesting()
-        if self._nesting == 0:
-            self._torch.clear_autocast_cache()
-
-    def _autocast_nesting(self) -> int:
-        """Return the depth of nested autocasts. The end of the outermost one clears the weight cache."""
-        self._torch.autocast_increment_nesting()
-        return int(self._torch.autocast_decrement_nesting())
-
-
 def _bundle(value: Any) -> dict[str, str]:
     """Return a value's mime bundle, with long text cut off."""
     data = displays.sendable(displays.bundle_of(value)[0])
-    data["text/plain"] = clipped(data["text/plain"], _MOST_SHOWN_CHARACTERS)
+    data["text/plain"] = clipped(data["text/plain"], _MOST_SHOWN_CHARACTERS) + sharded_tensors.note_on(value)
     return {kind: shown for kind, shown in data.items() if isinstance(shown, str)}

@@ -82,6 +82,21 @@ class NamespaceTracker:
         value = self._namespace.get(name, _MISSING)
         return value is not _MISSING and name not in self._given and self._taken.get(name, _MISSING) is not value
 
+    def hand_over(self) -> tuple[list[str], list[str]]:
+        """Forget the numbers that a kernel has given to objects: the next kernel has others.
+
+        Returns:
+            The rank's own names, and those of the notebook's values other than modules.
+        """
+        self.objects.clear()
+        self._own = {name for name in self._namespace if self.is_own(name)}
+        sent = [
+            name
+            for name, value in self._taken.items()
+            if self._namespace.get(name, _MISSING) is value and not isinstance(value, types.ModuleType)
+        ]
+        return sorted(self._own), sorted(sent)
+
     def changes(self) -> tuple[list[str], list[str]]:
         """Return the names that became the rank's own since the last call, and those that no longer are."""
         own = {name for name in self._namespace if self.is_own(name)}

@@ -128,8 +128,11 @@ class Backend(Protocol):
         local; in ``sync_in_backward`` they are averaged although the forward pass was in ``no_sync``.
         """
 
-    def mesh(self) -> Any:
-        """Return the ``DeviceMesh`` of one dimension over all ranks, for sharded models. All ranks call it.
+    def mesh(self, sizes: Mapping[str, int] | None = None) -> Any:
+        """Return a ``DeviceMesh`` of all ranks, for sharded models. All ranks call it.
+
+        Args:
+            sizes: The sizes of its dimensions, by name. By default it has one dimension.
 
         Raises:
             ConfigError: Models can't be sharded on this device.

@@ -7,7 +7,7 @@ import functools
 import operator
 import pickle
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,8 +123,8 @@ class TorchDistributed(TorchDevice):
         parallel.explain = self.explain
         _register_hook(parallel, options)
 
-    def mesh(self) -> Any:
-        return self._group.mesh(self.device)
+    def mesh(self, sizes: Mapping[str, int] | None = None) -> Any:
+        return self._group.mesh(self.device) if sizes is None else self._group.mesh_of(self.device, sizes)
 
     def background_group(self) -> Any:
         return self._group.for_background()

@@ -16,7 +16,7 @@ import socket
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +67,7 @@ class Group:
     Attributes:
         members: The backends that use the group.
         gradient_groups: Groups for the gradients of models.
+        mesh_groups: Number of the groups of meshes.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class Group:
         self.process_group = dist.group.WORLD
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.gradient_groups: list[dist.ProcessGroup] = []
+        self.mesh_groups = 0
         self._background: dist.ProcessGroup | None = None
         self._mesh: Any = None
+        self._meshes: dict[tuple[tuple[str, int], ...], Any] = {}
         self._sockets = sockets
         self._deadline = deadline
         self._models = 0
@@ -154,10 +157,7 @@ class Group:
         number = self._models % _MAX_GRADIENT_GROUPS
         self._models += 1
         if number == len(self.gradient_groups):
-            with self._sockets.opened_inside():
-                made = dist.new_group(timeout=self._deadline, backend="gloo")
-            assert isinstance(made, dist.ProcessGroup)
-            self.gradient_groups.append(made)
+            self.gradient_groups.append(self._new_gloo_group())
         return self.gradient_groups[number]
 
     def mesh(self, device: torch.device) -> Any:
@@ -175,14 +175,36 @@ class Group:
             self._mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
         return self._mesh
 
+    def mesh_of(self, device: torch.device, sizes: Mapping[str, int]) -> Any:
+        """Return the ``DeviceMesh`` of all ranks with these dimensions, which programs know by name. All ranks call it.
+
+        These names come again in a later group, so what torch has kept of an earlier mesh is cleared.
+        """
+        key = tuple(sizes.items())
+        if key not in self._meshes:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+            before = len(dist.distributed_c10d._world.pg_map)
+            with self._sockets.opened_inside():
+                self._meshes[key] = init_device_mesh(
+                    device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes.keys())
+                )
+            self.mesh_groups += len(dist.distributed_c10d._world.pg_map) - before
+        return self._meshes[key]
+
     def for_background(self) -> dist.ProcessGroup:
         """Return the group for objects that a thread of each rank sends meanwhile. All ranks call it."""
         if self._background is None:
-            with self._sockets.opened_inside():
-                made = dist.new_group(timeout=self._deadline, backend="gloo", group_desc=BACKGROUND)
-            assert isinstance(made, dist.ProcessGroup)
-            self._background = made
+            self._background = self._new_gloo_group(BACKGROUND)
         return self._background
+
+    def _new_gloo_group(self, description: str | None = None) -> dist.ProcessGroup:
+        with self._sockets.opened_inside():
+            made = dist.new_group(timeout=self._deadline, backend="gloo", group_desc=description)
+        assert isinstance(made, dist.ProcessGroup)
+        return made
 
     def explain(self, error: RuntimeError) -> None:
         """Raise a better error if ``error`` comes from waiting for other ranks.
@@ -252,7 +274,7 @@ def break_up() -> tuple[list[Member], int]:
     if _broken is not None:
         if _broken.is_current:
             members = list(_broken.members)
-            known += len(_broken.gradient_groups)
+            known += len(_broken.gradient_groups) + _broken.mesh_groups
         _broken.stop_watchdog()
     others = len(dist.distributed_c10d._world.pg_map) - known
     if "nccl" in dist.get_backend_config():  # destroying waits for the GPU, which waits for other ranks

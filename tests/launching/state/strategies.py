@@ -43,6 +43,7 @@ any_event: st.SearchStrategy[events.Event] = st.one_of(
     st.builds(events.Respawning, time_s=times),
     st.builds(events.Numbered, time_s=times, first_rank=counts, world_size=counts),
     st.builds(events.Nodes, time_s=times, lines=st.lists(texts, max_size=3), is_news=st.booleans()),
+    st.builds(events.Serving, time_s=times, cell=texts),
     st.builds(events.Working, time_s=times, ranks=st.lists(st.integers(0, 2), max_size=3)),
     st.builds(events.Ended, time_s=times, exit_code=st.none() | counts, signal=st.none() | counts),
 )

@@ -1,0 +1,83 @@
+"""The queue in which requests wait until the ranks of a session are free."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from notebook_accel.launching.kernel.job import Status
+from notebook_accel.uninterruptible import Latch
+
+_POLL_PERIOD_S = 0.1
+
+
+class RequestQueue:
+    """Gives the ranks to one request at a time, in order of arrival.
+
+    Each request waits in a thread of its own, with the interrupts held.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: list[tuple[str, Latch]] = []  # each request in words, and whether its turn has come
+
+    @property
+    def titles(self) -> list[str]:
+        """The request that has the ranks, and those that wait, in words."""
+        return [title for title, _ in list(self._queue)]
+
+    @contextlib.contextmanager
+    def turn(
+        self, title: str, check: Callable[[], None] = lambda: None, *, note: Callable[[Status], object] | None = None
+    ) -> Iterator[None]:
+        """Wait until the ranks are free, and keep them for the body.
+
+        ``check`` is called repeatedly during the wait; what it raises ends the wait and nothing else. ``note`` is
+        called with ``waiting`` if it has to wait; without it, a message says which request it waits for.
+        """
+        mine = title, Latch()
+        try:
+            busy_with = self._join(mine)
+            if busy_with and note is not None:
+                note("waiting")
+            elif busy_with:
+                sys.stderr.write(f"[{title} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
+            while not mine[1].is_set:
+                check()
+                mine[1].wait(_POLL_PERIOD_S)
+            yield
+        finally:
+            self._leave(mine)
+
+    @contextlib.contextmanager
+    def if_free(self, title: str) -> Iterator[bool]:
+        """Keep the ranks for the body if they are free now. Yield whether they are."""
+        mine = title, Latch()
+        with self._lock:
+            is_free = not self._queue
+            if is_free:
+                self._queue.append(mine)
+        try:
+            yield is_free
+        finally:
+            self._leave(mine)
+
+    def _join(self, turn: tuple[str, Latch]) -> str:
+        """Join the queue. Return the title of the request that has the ranks, empty if they are free.
+
+        Read the title under the lock: a moment later the first request may be the caller's own.
+        """
+        with self._lock:
+            self._queue.append(turn)
+            first = self._queue[0]
+            first[1].set()
+            return "" if first is turn else first[0]
+
+    def _leave(self, turn: tuple[str, Latch]) -> None:
+        with self._lock:
+            if turn in self._queue:
+                self._queue.remove(turn)
+            if self._queue:
+                self._queue[0][1].set()

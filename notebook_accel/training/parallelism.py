@@ -1,0 +1,213 @@
+"""How the ranks divide the work: copies of a model, shares of it, and parts of its layers.
+
+Ranks are numbered so that those with the parts of one layer are neighbours, then those with the shares of one copy:
+dimensions of torch's ``DeviceMesh`` in the order ``dp_replicate``, ``dp_shard``, ``tp``, with Accelerate's names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from notebook_accel import environment
+from notebook_accel.environment import RankPlace
+from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.payload.sharded_tensors import is_sharded_tensor
+from notebook_accel.training import fsdp
+from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
+
+_PREFIX = "PARALLELISM_CONFIG_"
+_NOT_HERE = {"cp": "context parallelism", "sp": "sequence parallelism"}
+
+
+@dataclasses.dataclass
+class ParallelismConfig:
+    """How many ranks have copies of a model, shares of it (FSDP), and parts of its layers (tensor parallelism).
+
+    The product of the sizes is the number of ranks. A size that isn't given comes from the launch's variables, such as
+    ``PARALLELISM_CONFIG_TP_SIZE``, and is 1 otherwise.
+
+    Attributes:
+        dp_replicate_size: Number of copies of the model.
+        dp_shard_size: Number of ranks over which each copy is sharded, by torch's ``fully_shard``.
+        tp_size: Number of ranks that have the parts of a layer and work on the same samples. ``parallelize_module`` of
+            ``torch.distributed.tensor.parallel`` makes the parts, with ``accelerator.torch_device_mesh["tp"]``.
+        cp_size: 1, since there is no context parallelism here.
+        cp_backend: A setting of context parallelism, which has no effect.
+        sp_size: 1, since there is no sequence parallelism over the data here.
+        sp_backend: A setting of sequence parallelism, which has no effect.
+        tp_handler: Refused.
+        cp_handler: Refused.
+        sp_handler: Refused.
+
+    Raises:
+        ConfigError: A size isn't a number from 1, or something is asked for that isn't there.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: str | None = None
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: object = None
+    cp_handler: object = None
+    sp_handler: object = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_size"):
+                given = os.environ.get(_PREFIX + field.name.upper(), "1") if value is None else value
+                setattr(self, field.name, _size(field.name, given))
+            elif field.name.endswith("_handler") and value is not None:
+                raise ConfigError(f"ParallelismConfig({field.name}=...) isn't supported.", fix="leave it out")
+        for kind, name in _NOT_HERE.items():
+            if getattr(self, f"{kind}_size") != 1:
+                raise ConfigError(
+                    f"ParallelismConfig({kind}_size={getattr(self, f'{kind}_size')}): there is no {name} here.",
+                    fix="tp_size or dp_shard_size; or Accelerate itself, which runs in ranks too",
+                )
+        if self.tp_enabled and self.dp_replicate_enabled and not self.dp_shard_enabled:
+            raise ConfigError(
+                "ParallelismConfig with dp_replicate_size and tp_size needs dp_shard_size too.",
+                why="Gradients of parts of layers are averaged by fully_shard only.",
+                fix=f"dp_shard_size={self.dp_replicate_size}, and dp_replicate_size=1",
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The dimensions of the mesh, in order: those with more than one rank."""
+        sizes = {name: getattr(self, f"{name}_size") for name in ("dp_replicate", "dp_shard", "tp")}
+        return {name: size for name, size in sizes.items() if size > 1}
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """The dimensions whose ranks work on samples of their own."""
+        return [name for name in self.sizes if name != "tp"]
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """The dimensions whose ranks work on the same samples."""
+        return [name for name in self.sizes if name == "tp"]
+
+    @property
+    def total_size(self) -> int:
+        """The number of ranks."""
+        return self.data_parallel_size * self.non_data_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of batches that all ranks together work on at the same time."""
+        return int(self.dp_replicate_size or 1) * int(self.dp_shard_size or 1)
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """The number of ranks that work on the same batch."""
+        return int(self.tp_size or 1)
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """True if there are several copies of a model."""
+        return self.dp_replicate_size != 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """True if models are sharded."""
+        return self.dp_shard_size != 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """True if ranks have parts of layers."""
+        return self.tp_size != 1
+
+    cp_enabled = sp_enabled = False
+
+
+def _size(name: str, given: Any) -> int:
+    if isinstance(given, bool) or not str(given).isdecimal() or int(given) < 1:
+        raise ConfigError(f"{name} is {given!r}.", fix="a number of ranks, from 1")
+    return int(given)
+
+
+def resolve(
+    given: ParallelismConfig | None, plugin: FullyShardedDataParallelPlugin | None, place: RankPlace
+) -> ParallelismConfig | None:
+    """Return how the ranks of this program divide the work; ``None`` if each has samples of its own and no mesh.
+
+    Raises:
+        ConfigError: The sizes don't fit the number of ranks, or the plugin.
+    """
+    if given is not None and not isinstance(given, ParallelismConfig):
+        raise ConfigError(f"parallelism_config is {given!r}.", fix="ParallelismConfig(tp_size=2)")
+    if given is None and environment.is_true(os.environ.get(environment.USE_PARALLELISM, "")):
+        given = ParallelismConfig()
+    if given is None and plugin is not None and plugin.replicates:
+        given = _hybrid(place)
+    if given is None or given.total_size == 1:
+        return None
+    if given.total_size != place.world_size:
+        shown = " x ".join(f"{name}_size={size}" for name, size in given.sizes.items())
+        raise ConfigError(
+            f"parallelism_config is for {given.total_size} ranks ({shown}), and there are {place.world_size}.",
+            fix=f"num_processes={given.total_size}, or sizes whose product is {place.world_size}",
+        )
+    if plugin is not None and not given.dp_shard_enabled:
+        raise ConfigError(
+            "fsdp_plugin shards models, and parallelism_config leaves no ranks for that: dp_shard_size is 1.",
+            fix="a larger dp_shard_size; or leave out fsdp_plugin, and --fsdp of the launch",
+        )
+    return dataclasses.replace(given)
+
+
+def _hybrid(place: RankPlace) -> ParallelismConfig | None:
+    """Return the division of ``HYBRID_SHARD``: a copy of the model on each node, sharded over its ranks."""
+    nodes, left_over = divmod(place.world_size, place.local_world_size)
+    if left_over:
+        raise ConfigError(
+            f"HYBRID_SHARD needs as many ranks on each node, and {place.world_size} ranks aren't "
+            f"{place.local_world_size} a node.",
+            fix="parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)",
+        )
+    if nodes == 1 or place.local_world_size == 1:
+        return None
+    return ParallelismConfig(dp_replicate_size=nodes, dp_shard_size=place.local_world_size)
+
+
+def parts_in(model: torch.nn.Module, place: RankPlace) -> int | None:
+    """Return how many ranks work on the same samples because of a model's parts; ``None`` if it has no such parts.
+
+    Raises:
+        TrainingError: The ranks with the parts aren't neighbours, or nobody averages the gradients of several copies.
+    """
+    meshes = {parameter.device_mesh for parameter in _sharded(model)}
+    if not meshes:
+        return None
+    data_mesh = fsdp.data_mesh(model)
+    if data_mesh is not None:
+        parts = place.world_size // data_mesh.size()
+        expected = range(place.rank % parts, place.world_size, parts)
+        found = data_mesh.mesh.flatten().tolist()
+    else:
+        parts = max(mesh.size() for mesh in meshes)
+        first = place.rank - place.rank % parts
+        expected = range(first, first + parts)
+        found = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+    if sorted(found) != [*expected]:
+        raise TrainingError(
+            f"prepare can't take {type(model).__name__}: its parts, or its shares, are on the ranks "
+            f"{', '.join(map(str, found))}.",
+            why="Ranks that work on the same samples have to be neighbours: tensor parallelism is a mesh's last "
+            "dimension, and with the one of fully_shard it has all ranks.",
+            fix='init_device_mesh(device, (shares, parts), mesh_dim_names=("dp", "tp"))',
+        )
+    return int(parts)
+
+
+def _sharded(model: torch.nn.Module) -> Iterable[Any]:
+    return filter(is_sharded_tensor, model.parameters())

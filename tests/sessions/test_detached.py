@@ -1,0 +1,431 @@
+"""Detached sessions: kernels that are killed or leave, and others that take the ranks over with their variables."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from notebook_accel.errors import ConfigError, LaunchError, RankFailedError, RunError
+from notebook_accel.launching import run_folders
+from notebook_accel.launching.kernel import detached, detached_runs, local, registry
+from notebook_accel.launching.kernel.detached_job import DetachedJob
+from notebook_accel.launching.kernel.detached_link import send_order
+from notebook_accel.launching.run_folders import RunFolder
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol import session_messages
+from notebook_accel.sessions.kernel import detached_pool
+from notebook_accel.sessions.kernel.session import Session
+from tests import processes
+
+pytestmark = pytest.mark.usefixtures("state_home")
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_LONG_S = 100.0
+# A kernel that starts a session, runs what it is given, says so, and waits to be killed.
+_KERNEL = """
+import contextlib, sys, time
+from notebook_accel import Session
+from notebook_accel.errors import RankFailedError
+
+def double(value):
+    return 2 * value
+
+lr, stale = 0.1, 1
+print("ready", flush=True)
+session = Session(2, use_cpu=True, view="none", detach=True, name="lab")
+for code in sys.argv[1:]:
+    print("runs", flush=True)
+    with contextlib.suppress(RankFailedError):
+        session.execute(code)
+print("done", flush=True)
+time.sleep(1000)
+"""
+BEGIN = "import os, time, torch\nrank = int(os.environ['RANK'])\nkept = [rank * 10]"
+GROUP = "from notebook_accel import Accelerator\naccelerator = Accelerator()"
+SUM = "int(accelerator.gather(torch.tensor([accelerator.process_index + 1])).sum())"
+
+_TRAINING = """
+from notebook_accel import Accelerator
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+accelerator = Accelerator()
+torch.manual_seed(0)
+x, y = load_digits(return_X_y=True)
+data = TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
+net = torch.nn.Sequential(torch.nn.Linear(64, 10))
+model, optimizer, loader = accelerator.prepare(net, torch.optim.Adam(net.parameters(), 0.05), DataLoader(data, 256))
+"""
+_sessions: list[Session] = []  # of the running test, the latest last
+
+
+@contextlib.contextmanager
+def kernel(*cells: str) -> Iterator[subprocess.Popen[str]]:
+    """A process with a detached session, which runs these cells."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _KERNEL, *cells], stdout=subprocess.PIPE, text=True, cwd=_ROOT, bufsize=1
+    )
+    assert process.stdout is not None
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def wait_for(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    for said in process.stdout:
+        if said == f"{line}\n":
+            return
+    raise AssertionError(f"the kernel has ended before it said {line!r}")
+
+
+@contextlib.contextmanager
+def attached(name: str = "lab") -> Iterator[Session]:
+    """The session that an earlier kernel has left. It ends with the block."""
+    session = Session.attach(name)
+    try:
+        yield session
+    finally:
+        session.close()
+    folder = folder_of(session)
+    processes.wait_until(lambda: not folder.is_held, "the session's agent has gone", _LONG_S)
+
+
+@pytest.fixture
+def lab() -> Iterator[Session]:
+    """A new detached session of this process."""
+    session = Session(2, use_cpu=True, view="none", detach=True, name="lab")
+    _sessions.append(session)
+    try:
+        session.execute(BEGIN)
+        yield session
+    finally:
+        while _sessions:
+            _sessions.pop().leave()
+        detached.stop(folder_of(session))
+
+
+def folder_of(session: Session) -> RunFolder:
+    assert isinstance(session.job, DetachedJob)
+    return session.job.folder
+
+
+def again(session: Session) -> Session:
+    """Leave a session, and attach to it as the next kernel does."""
+    session.leave()
+    _sessions.append(Session.attach("lab"))
+    return _sessions[-1]
+
+
+def test_next_kernel_has_the_variables_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    for name, value in (("lr", 0.5), ("kept", "the notebook's")):
+        monkeypatch.setattr(main, name, value, raising=False)
+    with kernel(BEGIN, "before = lr + stale + double(rank)\nkept.append(double(1))") as first:
+        wait_for(first, "done")
+        first.kill()
+    with attached() as session:
+        assert repr(session.execute("kept, before")) == "rank 0: ([0, 2], 1.1)\nrank 1: ([10, 2], 3.1)"
+        assert repr(session.execute("lr")) == "ranks 0-1: 0.1"  # not what the notebook has had when it attached
+        monkeypatch.setattr(main, "lr", 0.7)
+        monkeypatch.setattr(main, "stale", 100, raising=False)
+        assert repr(session.execute("lr, stale")) == "ranks 0-1: (0.7, 100)"
+        assert repr(session.execute("double(3)")) == "ranks 0-1: 6"
+        monkeypatch.setattr(main, "double", lambda value: 20 * value, raising=False)
+        assert repr(session.execute("double(3)")) == "ranks 0-1: 60"
+        session.push(kept=1)
+        assert session.pull("kept", rank=1) == 1
+    assert session.job.status == "succeeded"
+    assert run_folders.remove_old(all_ended=True) == [session.job.id]
+    assert list(run_folders.root().iterdir()) == []
+
+
+def test_cell_goes_on_without_its_kernel(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    mark = tmp_path / "mark"
+    slow = (
+        f"import pathlib\nprint('slow')\nwhile not pathlib.Path({str(mark)!r}).exists(): time.sleep(0.01)\nkept += [1]"
+    )
+    slow += "\nprint('end of', rank)"
+    with kernel(BEGIN, slow) as first:
+        [folder] = processes.wait_until(run_folders.every, "the session is there", _LONG_S)
+        log_files = [folder.log_folder / f"rank_{rank}.log" for rank in range(2)]
+        processes.wait_until(lambda: all(map(has_begun, log_files)), "both ranks run the cell", _LONG_S)
+        first.kill()
+    processes.wait_until(lambda: busy().startswith("busy with session["), "the list has the cell", _LONG_S)
+    [line] = re.findall(r"lab \(a session on 2 CPUs, busy with \S+ since .*?\)", detached_runs.going_in_words())
+    assert time.strftime("%Y-%m-%d") in line
+    timer = threading.Thread(target=lambda: (said(capfd, "are still busy with session["), mark.touch()))
+    timer.start()
+    with attached() as session:
+        timer.join()
+        assert "end of 0\n" in session.job.logs(0)
+        assert repr(session.execute("kept")) == "rank 0: [0, 1]\nrank 1: [10, 1]"
+        out = capfd.readouterr().out
+        assert "slow" not in out  # printed before this kernel was there
+        processes.wait_until(lambda: busy() == "idle", "both ranks wait", _LONG_S)
+        assert ", idle since " in detached_runs.going_in_words()
+
+
+def has_begun(log_file: pathlib.Path) -> bool:
+    return log_file.exists() and "slow" in log_file.read_text()
+
+
+def busy() -> str:
+    [found] = detached_runs.summaries()
+    return found.session
+
+
+def said(capfd: pytest.CaptureFixture[str], text: str) -> None:
+    heard: list[str] = []
+
+    def is_there() -> bool:
+        heard.append(capfd.readouterr().err)
+        return text in "".join(heard)
+
+    processes.wait_until(is_there, f"somebody says {text}", _LONG_S)
+
+
+def test_interrupt_of_the_wait_leaves_the_session_as_it_was(lab: Session, capfd: pytest.CaptureFixture[str]) -> None:
+    lab.execute(GROUP)
+    assert repr(lab.execute(SUM)) == "ranks 0-1: 3"
+    lab.start("if rank == 0: accelerator.wait_for_everyone()\nelse: time.sleep(1000)")
+    processes.wait_until(lambda: all(stack.user_line for stack in lab.stacks()), "both ranks run the cell", _LONG_S)
+    lab.leave()
+
+    def interrupt() -> None:
+        said(capfd, "An interrupt ends only the waiting")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        Session.attach("lab")
+    thread.join()
+    job = registry.find("lab", running=True).job
+    assert job is not None
+    processes.wait_until(lambda: job.doing().startswith("busy with session["), "it knows what the ranks do", _LONG_S)
+    job.interrupt(escalate=False)
+    second = again(lab)
+    assert repr(second.execute("kept")) == "rank 0: [0]\nrank 1: [10]"
+    assert repr(second.execute(SUM)) == "ranks 0-1: 3"  # in a new process group, since an interrupt has broken the old
+
+
+def test_one_kernel_at_a_time() -> None:
+    with kernel(BEGIN) as first:
+        wait_for(first, "done")
+        with pytest.raises(
+            RunError, match=rf"'lab' belongs to another notebook just now: process {first.pid} "
+        ) as raised:
+            Session.attach("lab")
+        assert "%distributed detach" in raised.value.fix
+        assert run_folders.every()[0].is_held
+        first.kill()
+        first.wait()
+        with attached() as session:
+            assert repr(session.execute("rank")) == "rank 0: 0\nrank 1: 1"
+
+
+def test_fork_of_a_kernel_doesnt_hold_its_session(tmp_path: pathlib.Path) -> None:
+    forks = _KERNEL.replace('print("done"', 'import os\nif os.fork() == 0: time.sleep(1000)\nprint("done"')
+    process = subprocess.Popen([sys.executable, "-c", forks, BEGIN], stdout=subprocess.PIPE, text=True, cwd=_ROOT)
+    try:
+        wait_for(process, "done")
+        [child] = [each for each in processes.children(process.pid) if each.command.endswith(BEGIN)]
+        process.kill()
+        process.wait()
+        with attached() as session:
+            assert repr(session.execute("kept")) == "rank 0: [0]\nrank 1: [10]"
+        assert processes.kill(child)
+    finally:
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("moment_s", [0.0, 0.5, 2.0])
+def test_kernel_that_is_killed_while_it_starts(moment_s: float) -> None:
+    with kernel(BEGIN) as first:
+        wait_for(first, "ready")
+        time.sleep(moment_s)  # the moment itself
+        first.kill()
+        first.wait()
+    processes.wait_until(is_decided, "the launch was taken over or is gone", _LONG_S)
+    if run_folders.every():
+        with attached() as session:
+            assert repr(session.execute("1 + 1")) == "ranks 0-1: 2"
+
+
+def is_decided() -> bool:
+    root = run_folders.root()
+    folders = [RunFolder(path) for path in root.iterdir()] if root.exists() else []
+    return all(folder.is_published or not folder.is_held for folder in folders)
+
+
+def test_rank_that_dies_while_no_kernel_is_there(lab: Session) -> None:
+    lab.execute(GROUP)
+    assert repr(lab.execute(SUM)) == "ranks 0-1: 3"
+    [victim] = lab.execute("os.getpid()", ranks=[1])._bundles.values()
+    job = lab.job
+    lab.leave()
+    os.kill(int(victim["text/plain"]), signal.SIGKILL)
+    processes.wait_until(lambda: job.death(1), "the death is known", _LONG_S)
+    second = again(lab)
+    with pytest.raises(RankFailedError, match="rank 1 of 2 was killed by SIGKILL"):
+        second.execute("1")
+    assert second.restart() == [1]
+    assert repr(second.execute("kept", ranks=[0])) == "rank 0: [0]"
+    second.execute(BEGIN, ranks=[1])
+    second.execute(GROUP)
+    assert repr(second.execute(SUM)) == "ranks 0-1: 3"
+    third = again(second)  # which reads of the restart in the journal
+    assert third.job.ranks[1].starts == 2
+    assert repr(third.execute(SUM)) == "ranks 0-1: 3"
+    assert repr(third.execute("kept")) == "rank 0: [0]\nrank 1: [10]"
+
+
+def test_rank_that_is_started_again_waits_for_the_next_kernel(lab: Session) -> None:
+    with pytest.raises(RankFailedError, match="rank 1 of 2 exited with status 3"):
+        lab.execute("if rank == 1: os._exit(3)")
+    job = lab.job
+    lab.leave()
+    for rank in (0, 99):  # one that lives, and one that isn't there
+        send_order(folder_of(lab), messages.Respawn(job_id=job.id, rank=rank))
+    job.respawn(1)  # as a kernel that is killed in the middle of %distributed restart
+    second = again(lab)
+    assert repr(second.execute("'kept' in globals()")) == "rank 0: True\nrank 1: False"
+
+
+def test_failure_that_nobody_has_seen_is_shown(lab: Session, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankFailedError):
+        lab.execute("if rank == 1: raise ValueError('unseen')")
+    second = again(lab)
+    error = capfd.readouterr().err
+    assert "the last code of the earlier notebook, has failed on rank 1]" in error
+    assert "ValueError: unseen" in error
+    second.execute("1")
+    again(second)
+    assert "unseen" not in capfd.readouterr().err
+
+
+def test_kernel_that_is_killed_while_it_ends_its_session(lab: Session) -> None:
+    lab._pool._connections.tell(0, session_messages.Leave())
+    processes.wait_until(lambda: lab.job.ranks[0].has_result, "rank 0 has left", _LONG_S)
+    lab.leave()
+    with pytest.raises(RunError, match="'lab' has been ended by an earlier notebook"):
+        Session.attach("lab")
+    assert lab.job.wait(_LONG_S)
+
+
+def test_training_goes_on_in_the_next_kernel(lab: Session) -> None:
+    lab.execute(_TRAINING)
+    [before] = set(lab.run(_train))
+    second = again(lab)
+    for _ in range(3):
+        [after] = set(second.run(_train))
+    assert after < before
+    whole = second.execute("[bool((each == each[0]).all()) for each in [accelerator.gather(net[0].bias[None])]]")
+    assert repr(whole) == "ranks 0-1: [True]"
+
+
+def _train() -> float:
+    """Train on two batches in a rank, and return the mean loss of both ranks."""
+    import __main__ as rank
+
+    losses = []
+    for x, y in [*rank.loader][:2]:
+        loss = rank.torch.nn.functional.cross_entropy(rank.model(x), y)
+        rank.accelerator.backward(loss)
+        rank.optimizer.step()
+        rank.optimizer.zero_grad()
+        losses.append(loss.detach())
+    return round(float(rank.accelerator.reduce(sum(losses), "mean")), 5)
+
+
+def test_requests_of_the_next_kernel_have_new_numbers(lab: Session) -> None:
+    lab.execute("kept += ['first']")
+    numbers = lab._pool._numbers
+    second = again(lab)
+    assert next(second._pool._numbers) >= next(numbers) - 1
+    assert second.pull("kept", rank=1) == [10, "first"]
+
+
+def test_classes_of_both_notebooks_come_back(lab: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]
+    old, new = (type(name, (), {"__module__": "__main__", "name": name}) for name in ("Old", "New"))
+    monkeypatch.setattr(main, "Old", old, raising=False)
+    lab.execute("made = Old()")
+    assert type(lab.pull("made")) is old
+    second = again(lab)
+    monkeypatch.setattr(main, "New", new, raising=False)
+    second.execute("other = New()")
+    made, other = second.pull("made", "other")  # of which the earlier kernel has given one the other's number
+    assert (type(made).__name__, type(other)) == ("Old", new)
+
+
+def test_session_that_was_left_says_so(lab: Session) -> None:
+    lab.leave()
+    assert lab.is_over
+    assert repr(lab) == "<Session 'lab': left, on 2 CPUs>"
+    with pytest.raises(RunError, match="has left the session 'lab', which goes on") as raised:
+        lab.execute("1")
+    assert raised.value.fix == "%distributed attach lab"
+    processes.wait_until(lambda: busy() == "idle", "the list has its state", _LONG_S)
+    [found] = detached_runs.summaries()
+    assert (found.state, found.since >= found.began) == ("session, idle", True)
+
+
+def test_attached_twice_is_one_run(lab: Session) -> None:
+    second = again(lab)
+    assert registry.find("lab", running=True).job is second.job
+    assert [entry.name for entry in registry.latest() if entry.is_running] == ["lab"]
+
+
+def test_session_that_another_process_stops(lab: Session) -> None:
+    detached.stop(folder_of(lab))
+    assert lab.job.wait(_LONG_S)
+    with pytest.raises(RunError, match="was stopped"):
+        lab.execute("1")
+    with pytest.raises(RunError, match="no detached session 'lab' of yours that goes on"):
+        Session.attach("lab")
+    with pytest.raises(LaunchError, match="'lab' is a session that has ended"):
+        detached.again("lab")
+
+
+def test_session_of_another_version_is_refused(lab: Session) -> None:
+    lab.leave()
+    folder = folder_of(lab)
+    older = msgspec.structs.replace(folder.facts, version="0.0.1")
+    folder.replace("run.json", msgspec.json.encode(older))
+    with pytest.raises(RunError, match="can't be attached by notebook-accel") as raised:
+        detached_pool.find("lab")
+    assert raised.value.why == "notebook-accel 0.0.1 has started it."
+
+
+def test_usual_session_ends_with_its_kernel(engine: local.LocalEngine) -> None:
+    with Session(1, use_cpu=True, view="none") as session:
+        with pytest.raises(RunError, match="its ranks end with this kernel"):
+            session.leave()
+        with pytest.raises(ConfigError, match="can't be detached any more") as raised:
+            detached.let_go(session.job)
+        assert "%distributed start --detach" in raised.value.fix
+    assert session.job.done
+
+
+def test_ranks_in_a_data_loader_or_another_fork_serve_no_kernel(lab: Session) -> None:
+    """A worker of an earlier kernel's cell must not hold the connection to the next one open."""
+    lab.execute("pid = os.fork()\nif pid == 0: time.sleep(1000)")
+    second = again(lab)
+    assert repr(second.execute("kept")) == "rank 0: [0]\nrank 1: [10]"
+    second.execute("os.kill(pid, 9)\nos.waitpid(pid, 0)")

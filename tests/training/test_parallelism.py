@@ -1,0 +1,302 @@
+"""Copies, shares and parts of models on several ranks train as a whole model does in one process."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from notebook_accel import Accelerator, ConfigError, FullyShardedDataParallelPlugin, ParallelismConfig
+from notebook_accel.errors import TrainingError
+from notebook_accel.utils import set_seed
+from tests.training import sharded_programs
+from tests.training.ranks import Ranks
+from tests.training.sharded_programs import Case, Writer
+
+_STEPS = 50
+_PARTS = {"tp_size": 2}
+_SHARES_AND_PARTS = {"dp_shard_size": 2, "tp_size": 2}
+_COPIES_AND_SHARES = {"dp_replicate_size": 2, "dp_shard_size": 2}
+_LAYOUTS: list[tuple[int, dict[str, int]]] = [(2, _PARTS), (4, _SHARES_AND_PARTS), (4, _COPIES_AND_SHARES)]
+
+
+@pytest.fixture
+def groups(one_rank: Ranks, two_ranks: Ranks, four_ranks: Ranks) -> dict[int, Ranks]:
+    """Return the ranks by their number."""
+    return {1: one_rank, 2: two_ranks, 4: four_ranks}
+
+
+@pytest.mark.parametrize(("ranks", "parallel"), _LAYOUTS, ids=str)
+@pytest.mark.parametrize("window", [1, 2])
+def test_losses_and_weights_are_those_of_one_process(
+    groups: dict[int, Ranks], ranks: int, parallel: dict[str, int], window: int
+) -> None:
+    """With clipping, a schedule, groups of parameters, frozen ones and tied ones."""
+    expected, weights = groups[1].run(
+        sharded_programs.trained, Case(sharded=False, window=window, groups=True), _STEPS
+    )[0]
+    by_rank = groups[ranks].run(
+        sharded_programs.trained, Case(window=window, groups=True, parallel=parallel), _STEPS, deadline_s=100
+    )
+    for losses, _ in by_rank:
+        assert losses == pytest.approx(expected, rel=0, abs=1e-6)
+    trained = by_rank[0][1]
+    assert trained.keys() == weights.keys()
+    for name, values in trained.items():
+        assert torch.allclose(torch.tensor(values), torch.tensor(weights[name]), atol=1e-5), name
+    assert expected[-1] < 0.8 * expected[0]
+
+
+class Numbers(IterableDataset[torch.Tensor]):
+    """A stream of numbers, to which each process adds random ones of its own."""
+
+    def __iter__(self) -> Any:
+        for number in range(10):
+            yield torch.tensor(number + torch.rand(()).item() / 2)
+
+
+def read_samples(parallel: dict[str, int]) -> Any:
+    """Return the samples that a rank gets, with those of all ranks by each collective, and the random numbers after."""
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**parallel))
+    set_seed(5, device_specific=True)
+    noisy = [torch.tensor(number / 1.0) for number in range(10)]
+    shuffled = accelerator.prepare(DataLoader(noisy, batch_size=2, shuffle=True))  # type: ignore[arg-type]
+    streamed = accelerator.prepare(DataLoader(Numbers(), batch_size=2))
+    own, gathered, for_metrics, sums, objects = [], [], [], [], []
+    for loader in (shuffled, streamed):
+        own.append([batch.tolist() for batch in loader])
+        for batch in loader:
+            whole = batch.floor().long()
+            gathered.append(len(accelerator.gather(whole)))
+            for_metrics += accelerator.gather_for_metrics(whole).tolist()
+            objects += accelerator.gather_for_metrics([str(value) for value in whole.tolist()])
+            sums.append(accelerator.reduce(torch.ones((), dtype=torch.int64), "sum").item())
+    with accelerator.split_between_processes(["a", "b"]) as prompts:
+        return own, gathered, for_metrics, sums, objects, prompts, torch.rand(2).tolist()
+
+
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, _PARTS), (4, _SHARES_AND_PARTS)], ids=str)
+def test_ranks_with_parts_count_as_one(groups: dict[int, Ranks], ranks: int, parallel: dict[str, int]) -> None:
+    """Loaders give them the same samples, and metrics have each sample once."""
+    by_rank = groups[ranks].run(read_samples, parallel)
+    batches = ranks // 2
+    for rank, (own, gathered, for_metrics, sums, objects, prompts, drawn) in enumerate(by_rank):
+        assert own == by_rank[rank - rank % 2][0]
+        assert drawn == by_rank[rank - rank % 2][-1]
+        assert set(gathered) == {2 * batches}
+        assert sorted(for_metrics) == sorted([*range(10)] * 2)
+        assert sorted(map(int, objects)) == sorted(for_metrics)
+        assert set(sums) == {batches}
+        assert prompts == (["a", "b"] if batches == 1 else ["ab"[rank // 2]])
+    if batches > 1:
+        assert by_rank[0][0] != by_rank[2][0]
+
+
+@pytest.mark.parametrize(("ranks", "saved_as", "loaded_on", "loaded_as"), [
+    (2, _PARTS, 2, _PARTS),
+    (2, _PARTS, 1, {}),
+    (1, {}, 2, _PARTS),
+    (4, _SHARES_AND_PARTS, 2, _PARTS),
+    (4, _SHARES_AND_PARTS, 4, _COPIES_AND_SHARES),
+    (4, _COPIES_AND_SHARES, 4, _SHARES_AND_PARTS),
+], ids=str)  # fmt: skip
+def test_checkpoints_fit_any_division(
+    groups: dict[int, Ranks],
+    tmp_path: pathlib.Path,
+    ranks: int,
+    saved_as: dict[str, int],
+    loaded_on: int,
+    loaded_as: dict[str, int],
+) -> None:
+    folder = str(tmp_path / "state")
+    saved, loaded = (Case(sharded=bool(parallel), groups=True, parallel=parallel) for parallel in (saved_as, loaded_as))
+    (expected, losses), *_ = groups[ranks].run(sharded_programs.saved, folder, saved)
+    (state, resumed), *_ = groups[loaded_on].run(sharded_programs.loaded, folder, loaded)
+    assert state == expected
+    assert resumed == pytest.approx(losses, rel=0, abs=1e-6)
+    assert len(losses) == sharded_programs.RESUMED_STEPS
+
+
+def save_whole_model(parallel: dict[str, int], folder: str) -> Any:
+    program = sharded_programs.Program(Case(parallel=parallel))
+    weights = program.weights()
+    program.accelerator.save_model(program.net, folder)
+    return weights
+
+
+@pytest.mark.parametrize(("ranks", "parallel"), _LAYOUTS, ids=str)
+def test_whole_weights_are_saved(
+    groups: dict[int, Ranks], tmp_path: pathlib.Path, ranks: int, parallel: dict[str, int]
+) -> None:
+    from safetensors.torch import load_file
+
+    weights, *others = groups[ranks].run(save_whole_model, parallel, str(tmp_path))
+    assert not any(others)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(saved["blocks.0.up.weight"], torch.tensor(weights["blocks.0.up.weight"]))
+
+
+def hybrid(variables: dict[str, str], strategy: str | None) -> Any:
+    os.environ.update(variables)
+    try:
+        set_seed(3)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(sharding_strategy=strategy))
+        net = accelerator.prepare(Writer())
+        x = sharded_programs.digits()[accelerator.process_index :: 4][:8]
+        accelerator.backward(F.cross_entropy(net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()))
+        up: Any = net.blocks[0].up.weight
+        assert accelerator.parallelism_config is not None
+        sizes = accelerator.parallelism_config.sizes
+        return sizes, len(up.to_local()), len(up), up.grad.full_tensor().tolist(), accelerator.data_parallel_rank
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+def whole_gradient() -> Any:
+    set_seed(3)
+    accelerator = Accelerator(cpu=True)
+    net = accelerator.prepare(Writer())
+    x = sharded_programs.digits()[accelerator.process_index :: 4][:8]
+    accelerator.backward(F.cross_entropy(net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()))
+    return accelerator.unwrap_model(net).blocks[0].up.weight.grad.tolist()
+
+
+@pytest.mark.parametrize(("variables", "strategy"), [
+    ({"LOCAL_WORLD_SIZE": "2"}, "HYBRID_SHARD"),
+    ({"LOCAL_WORLD_SIZE": "2", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD_ZERO2"}, None),
+    (
+        {
+            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+            "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+        },
+        None,
+    ),
+], ids=["strategy", "variable", "sizes"])  # fmt: skip
+def test_each_copy_is_sharded_over_some_ranks(
+    four_ranks: Ranks, variables: dict[str, str], strategy: str | None
+) -> None:
+    """Two nodes of two ranks have a copy each, or as many as variables say."""
+    by_rank = four_ranks.run(hybrid, variables, strategy)
+    expected = four_ranks.run(whole_gradient)[0]
+    for rank, (sizes, held, length, gradient, copy) in enumerate(by_rank):
+        assert sizes == {"dp_replicate": 2, "dp_shard": 2}
+        assert held == length / 2
+        assert copy == rank // 2
+        assert torch.allclose(torch.tensor(gradient), torch.tensor(expected), atol=1e-6)
+
+
+def train_on_own_mesh(shape: tuple[int, ...], loader_first: bool = False) -> list[float]:
+    """Train a model that is cut, and with two dimensions sharded, over a mesh that this code makes itself."""
+    set_seed(3)
+    accelerator = Accelerator(cpu=True)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "parts")[2 - len(shape) :])
+    model: Any = Writer()
+    sharded_programs.cut_into_parts(model, mesh["parts"] if len(shape) > 1 else mesh)
+    if len(shape) > 1:
+        fully_shard(model, mesh=mesh["data"])
+    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    samples = sharded_programs.digits()
+    loader: Any = DataLoader(TensorDataset(samples[:, :-1], samples[:, 1:]), 24 // (shape[0] if len(shape) > 1 else 1))
+    if loader_first:
+        loader = accelerator.prepare(loader)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for x, y in loader:
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses
+
+
+def train_whole() -> list[float]:
+    set_seed(3)
+    model = Writer()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    samples = sharded_programs.digits()
+    losses = []
+    for x, y in DataLoader(TensorDataset(samples[:, :-1], samples[:, 1:]), 24):
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_loaders_follow_the_mesh_of_a_model(groups: dict[int, Ranks], shape: tuple[int, ...]) -> None:
+    expected = groups[1].run(train_whole)[0]
+    for losses in groups[2 ** len(shape)].run(train_on_own_mesh, shape):
+        assert losses == pytest.approx(expected, rel=0, abs=1e-6)
+
+
+def test_a_model_with_parts_comes_before_its_loader(two_ranks: Ranks) -> None:
+    with pytest.raises(TrainingError, match="the loaders were prepared before") as raised:
+        two_ranks.run(train_on_own_mesh, (2,), True)
+    assert "tp_size=2" in raised.value.fix
+
+
+def prepare_copies_with_parts() -> None:
+    accelerator = Accelerator(cpu=True)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "parts"))
+    model = Writer()
+    sharded_programs.cut_into_parts(model, mesh["parts"])
+    accelerator.prepare(model)
+
+
+def prepare_distant_parts() -> None:
+    accelerator = Accelerator(cpu=True)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("parts", "data"))
+    model = Writer()
+    sharded_programs.cut_into_parts(model, mesh["parts"])
+    accelerator.prepare(model)
+
+
+def test_models_with_parts_that_nobody_averages(four_ranks: Ranks) -> None:
+    with pytest.raises(TrainingError, match="nobody averages their gradients"):
+        four_ranks.run(prepare_copies_with_parts)
+    with pytest.raises(TrainingError, match="are on the ranks 0, 2"):
+        four_ranks.run(prepare_distant_parts)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"cp_size": 2}, "no context parallelism"),
+    ({"sp_size": 2}, "no sequence parallelism"),
+    ({"tp_size": 0}, "tp_size is 0"),
+    ({"tp_size": "two"}, "tp_size is 'two'"),
+    ({"tp_size": 2, "dp_replicate_size": 2}, "needs dp_shard_size too"),
+    ({"tp_size": 2, "tp_handler": object()}, "tp_handler"),
+])  # fmt: skip
+def test_what_is_not_there(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        ParallelismConfig(**arguments)
+    assert raised.value.fix
+
+
+def test_sizes_that_do_not_fit(two_ranks: Ranks) -> None:
+    with pytest.raises(ConfigError, match=r"is for 4 ranks \(tp_size=4\), and there is 1|for 4 ranks .* there are 1"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=4))
+    with pytest.raises(ConfigError, match="leaves no ranks for that"):
+        two_ranks.run(sharded_and_cut)
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig())
+    assert accelerator.parallelism_config is accelerator.torch_device_mesh is accelerator.state.device_mesh is None
+    with pytest.raises(TrainingError, match="have no mesh"):
+        _ = accelerator.tensor_parallel_rank
+
+
+def sharded_and_cut() -> None:
+    plugin = FullyShardedDataParallelPlugin()
+    Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(tp_size=2))
