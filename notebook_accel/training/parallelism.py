@@ -82,7 +82,7 @@ class ParallelismConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The dimensions of the mesh, in order: those with more than one rank."""
+        """The dimensions of the mesh with more than one rank, in order."""
         sizes = {name: getattr(self, f"{name}_size") for name in ("dp_replicate", "dp_shard", "tp")}
         return {name: size for name, size in sizes.items() if size > 1}
 

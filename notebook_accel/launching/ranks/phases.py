@@ -67,6 +67,7 @@ class StepClock:
         self._rest_until_s = 0.0  # 0 while all steps are measured
         self._is_rest_due = False  # the main thread is to stop measuring for a while
         self._resting_since_s = 0.0
+        self._woken_s = 0.0  # the end of a rest, until the first phase after it begins
         self._times = dict.fromkeys(events.PHASES, 0.0)
         self._since_s = time.perf_counter()
         self._main = threading.main_thread().ident
@@ -97,12 +98,22 @@ class StepClock:
         now_s = time.perf_counter()
         if self.phase:
             self._times[self.phase] += now_s - self._since_s
+        elif self._woken_s:
+            self._add_gap(now_s)
         self._since_s, self.phase = now_s, phase
         if self._trail is not None:
             self._trail.append((now_s, phase))
         if self.is_marking:
             self._device.mark(phase)
         return now_s
+
+    def _add_gap(self, now_s: float) -> None:
+        """Add the time between the end of a rest and now: the rest of a step, or something longer around the steps."""
+        gap_s, self._woken_s = now_s - self._woken_s, 0.0
+        if gap_s < _MEASURED_S:
+            self._counts.rested_s += gap_s
+        else:
+            self._times["other"] += gap_s
 
     def begin_step(self, batch: Any, workers: int | None) -> None:
         """Begin a step. ``batch`` is ``None`` where no loader runs. Only some steps are looked at closely."""
@@ -137,6 +148,8 @@ class StepClock:
         """Send the times, and stop the clock until the next phase begins. The running phase belongs to no step."""
         self.phase = ""
         self._wake()
+        if self._woken_s:
+            self._add_gap(time.perf_counter())
         self.send()
         self._lines.clear()
 
@@ -208,7 +221,7 @@ class StepClock:
         """Measure again after a rest. The main thread tells no phases until then."""
         self._is_rest_due, self._rest_until_s = False, 0.0
         if not self.is_on:
-            self._counts.end_rest(self._resting_since_s)
+            self._woken_s = self._counts.end_rest(self._resting_since_s)
             self.is_on = True
 
     def send(self) -> None:
@@ -275,11 +288,12 @@ class _Counts:
             else:
                 return
 
-    def end_rest(self, began_s: float) -> None:
-        """Count a rest that ends now."""
+    def end_rest(self, began_s: float) -> float:
+        """Count a rest that ends now, and return the time."""
         now_s = time.perf_counter()
         self.rested_s += now_s - began_s
         self._measured_from = (self.steps, now_s)
+        return now_s
 
     def steps_per_s(self) -> float:
         """Return the steps a second since the last rest."""

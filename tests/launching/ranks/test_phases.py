@@ -107,6 +107,27 @@ def test_fast_steps_are_measured_in_parts_that_stand_for_the_others(rank: types.
     assert sum(sent.steps for sent in rank.received.times) > 1002
 
 
+@pytest.mark.parametrize("gap_s", [0.0, 0.3])
+def test_phases_add_up_to_the_wall_time_with_a_rest_and_what_follows_it(
+    rank: types.SimpleNamespace, gap_s: float
+) -> None:
+    began_s = rank.clock.enter("forward")
+    for _ in range(1000):
+        rank.clock.begin_step(None, None)
+    rank.clock.look()
+    rank.clock.begin_step(None, None)
+    processes.wait_until(rank.clock.look, "it measures again", 30.0)
+    time.sleep(gap_s)  # the time of something around the steps
+    rank.clock.enter("forward")
+    rank.clock.begin_step(None, None)
+    ended_s = rank.clock.enter("other")
+    rank.clock.stop()
+    rank.reporter.close()
+    assert sum(sum(sent.seconds.values()) for sent in rank.received.times) == pytest.approx(ended_s - began_s, rel=0.02)
+    # The scaled times of measured steps may have a part of it too.
+    assert sum(sent.seconds["other"] for sent in rank.received.times) > 0.9 * gap_s - 0.01
+
+
 def test_steps_that_take_longer_are_all_measured(rank: types.SimpleNamespace) -> None:
     for _ in range(3):
         rank.clock.enter("forward")
