@@ -252,7 +252,12 @@ class AgentProcess(AgentLink[RunHandle]):
         """
         self._answer = _Answer(lambda: job.end_detached(folder.facts.name))
         results = job.result_files.descriptors
-        self._send(messages.Detach(job_id=job.id, folder=str(folder.path)), [lock, *results])
+        try:
+            self._send(messages.Detach(job_id=job.id, folder=str(folder.path)), [lock, *results])
+        except LaunchError:
+            if job.done:  # its results were read and closed meanwhile
+                raise RunError("The run can't be detached now.", why="It has ended.") from None
+            raise
         self._answer.has_come.wait(_DETACH_DEADLINE_S)
         if not self._answer.is_detached:
             why = self._answer.why or "its agent, the process that supervises the ranks, doesn't answer"

@@ -281,6 +281,17 @@ def test_run_that_cannot_be_detached_goes_on_as_before(mark: pathlib.Path) -> No
     assert list(run_folders.root().iterdir()) == []
 
 
+@pytest.mark.usefixtures("own_agent")
+def test_run_that_ends_while_it_is_being_detached_is_said_to_have_ended(mark: pathlib.Path) -> None:
+    job = launch_here(functions.reports_until, str(mark))
+    agent = local.engine()._agent
+    assert agent is not None
+    mark.touch()
+    job.results(_LONG_S)  # which closes their files
+    with mark.open() as lock, pytest.raises(RunError, match=r"can't be detached now\.\nIt has ended\."):
+        agent.detach(job, run_folders.RunFolder(mark.parent), lock.fileno())
+
+
 def test_variable_that_no_pull_has_named_is_not_kept(mark: pathlib.Path) -> None:
     mark.touch()
     job = launch(functions.reports_until, str(mark), ranks=1)
