@@ -57,7 +57,10 @@ _KEYS: Mapping[str, _ForeignKey] = {
     "megatron_lm_config": _ForeignKey("Megatron-LM"),
     "mpirun_config": _ForeignKey("mpirun"),
     "num_machines": _ForeignKey("several machines", (1,), "write num_nodes, node_rank and master_addr"),
-    "parallelism_config": _ForeignKey("several kinds of parallelism"),
+    "parallelism_config": _ForeignKey(
+        "several kinds of parallelism",
+        instead="say it in the program: Accelerator(parallelism_config=ParallelismConfig(...))",
+    ),
 }
 # Keys about how several machines find each other, or about a script's function. They have no effect in a notebook.
 _WITHOUT_EFFECT = frozenset({"machine_rank", "main_process_ip", "main_training_function", "same_network"})

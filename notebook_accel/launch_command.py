@@ -33,7 +33,11 @@ _COMPILE = "say it in the script: Accelerator(dynamo_plugin=TorchDynamoPlugin(mo
 _POD = "a TPU pod is not supported here: --tpu asks for the TPUs of this machine"
 _FP8 = "there is no arithmetic in 8 bits here: --mixed_precision bf16"
 _AWS = "Amazon SageMaker is not supported here"
-_PARALLEL = "other kinds of parallelism are not supported here: ranks differ by their data alone"
+_SIZES = (
+    "say it in the script: Accelerator(parallelism_config=ParallelismConfig(...)); or set "
+    "ACCELERATE_USE_PARALLELISM_CONFIG=true and PARALLELISM_CONFIG_TP_SIZE"
+)
+_PARALLEL = "there is no context or sequence parallelism here"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +125,15 @@ _FLAGS = (
         switches="fp8_use_autocast_during_eval",
     ),
     *_group(
+        _SIZES,
+        "parallelism_config_dp_replicate_size parallelism_config_dp_shard_size parallelism_config_tp_size",
+        switches="use_parallelism_config",
+    ),
+    *_group(
         _PARALLEL,
-        "parallelism_config_dp_replicate_size parallelism_config_dp_shard_size parallelism_config_tp_size "
         "parallelism_config_cp_size parallelism_config_cp_backend parallelism_config_cp_comm_strategy "
         "parallelism_config_sp_size parallelism_config_sp_backend parallelism_config_sp_seq_length "
         "parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation",
-        switches="use_parallelism_config",
     ),
 )
 
