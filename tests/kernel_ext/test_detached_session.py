@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from notebook_accel.launching import run_folders
+from notebook_accel.launching.kernel import detached_runs
 from tests import kernels, processes
 from tests.kernel_ext.in_session import error, shown
 
@@ -70,6 +71,8 @@ def test_session_outlives_its_kernel_and_another_one_goes_on_with_it(
     )
     assert "ZeroDivisionError" in error(first, "%%distributed\nnobody = 1 - rank\nrank / nobody")
     first.kill()
+    [folder] = run_folders.every()
+    processes.wait_until(lambda: detached_runs.summary(folder).session == "idle", "all that was said is kept", _LONG_S)
     with notebook(tmp_path / "second") as second:
         assert re.search(r"detached run of yours goes on: lab \(a session on 2 CPUs, idle since \d{4}-", load(second))
         [row] = second.run("%distributed runs").stdout.splitlines()[1:]
