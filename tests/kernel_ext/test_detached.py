@@ -92,7 +92,7 @@ def test_run_under_a_cell_is_detached_by_a_click_and_outlives_its_kernel(tmp_pat
         cell.wait_for_display(_LONG_S)
         opened = [message["content"] for message in cell.messages if message["msg_type"] == "comm_open"]
         [button] = [comm for comm in opened if comm["data"]["state"].get("description") == "Detach"]
-        first.click(button["comm_id"])
+        first.click(button["comm_id"], first.make_subshell())  # as JupyterLab does for clicks while a cell runs
         outcome = cell.finish(_LONG_S)
         assert "The run 'day' was detached, and goes on without this notebook." in outcome.traceback
         assert "Fix: %distributed attach day" in outcome.traceback
