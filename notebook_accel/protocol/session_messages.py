@@ -148,7 +148,7 @@ class Leave(_SessionMessage, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank of a detached session has kept from the kernels that it has served before.
+    """State that a rank of a detached session has kept from the kernels that it has served before.
 
     Attributes:
         own: Names that the rank has bound itself.

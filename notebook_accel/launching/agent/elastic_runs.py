@@ -243,7 +243,7 @@ class ElasticRuns:
             messages.Starting(
                 job_id=run.launch.job_id,
                 restarts=said.restarts,
-                first_rank=said.places[0][0].rank,
+                first_rank=run.first_rank,
                 world_size=said.places[0][0].world_size,
                 cause=said.cause,
             )

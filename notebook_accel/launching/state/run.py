@@ -173,7 +173,7 @@ class RunState:
 
     @property
     def serving(self) -> str:
-        """What the ranks of a detached session do, in words; empty for another run."""
+        """The work of a detached session's ranks in words, such as ``busy with In[7]``; empty for another run."""
         serving = [rank for rank in self.ranks if rank.cell_since_s is not None and not rank.has_ended]
         cells = dict.fromkeys(rank.cell for rank in serving if rank.cell)
         return f"busy with {', '.join(cells)}" if cells else "idle" if serving else ""
