@@ -352,6 +352,39 @@ def test_fork_that_hangs_at_its_birth(notebook: kernels.Kernel, run: Run, way: s
     assert ok(run("%%distributed -n 2 --start_method fork\n1")).result == "[1, 1]"
 
 
+def test_fork_beside_a_session_and_after_it(run: Run) -> None:
+    """Forks close the session's descriptors once. In forks of theirs other files have the numbers."""
+    ok(run("from notebook_accel import notebook_launcher\ndef pid(): return os.getpid()"))
+    ok(run("%distributed start -n 2"))
+    launch = 'len(set(notebook_launcher(pid, num_processes=2, start_method="fork")))'
+    assert ok(run(launch)).result == "2"
+    ok(run("%distributed stop"))
+    assert ok(run(launch)).result == "2"
+    ok(run("files = [open(os.devnull) for _ in range(20)]"))
+    cell = "%%distributed -n 2 --start_method fork\nsum(os.fstat(file.fileno()).st_size for file in files)"
+    assert ok(run(cell)).result == "[0, 0]"
+    ok(run("for file in files: file.close()"))
+
+
+def test_fork_destroys_nothing_that_was_garbage_in_the_kernel(run: Run, tmp_path: pathlib.Path) -> None:
+    """A process group may be among it, whose end waits in a fork for threads that only the kernel has."""
+    ok(
+        run(f"""import gc
+class Garbage:
+    def __init__(self): self.itself = self
+    def __del__(self):
+        if os.getpid() != kernel: open({str(tmp_path)!r} + f"/{{os.getpid()}}", "w").close()
+kernel, is_making = os.getpid(), [True]
+os.register_at_fork(
+    before=lambda: is_making and os.getpid() == kernel and Garbage(),
+    after_in_child=lambda: is_making and gc.set_threshold(1),  # collects as soon as it may
+)""")
+    )
+    assert ok(run("%%distributed -n 1 --start_method fork\ngc.isenabled()")).result == "[True]"
+    assert run("is_making.clear(); gc.isenabled()").result == "True"
+    assert os.listdir(tmp_path) == []
+
+
 def test_fork_that_is_killed_takes_its_ranks_along(notebook: kernels.Kernel, run: Run) -> None:
     processes.wait_until(lambda: len(processes.children(notebook.pid)) == 1, "the fork of the run before is gone")
     standing = set(processes.children(notebook.pid))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -106,17 +107,22 @@ class _Forking:
         return TemplateLine(self._ours, self._pid, self._pidfd)
 
     def _run(self) -> None:
+        collects_garbage = gc.isenabled()
+        gc.disable()  # a process group that is garbage can't be destroyed in a fork, which has none of its threads
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # of threads; preflight has looked at them
                 pid = os.fork()
             if pid == 0:
+                gc.freeze()
                 self._become_template()
             self._pid, self._pidfd = pid, processes.pidfd_open(pid)
         except OSError as error:
             self._error = error
             return
         finally:
+            if collects_garbage:
+                gc.enable()
             self._theirs.close()
             self._has_forked.set()
         with contextlib.suppress(ChildProcessError):  # somebody has waited for whatever ends

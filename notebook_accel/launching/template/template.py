@@ -142,7 +142,7 @@ class Template:
             else:  # imported by name, since it is the only module here that imports torch
                 status = importlib.import_module(_ELASTIC_PROCESS).run(order, descriptors)
         except BaseException:  # noqa: BLE001 - the worker catches the user's errors, so this is one of ours
-            traceback.print_exc()
+            os.write(2, traceback.format_exc().encode())  # sys.stderr leads nowhere in a fork of the kernel
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
