@@ -10,6 +10,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
+import notebook_accel
+
 _STEPS_IN_PROFILE = 20
 
 
@@ -103,3 +105,21 @@ def counts_flops() -> None:
 def does_no_step() -> None:
     while True:
         time.sleep(0.01)
+
+
+def starts_the_profiler_slowly(may_start: str) -> None:
+    """The profiler starts when that file is there. Another thread reports meanwhile."""
+    start = torch.profiler.profile.start
+
+    def wait_and_start(self: torch.profiler.profile) -> None:
+        notebook_accel.report(starts=1)
+        while not os.path.exists(may_start):
+            time.sleep(0.01)
+        start(self)
+
+    torch.profiler.profile.start = wait_and_start  # type: ignore[method-assign]
+    layer = torch.nn.Linear(8, 1)
+    while True:
+        for x in DataLoader(torch.randn(64, 8), batch_size=8):
+            layer(x).sum().backward()
+            time.sleep(0.01)

@@ -189,6 +189,19 @@ def test_ranks_that_cannot_be_profiled(launch: Callable[..., Job], program: Call
     job.kill()
 
 
+def test_profiler_that_starts_slowly_holds_up_no_report(running: Callable[..., Job], tmp_path: pathlib.Path) -> None:
+    may_start = tmp_path / "may start"
+    job = running(profiled_programs.starts_the_profiler_slowly, str(may_start))
+    profiles: list[Profile] = []
+    asking = threading.Thread(target=lambda: profiles.append(job.profile(2, timeout_s=_LONG_S)))
+    asking.start()
+    processes.wait_until(lambda: all("starts" in rank.metrics for rank in job.ranks), "the reports", _LONG_S)
+    may_start.touch()
+    asking.join(_LONG_S)
+    assert [rank.steps for rank in profiles[0].ranks] == [2, 2]
+    job.kill()
+
+
 def test_attached_run(state_home: pathlib.Path) -> None:
     program: Any = slow_programs.slow_forward_on_one_rank
     notebook_launcher(program, (False,), 2, use_cpu=True, view="none", detach=True, name="night")

@@ -48,7 +48,9 @@ class StepProfiler:
 
     def look(self) -> None:
         """Give up a request that has had its time."""
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return  # the main thread starts or stops torch's profiler; reports must not wait for that
+        try:
             current = self._current
             if current is None or current.reader is not None or current.left_s > 0:
                 return
@@ -57,6 +59,8 @@ class StepProfiler:
                 current.answer(f"it did {current.progress} in {current.request.deadline_s:g} s")
             if not current.has_begun:  # else the main thread stops the profiler at its next step
                 self._release()
+        finally:
+            self._lock.release()
 
     def take(self, request: messages.Profile) -> None:
         """Profile the next steps."""
