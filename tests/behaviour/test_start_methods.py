@@ -360,10 +360,13 @@ def test_fork_beside_a_session_and_after_it(run: Run) -> None:
     assert ok(run(launch)).result == "2"
     ok(run("%distributed stop"))
     assert ok(run(launch)).result == "2"
+    ok(run("%distributed start -n 2 --detach --name lab"))
+    ok(run("%distributed detach"))
+    assert ok(run(launch)).result == "2"
     ok(run("files = [open(os.devnull) for _ in range(20)]"))
     cell = "%%distributed -n 2 --start_method fork\nsum(os.fstat(file.fileno()).st_size for file in files)"
     assert ok(run(cell)).result == "[0, 0]"
-    ok(run("for file in files: file.close()"))
+    ok(run("for file in files: file.close()\nfrom notebook_accel import attach\nattach('lab').stop()"))
 
 
 def test_fork_destroys_nothing_that_was_garbage_in_the_kernel(run: Run, tmp_path: pathlib.Path) -> None:

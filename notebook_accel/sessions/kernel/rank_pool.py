@@ -267,6 +267,8 @@ class RankPool:
 
     def close_in_fork(self) -> None:
         """Close the descriptors in a fork of this process: whoever holds them seems to be the session's kernel."""
+        if self._is_closed:
+            return  # other files have the numbers now, also in a fork of the fork
         self._is_closed = True
         atexit.unregister(self._end_with_kernel)
         self._connections.close_in_fork()
@@ -275,7 +277,6 @@ class RankPool:
 
     def _close(self, interrupts: Interrupts) -> None:
         self._is_closed = True
-        _pools.discard(self)  # a fork must not close these numbers, which other files get
         atexit.unregister(self._end_with_kernel)
         is_idle = self._job is not None and len(self.alive) == self._job.world_size and not self._queue.titles
         self._connections.close(messages.Leave() if self.outlives_kernel else None)
@@ -465,8 +466,8 @@ _pools: weakref.WeakSet[RankPool] = weakref.WeakSet()
 
 
 def _close_in_fork() -> None:
-    while _pools:  # once: in a fork of the fork, other files have the numbers
-        _pools.pop().close_in_fork()
+    for pool in list(_pools):
+        pool.close_in_fork()
 
 
 os.register_at_fork(after_in_child=_close_in_fork)
