@@ -56,6 +56,16 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...],
         _help("Settings of fsdp, such as state_dict_type=full_state_dict, auto_wrap_policy=no_wrap, version=2."),
     ] = ()
+    parallelism_config_dp_replicate_size: Annotated[
+        Annotated[int, msgspec.Meta(ge=1)], _help("Copies of a model, each sharded over the ranks of its own.")
+    ] = 1
+    parallelism_config_dp_shard_size: Annotated[
+        Annotated[int, msgspec.Meta(ge=1)], _help("Ranks over which each copy of a model is sharded (FSDP 2).")
+    ] = 1
+    parallelism_config_tp_size: Annotated[
+        Annotated[int, msgspec.Meta(ge=1)],
+        _help("Ranks that compute the parts of each layer, on the same samples (tensor parallelism)."),
+    ] = 1
     use_cpu: Annotated[bool, _help("Train on the CPU, with gloo, also where there are GPUs.")] = False
     start_method: Annotated[
         Literal["auto", "spawn", "fork", "inline"],
@@ -187,7 +197,17 @@ def training_variables(config: LaunchConfig) -> dict[str, str]:
         variables[f"{environment.DYNAMO}BACKEND"] = config.dynamo_backend
     if config.fsdp:
         variables |= environment.fsdp_variables(config.fsdp_options)
+    sizes = mesh_sizes(config)
+    if sizes:
+        variables |= {environment.USE_PARALLELISM: "true", **{name.upper(): str(sizes[name]) for name in sizes}}
     return variables
+
+
+def mesh_sizes(config: LaunchConfig) -> dict[str, int]:
+    """Return the options by which ranks divide the work, if one is above 1. Their product is the number of ranks."""
+    names = (f"parallelism_config_{dimension}_size" for dimension in ("dp_replicate", "dp_shard", "tp"))
+    sizes = {name: getattr(config, name) for name in names}
+    return sizes if max(sizes.values()) > 1 else {}
 
 
 class Option(msgspec.Struct, frozen=True):

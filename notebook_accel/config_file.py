@@ -20,6 +20,11 @@ import yaml
 from notebook_accel.errors import ConfigError
 
 _TEXT = "tag:yaml.org,2002:str"
+# Accelerate's settings of context and sequence parallelism, besides their sizes.
+SEQUENCE_SETTINGS = (
+    "cp_backend", "cp_comm_strategy", "sp_attn_implementation", "sp_backend", "sp_seq_length",
+    "sp_seq_length_is_variable",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +62,16 @@ _KEYS: Mapping[str, _ForeignKey] = {
     "megatron_lm_config": _ForeignKey("Megatron-LM"),
     "mpirun_config": _ForeignKey("mpirun"),
     "num_machines": _ForeignKey("several machines", (1,), "write num_nodes, node_rank and master_addr"),
-    "parallelism_config": _ForeignKey(
-        "several kinds of parallelism",
-        instead="say it in the program: Accelerator(parallelism_config=ParallelismConfig(...))",
-    ),
+    "parallelism_config": _ForeignKey("a division of the ranks"),  # see ConfigFile.unfolded
+    "parallelism_config_cp_size": _ForeignKey("context parallelism", (1,)),
+    "parallelism_config_sp_size": _ForeignKey("sequence parallelism", (1,)),
 }
-# Keys about how several machines find each other, or about a script's function. They have no effect in a notebook.
-_WITHOUT_EFFECT = frozenset({"machine_rank", "main_process_ip", "main_training_function", "same_network"})
+# Keys about how several machines find each other, or about a script's function, which have no effect in a notebook;
+# and settings of context and sequence parallelism, which are only refused when their sizes ask for them.
+_WITHOUT_EFFECT = frozenset({
+    "machine_rank", "main_process_ip", "main_training_function", "same_network",
+    *(f"parallelism_config_{name}" for name in SEQUENCE_SETTINGS),
+})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +87,10 @@ class ConfigFile:
     repeated: tuple[Any, ...] = ()
 
     def unfolded(self) -> ConfigFile:
-        """Return the file with the entries of Accelerate's ``dynamo_config`` as keys of their own, on its line.
+        """Return the file with the entries of two of Accelerate's tables as keys of their own, on the table's line.
 
-        Its keys for sharded models are replaced by the options ``fsdp`` and ``fsdp_options``.
+        The tables are ``dynamo_config`` and ``parallelism_config``. The options ``fsdp`` and ``fsdp_options`` replace
+        Accelerate's keys for sharded models.
         """
         values, lines = dict(self.values), dict(self.lines)
 
@@ -90,8 +99,9 @@ class ConfigFile:
                 values.setdefault(name, value)
                 lines.setdefault(name, lines.get(key, 0))
 
-        if isinstance(values.get("dynamo_config"), dict):
-            replace("dynamo_config", values.pop("dynamo_config"))
+        for table in ("dynamo_config", "parallelism_config"):
+            if isinstance(values.get(table), dict):
+                replace(table, values.pop(table))
         if values.get("distributed_type") == "FSDP":
             replace("distributed_type", {"fsdp": True})
         if isinstance(values.get("fsdp_config"), dict):

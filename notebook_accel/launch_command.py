@@ -18,7 +18,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from notebook_accel import config, environment
+from notebook_accel import config, config_file, environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, RankFailedError
 from notebook_accel.launching.kernel import foreground, launcher
@@ -33,10 +33,6 @@ _COMPILE = "say it in the script: Accelerator(dynamo_plugin=TorchDynamoPlugin(mo
 _POD = "a TPU pod is not supported here: --tpu asks for the TPUs of this machine"
 _FP8 = "there is no arithmetic in 8 bits here: --mixed_precision bf16"
 _AWS = "Amazon SageMaker is not supported here"
-_SIZES = (
-    "say it in the script: Accelerator(parallelism_config=ParallelismConfig(...)); or set "
-    "ACCELERATE_USE_PARALLELISM_CONFIG=true and PARALLELISM_CONFIG_TP_SIZE"
-)
 _PARALLEL = "there is no context or sequence parallelism here"
 
 
@@ -124,17 +120,10 @@ _FLAGS = (
         "fp8_override_linear_precision fp8_opt_level fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim",
         switches="fp8_use_autocast_during_eval",
     ),
-    *_group(
-        _SIZES,
-        "parallelism_config_dp_replicate_size parallelism_config_dp_shard_size parallelism_config_tp_size",
-        switches="use_parallelism_config",
-    ),
-    *_group(
-        _PARALLEL,
-        "parallelism_config_cp_size parallelism_config_cp_backend parallelism_config_cp_comm_strategy "
-        "parallelism_config_sp_size parallelism_config_sp_backend parallelism_config_sp_seq_length "
-        "parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation",
-    ),
+    # The sizes say all; settings of what they don't ask for do nothing, as with Accelerate.
+    _ForeignFlag("use_parallelism_config", harmless=None, takes_value=False),
+    *(_ForeignFlag(f"parallelism_config_{kind}_size", _PARALLEL, ("1",)) for kind in ("cp", "sp")),
+    *(_ForeignFlag(f"parallelism_config_{name}", harmless=None) for name in config_file.SEQUENCE_SETTINGS),
 )
 
 

@@ -118,6 +118,26 @@ def test_settings_of_sharding_are_checked_at_once() -> None:
         assert "min_num_params" in (raised.value.fix or "")
 
 
+def test_a_division_of_the_ranks_in_accelerates_words(file: pathlib.Path) -> None:
+    _write(
+        file,
+        "parallelism_config:\n  parallelism_config_cp_comm_strategy: allgather\n  parallelism_config_cp_size: 1\n"
+        "  parallelism_config_dp_replicate_size: 1\n  parallelism_config_dp_shard_size: 2\n"
+        "  parallelism_config_tp_size: 4\n",
+    )
+    variables = config.training_variables(config.resolve({}, file=file, environ={}))
+    assert variables == {
+        "ACCELERATE_MIXED_PRECISION": "no",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1",
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+        "PARALLELISM_CONFIG_TP_SIZE": "4",
+    }
+    _write(file, "use_cpu: true\nparallelism_config:\n  parallelism_config_cp_size: 2\n")
+    with pytest.raises(ConfigError, match="line 2: parallelism_config_cp_size: 2 asks for context parallelism"):
+        config.load(file)
+
+
 def test_no_without_quotes_is_the_precision_not_false(file: pathlib.Path) -> None:
     assert config.load(_write(file, "mixed_precision: no\n")) == {"mixed_precision": "no"}
 

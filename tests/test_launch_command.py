@@ -105,6 +105,21 @@ def test_flags_about_sharding_reach_the_ranks(script: pathlib.Path, capsys: pyte
 
 
 @pytest.mark.usefixtures("template")
+def test_flags_divide_the_ranks(script: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text(
+        "from notebook_accel import Accelerator\n"
+        "accelerator = Accelerator()\n"
+        "print(accelerator.parallelism_config.sizes, accelerator.tensor_parallel_rank)\n"
+    )
+    flags = "--use_parallelism_config --parallelism_config_tp_size 2 --parallelism_config_cp_size 1"
+    assert launch(*flags.split(), "--parallelism_config_cp_comm_strategy", "alltoall", "train_squares.py") == 0
+    shown = capsys.readouterr().out
+    assert "0 │ {'tp': 2} 0\n" in shown and "1 │ {'tp': 2} 1\n" in shown
+    assert launch("--parallelism_config_sp_size", 2, "train_squares.py") == 1
+    assert "--parallelism_config_sp_size 2: there is no context or sequence par" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("template")
 @pytest.mark.parametrize(
     ("how", "status", "said"),
     [("raise", 1, "ValueError: rank 1 gives up"), ("exit", 5, "SystemExit: 5"), ("die", 137, "killed by SIGKILL")],

@@ -291,27 +291,21 @@ def test_a_model_with_parts_comes_before_its_loader(two_ranks: Ranks) -> None:
     assert "tp_size=2" in raised.value.fix
 
 
-def prepare_copies_with_parts() -> None:
+def prepare_parts(names: tuple[str, str]) -> None:
     accelerator = Accelerator(cpu=True)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "parts"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     model = Writer()
     sharded_programs.cut_into_parts(model, mesh["parts"])
     accelerator.prepare(model)
 
 
-def prepare_distant_parts() -> None:
-    accelerator = Accelerator(cpu=True)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("parts", "data"))
-    model = Writer()
-    sharded_programs.cut_into_parts(model, mesh["parts"])
-    accelerator.prepare(model)
-
-
-def test_models_with_parts_that_nobody_averages(four_ranks: Ranks) -> None:
-    with pytest.raises(TrainingError, match="nobody averages their gradients"):
-        four_ranks.run(prepare_copies_with_parts)
-    with pytest.raises(TrainingError, match="are on the ranks 0, 2"):
-        four_ranks.run(prepare_distant_parts)
+@pytest.mark.parametrize(("names", "message"), [
+    (("data", "parts"), "nobody averages their gradients"),
+    (("parts", "data"), "are on the ranks 0, 2"),
+], ids=["copies", "distant"])  # fmt: skip
+def test_models_with_parts_that_nobody_averages(four_ranks: Ranks, names: tuple[str, str], message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
+        four_ranks.run(prepare_parts, names)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

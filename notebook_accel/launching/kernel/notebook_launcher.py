@@ -43,6 +43,9 @@ def notebook_launcher(
     dynamo_backend: str = "no",
     fsdp: bool = False,
     fsdp_options: Mapping[str, Any] | None = None,
+    parallelism_config_dp_replicate_size: int = 1,
+    parallelism_config_dp_shard_size: int = 1,
+    parallelism_config_tp_size: int = 1,
     use_cpu: bool = False,
     allow_initialized_cuda: bool = False,
     oversubscribe: bool = False,
@@ -94,6 +97,10 @@ def notebook_launcher(
         fsdp: Shard the models that the ranks' Accelerators prepare over the ranks.
         fsdp_options: Settings of ``fsdp`` by the names of Accelerate's flags without ``fsdp_``, such as
             ``{"state_dict_type": "full_state_dict"}``.
+        parallelism_config_dp_replicate_size: Number of copies of a model, for Accelerators without a
+            ``ParallelismConfig``.
+        parallelism_config_dp_shard_size: Number of ranks over which each copy is sharded.
+        parallelism_config_tp_size: Number of ranks that compute the parts of each layer, on the same samples.
         use_cpu: Train on the CPU even where there are GPUs.
         allow_initialized_cuda: Launch although CUDA is in use in the kernel.
         oversubscribe: Let more ranks than there are GPUs share them, over gloo.

@@ -7,6 +7,7 @@ have to be quick and open as little as possible.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pathlib
 import socket
@@ -18,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from notebook_accel import host_memory, time_limit
-from notebook_accel.config import LaunchConfig
+from notebook_accel.config import LaunchConfig, mesh_sizes
 from notebook_accel.errors import Finding
 from notebook_accel.formatting import format_size
 from notebook_accel.launching import device_state, processes
@@ -47,6 +48,7 @@ def check(
     """
     devices = devices or Devices.find(config)
     findings = [devices.finding, *_options(config, devices), *_time_limit(config), _port(config)]
+    findings.append(_mesh(config, devices))
     if config.start_method == "inline":
         findings += _inline(config)
     else:
@@ -112,6 +114,21 @@ def _options(config: LaunchConfig, devices: Devices) -> Iterator[Finding]:
     if config.fsdp and devices.platform is not None:
         why = "torch's fully_shard is for GPUs and CPUs."
         yield Finding("fsdp was asked for, and the ranks run on TPUs.", why, "leave out --fsdp")
+
+
+def _mesh(config: LaunchConfig, devices: Devices) -> Finding | None:
+    sizes = mesh_sizes(config)
+    if not sizes or ":" in config.num_nodes:  # the number of nodes may change
+        return None
+    ranks = (config.num_processes or devices.available) * int(config.num_nodes)
+    if math.prod(sizes.values()) == ranks:
+        return None
+    shown = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+    return Finding(
+        f"The mesh ({shown}) has {math.prod(sizes.values())} ranks, and the launch has {ranks}.",
+        "Each rank has one place in the mesh, so the sizes multiply to the number of ranks.",
+        f"sizes whose product is {ranks}, or another --num_processes",
+    )
 
 
 def _time_limit(config: LaunchConfig) -> Iterator[Finding]:

@@ -82,6 +82,17 @@ def test_options_of_a_cluster_without_one_are_refused() -> None:
     assert "--engine ray" in finding.fix
 
 
+def test_a_mesh_has_as_many_ranks_as_the_launch() -> None:
+    mesh = LaunchConfig(use_cpu=True, parallelism_config_dp_shard_size=2, parallelism_config_tp_size=2)
+    [finding] = preflight.check(mesh.replace(num_processes=2))
+    assert finding.refuses
+    sizes = "parallelism_config_dp_shard_size=2, parallelism_config_tp_size=2"
+    assert finding.what == f"The mesh ({sizes}) has 4 ranks, and the launch has 2."
+    assert preflight.check(mesh.replace(num_processes=4)) == ()
+    assert preflight.check(mesh.replace(num_processes=2, num_nodes="2")) == ()
+    assert preflight.check(mesh.replace(num_processes=2, num_nodes="1:4", rdzv_backend="c10d")) == ()
+
+
 def test_more_ranks_than_cores_are_fine_on_the_cpu() -> None:
     assert preflight.check(LaunchConfig(num_processes=20, use_cpu=True)) == ()
 
