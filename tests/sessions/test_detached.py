@@ -389,7 +389,8 @@ def test_session_that_was_left_says_so(lab: Session) -> None:
 def test_attached_twice_is_one_run(lab: Session) -> None:
     second = again(lab)
     assert registry.find("lab", running=True).job is second.job
-    assert [entry.name for entry in registry.latest() if entry.is_running] == ["lab"]
+    # Another file's session may be running in this process too.
+    assert [entry.name for entry in registry.latest() if entry.is_running].count("lab") == 1
 
 
 def test_session_that_another_process_stops(lab: Session) -> None:

@@ -82,8 +82,10 @@ def _answer(question: _Question, took_s: float) -> messages.RankDump | None:
     if rank.status is not None:
         return _dump(rank, "ended")
     assert rank.pid is not None
-    # A thread blocks the signal while the fault handler runs in it. So the dump is complete when no further one does.
-    is_whole = question.is_forced and _threads_that_block(rank.pid) <= question.blocked
+    # A thread blocks the signal while the fault handler runs in it. So a dump that has begun is complete when no further
+    # thread does. The order matters: the handler may begin between any two of these lines.
+    has_begun = os.fstat(rank.dump).st_size > 0
+    is_whole = has_begun and question.is_forced and _threads_that_block(rank.pid) <= question.blocked
     text = os.pread(rank.dump, os.fstat(rank.dump).st_size, 0).decode(errors="replace")
     if text.endswith(STACKS_MARK) and text.count(STACKS_MARK) > 1:
         return _dump(rank, "said", text.split(STACKS_MARK)[-2])
