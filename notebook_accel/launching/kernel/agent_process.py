@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -61,7 +62,7 @@ class AgentLink(Generic[_Handle]):
         self._jobs: dict[str, _Handle] = {}
         self._prepared_for: object = None
         self._preloaded: set[str] = set()
-        self._were_samples = False
+        self._only_samples_since = math.inf
 
     def prepare(self, options: LaunchConfig) -> None:
         """Ask for a template, unless one was started with today's values of the import-time variables.
@@ -145,10 +146,14 @@ class AgentLink(Generic[_Handle]):
         """Read the next messages and hand them on."""
         bodies = self._receive()
         are_samples = [self._heard(messages.decode_for_kernel(body)) for body in bodies]
+        if not bodies or not all(are_samples):
+            self._only_samples_since = math.inf
+            return
+        now = time.monotonic()
         # Not after the first ones: they may be the last words of a short run, whose end is on its way.
-        if bodies and self._were_samples and all(are_samples):
+        if now - self._only_samples_since > _SAMPLES_PAUSE_S:
             time.sleep(_SAMPLES_PAUSE_S)
-        self._were_samples = bool(bodies) and all(are_samples)
+        self._only_samples_since = min(self._only_samples_since, now)
 
     def _heard(self, said: messages.ToKernel) -> bool:
         """Take one message, and return whether it was a sample, of which there are many and none is urgent."""
