@@ -68,7 +68,34 @@ def data_mesh(model: torch.nn.Module) -> Any:
 def take(model: torch.nn.Module, before_forward: Callable[[], None]) -> None:
     """Register a sharded model. ``before_forward`` is called before each pass, in which ranks wait for each other."""
     _replaced.setdefault(model, [])
-    model.register_forward_pre_hook(lambda *_: before_forward(), prepend=True)  # before the parameters are gathered
+    is_left_whole = False
+
+    def before_gathering(*_: object) -> None:
+        nonlocal is_left_whole
+        before_forward()
+        if is_left_whole and torch.is_grad_enabled():
+            _reshard(model)
+        is_left_whole = not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters())
+
+    model.register_forward_pre_hook(before_gathering, prepend=True)
+
+
+def _reshard(model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
+    """Return to shares where a forward pass without a backward pass, as in evaluation, has left parameters whole.
+
+    Parameters that were frozen or unfrozen since are so in their shares too: torch forgets it.
+
+    Returns:
+        The share of each whole parameter, by its identity.
+    """
+    whole = {name: p for name, p in model.named_parameters(remove_duplicate=False) if not is_sharded_tensor(p)}
+    for unit in _units(model):
+        unit.reshard()
+    shares = dict(model.named_parameters(remove_duplicate=False))
+    whole = {name: parameter for name, parameter in whole.items() if shares[name] is not parameter}
+    for name, parameter in whole.items():
+        shares[name].requires_grad_(parameter.requires_grad)
+    return {id(parameter): shares[name] for name, parameter in whole.items()}
 
 
 def shard(
@@ -402,8 +429,10 @@ def empty_like(own: Any, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 def remap(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer that was made before its model was sharded the new parameters, and its state their shares."""
+    """Give an optimizer that was made for whole parameters those of the sharded models, and its state their shares."""
     new = {id(old): parameter for pairs in _replaced.values() for old, parameter in pairs}
+    for model in _replaced:
+        new.update(_reshard(model))
     for group in optimizer.param_groups:
         group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
     for old in [parameter for parameter in optimizer.state if id(parameter) in new]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import copyreg
+import dataclasses
 import functools
 import importlib
 import inspect
+import logging
 import types
 import warnings
 import weakref
@@ -27,8 +29,11 @@ from notebook_accel.training.collectives import verify_model
 from notebook_accel.training.compiling import without_own_wrapper
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
+from notebook_accel.training.learning_parameters import LearningParameters
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.trees import to_float32
+
+_logger = logging.getLogger("notebook_accel")
 
 # The wrappers for averaging gradients that were made here. A wrapper that the user's code has made is left as it is.
 _made_here: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -79,7 +84,7 @@ def prepare_model(
     With one rank this is ``model`` itself. The model keeps its parameters, so that optimizers that were made for it
     still work. It computes under autocast wherever it is called from, such as from a module that contains it.
 
-    Gradients are averaged only if the model ``learns``, and any of its parameters requires one.
+    Gradients are averaged only if the model ``learns``: those of the parameters that require one in a forward pass.
     ``before_training_pass`` is called before each forward pass that trains together with other ranks.
 
     With ``sharding`` the model is sharded over several ranks instead, and has new parameters: see ``fsdp``.
@@ -106,6 +111,7 @@ def prepare_model(
         for parameter in ignored:
             if parameter.requires_grad:
                 _average(parameter, backend)
+        _average_later(model, backend)
         return model
     if device_placement and not _has_its_place(model):
         backend.place_model(model)
@@ -113,8 +119,10 @@ def prepare_model(
         _begin_autocasting(model, precision.autocast)
     if any(map(is_sharded_tensor, model.parameters())):
         return _with_parts(model, groups, before_sharded_pass)
-    learns = learns and any(parameter.requires_grad for parameter in model.parameters())
     if backend.place.world_size == 1 or not learns or isinstance(model, DistributedDataParallel):
+        return model
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        _average_later(model, backend)
         return model
     verify_model(backend, model)
     distributed = backend.data_parallel(model, parallel or DistributedDataParallelKwargs())
@@ -167,6 +175,24 @@ def _with_parts(model: torch.nn.Module, backend: Backend, before_pass: Callable[
     return model
 
 
+def _average_later(model: torch.nn.Module, backend: Backend) -> None:
+    """Have the gradients of parameters averaged that begin to learn later: unfrozen ones, and those of added layers."""
+    parameters = LearningParameters(model)
+    averaged = {id(parameter): parameter for parameter in parameters.learning}
+
+    def follow(*_: object) -> None:
+        nonlocal parameters
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not parameters.have_changed():
+            return
+        parameters = LearningParameters(model)
+        for parameter in parameters.learning:
+            if id(parameter) not in averaged and not is_sharded_tensor(parameter):
+                averaged[id(parameter)] = parameter
+                prepare_leaf(parameter, backend)
+
+    model.register_forward_pre_hook(follow)
+
+
 def _refuse_other_mesh(model: torch.nn.Module, mesh: Any) -> None:
     """Raise ``TrainingError`` for a model with parts that were made on another mesh than that which shards it."""
     for parameter in model.parameters():
@@ -189,6 +215,76 @@ def _whole_mesh_of(mesh: Any) -> Any:
         return mesh._get_root_mesh()
     meshes: Any = importlib.import_module("torch.distributed.device_mesh")  # torch 2.9 keeps them there
     return meshes._mesh_resources.get_root_mesh(mesh)
+
+
+class UncalledModels:
+    """Averages gradients of models that were trained without a call of what ``prepare`` returned.
+
+    ``DistributedDataParallel`` averages gradients in a backward pass only if the forward pass was a call of it. A loss
+    can also come from a method of the model, or from one of its layers. Accelerate then trains a model of its own in
+    each rank. Here those gradients are averaged before the optimizer uses them.
+
+    Args:
+        optimizer: The optimizer whose parameters are averaged.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._found_among = (-1, -1)
+        self._shared: list[_SharedParameters] = []
+        self._find()
+        for shared in self._shared:
+            shared.calls_before = shared.model.calls
+
+    def average(self) -> None:
+        """Average the gradients of models that weren't called since the last step. All ranks call it."""
+        self._find()
+        for shared in self._shared:
+            model = shared.model
+            is_uncalled = model.calls == shared.calls_before and model.require_backward_grad_sync  # not in ``no_sync``
+            if is_uncalled and any(parameter.grad is not None for parameter in shared.parameters):
+                _log_uncalled(model)
+                model.average(shared.parameters)
+
+    def has_stepped(self) -> None:
+        """Note that the optimizer has used the gradients."""
+        for shared in self._shared:
+            shared.calls_before = max(shared.model.calls, 0)
+
+    def _find(self) -> None:
+        among = len(_made_here), len(self._optimizer.param_groups)
+        if among == self._found_among:
+            return
+        self._found_among = among
+        calls = {id(shared.model): shared.calls_before for shared in self._shared}
+        own = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        self._shared = []
+        for model in [model for model in _made_here if hasattr(model, "average")]:  # others do it in any backward pass
+            parameters = [parameter for parameter in model.parameters() if id(parameter) in own]
+            if parameters:
+                self._shared.append(_SharedParameters(model, parameters, calls.get(id(model), 0)))
+
+
+@dataclasses.dataclass
+class _SharedParameters:
+    """The parameters that a model and an optimizer have in common."""
+
+    model: Any
+    parameters: list[torch.nn.Parameter]
+    calls_before: int
+
+
+_said_of: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def _log_uncalled(model: Any) -> None:
+    if model not in _said_of and model.process_group.rank() == 0:
+        _logger.warning(
+            "%s is trained by calls of its methods or layers. So its gradients are averaged when the optimizer steps. "
+            "It is faster to call what prepare returned: then they are averaged during the backward pass.",
+            type(model.module).__name__,
+        )
+    _said_of.add(model)
 
 
 def _averages_gradients(model: Any) -> TypeGuard[DistributedDataParallel]:

@@ -14,6 +14,7 @@ from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import fsdp
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends import group_recovery
+from notebook_accel.training.models import UncalledModels
 from notebook_accel.training.precision import LossScaler
 
 
@@ -47,11 +48,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._gradients = state
         self._scaler = scaler
         self._mark_step = mark_step
+        self._uncalled = UncalledModels(optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step if gradients sync and, in fp16, none has overflowed."""
         if not self._gradients.sync_gradients:
             return None
+        if closure is None:  # which would compute the gradients itself
+            self._uncalled.average()
+        self._uncalled.has_stepped()
         if self._scaler is None:
             value = self.optimizer.step() if closure is None else self.optimizer.step(closure)
             if self._mark_step is not None and not self._gradients.in_dataloader:
@@ -65,6 +70,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             )
         self.step_was_skipped = self._scaler.step(self.optimizer)
         return None
+
+    def average_uncalled(self) -> None:
+        """Average gradients that no backward pass has averaged, before they are used. All ranks call it."""
+        self._uncalled.average()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients if they have just synced; within a window they are still being summed."""
@@ -298,7 +307,8 @@ def clip_grad_value(
 
 
 def unscale(optimizers: Iterable[AcceleratedOptimizer], scaler: LossScaler | None) -> None:
-    """Bring fp16 gradients back to their real size, unless they have it already."""
-    if scaler is not None:
-        for optimizer in optimizers:
+    """Have gradients averaged, and bring those of fp16 back to their real size, unless that was done already."""
+    for optimizer in optimizers:
+        optimizer.average_uncalled()
+        if scaler is not None:
             scaler.unscale(optimizer.optimizer)

@@ -43,6 +43,14 @@ def test_gradients_are_averaged_by_one_collective(two_devices: ranks.Ranks) -> N
     assert counts == [1, 1]
 
 
+def test_gradients_of_layers_that_learn_later_are_averaged(two_devices: ranks.Ranks) -> None:
+    [by_rank] = two_devices.run(work.gradients_of_a_model_that_changes, deadline_s=_DEADLINE_S)
+    for unfrozen, of_added, added in by_rank:
+        assert added.item() == 2.0  # rank 0's
+        assert torch.equal(unfrozen, torch.full((3, 2), 2 * 1.5))
+        assert of_added.item() == 3 * (2 * 1.5 + 1) + 1
+
+
 def test_torch_xla_itself_ends_a_process_whose_threads_are_ranks() -> None:
     """Why they are refused. Once this fails, that is worth another look: see ``pjrt.py``."""
     program = pathlib.Path(__file__).with_name("two_threads.py")

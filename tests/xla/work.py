@@ -317,6 +317,29 @@ def gradients() -> tuple[list[list[torch.Tensor]], list[int]]:
     return _on_two_devices(work), counts
 
 
+def gradients_of_a_model_that_changes() -> list[list[torch.Tensor]]:
+    """Each rank's gradients of a layer that was unfrozen, and of one that was added, with that layer's weights."""
+
+    def work(rank: int, device: torch.device) -> list[torch.Tensor]:
+        net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)).to(device)
+        net[0].requires_grad_(False)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.fill_(1.0)
+        parallel = xla_collectives.XlaDataParallel(net, 2, xla_collectives.BetweenDevices(rank, 2))
+        x = torch.full((1, 2), 1.0 + rank).to(device)
+        parallel(x).sum().backward()
+        net.zero_grad()
+        net[0].requires_grad_(True)
+        added = torch.nn.Linear(1, 1, bias=False).to(device)
+        torch.nn.init.constant_(added.weight, 2.0 + rank)
+        net.append(added)
+        parallel(x).sum().backward()
+        return [net[0].weight.grad, added.weight.grad, added.weight.detach()]
+
+    return _on_two_devices(work)
+
+
 # Two processes with a device each -------------------------------------------------------------------------------------
 
 

@@ -82,7 +82,7 @@ def _answer(question: _Question, took_s: float) -> messages.RankDump | None:
     if rank.status is not None:
         return _dump(rank, "ended")
     assert rank.pid is not None
-    # A thread blocks the signal while the fault handler runs in it. So a dump that has begun is complete when no further
+    # A thread blocks the signal while the fault handler runs in it. So a dump that has begun is complete when no other
     # thread does. The order matters: the handler may begin between any two of these lines.
     has_begun = os.fstat(rank.dump).st_size > 0
     is_whole = has_begun and question.is_forced and _threads_that_block(rank.pid) <= question.blocked

@@ -120,7 +120,7 @@ def _rejoin(members: Sequence[torch_group.Member], backend: str | None) -> list[
         member.rejoin()
     common, left = _parallels.match(members[0].all_gather_object)
     for parallel, connect in common:
-        _reconnect(parallel, connect)
+        reconnect(parallel, connect)
     lost = [f"a prepared {type(item.module).__name__}, which not all ranks have: prepare it again" for item in left]
     if _copy_state_of_rank_0(members[0]):
         lost.append("gradients of an accumulation window that had begun")
@@ -175,7 +175,7 @@ def track_parallel(parallel: torch.nn.Module, connect: _Connect) -> None:
     _parallels.add(parallel, "\n".join(f"{name} {tuple(p.shape)}" for name, p in parallel.named_parameters()), connect)
 
 
-def _reconnect(parallel: Any, connect: _Connect) -> None:
+def reconnect(parallel: Any, connect: _Connect) -> None:
     """Connect a module to the present group, in place: variables that refer to it, such as ``model``, stay valid."""
     before = dict(vars(parallel))
     hooks = {
@@ -191,7 +191,8 @@ def _reconnect(parallel: Any, connect: _Connect) -> None:
         vars(parallel).clear()
         vars(parallel).update(before)  # so that a retry is possible
         raise
-    vars(parallel).update(hooks, training=before["training"])
+    kept = ("training", "calls", "require_backward_grad_sync")  # the last one is False within ``no_sync``
+    vars(parallel).update(hooks, **{name: before[name] for name in kept if name in before})
 
 
 def track_state(stateful: Stateful) -> None:

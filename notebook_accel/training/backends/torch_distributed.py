@@ -7,7 +7,7 @@ import functools
 import operator
 import pickle
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from notebook_accel.training.handlers import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
 )
+from notebook_accel.training.learning_parameters import LearningParameters
 
 # torch 2.13 renamed the collective and warns about the old name.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -121,6 +122,8 @@ class TorchDistributed(TorchDevice):
                 **options.options(),
             )
         parallel.explain = self.explain
+        parallel.followed = LearningParameters(model)
+        parallel.connect = functools.partial(self._connect, options=options)
         _register_hook(parallel, options)
 
     def mesh(self, sizes: Mapping[str, int] | None = None) -> Any:
@@ -145,18 +148,63 @@ class TorchDistributed(TorchDevice):
 class _DataParallel(DistributedDataParallel):
     """torch's ``DistributedDataParallel``, with errors that say what every rank was doing.
 
-    A forward pass waits for other ranks where it broadcasts buffers. The module pickles and copies as the model in it,
-    since it means nothing outside its group.
+    A forward pass waits for other ranks where it broadcasts buffers. The module has the attributes and methods of the
+    model in it, and pickles and copies as that model, since it means nothing outside its group.
+
+    torch averages the gradients of those parameters that learned when the class was made. Here a forward pass notices
+    when layers were frozen, unfrozen, added or replaced.
+
+    Attributes:
+        calls: Forward passes so far whose backward passes average gradients; -1 if ``torch.compile`` runs them.
     """
 
     explain: Callable[[RuntimeError], None]
+    connect: Callable[[_DataParallel, torch.nn.Module], None]
+    followed: LearningParameters
+    calls: int = 0
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # which can't follow changes of the model
+            self.calls = -1
+        elif torch.is_grad_enabled():
+            self.calls += self.require_backward_grad_sync
+            if self.followed.have_changed():
+                if not any(parameter.requires_grad for parameter in self.module.parameters()):
+                    return self.module(*inputs, **kwargs)  # as a discriminator that is frozen for the other's step
+                group_recovery.reconnect(self, self.connect)
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             self.explain(error)
             raise
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in vars(self).get("_modules", {}):  # not set yet: the object is being made
+                raise
+            return getattr(self.module, name)
+
+    def average(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Average the gradients of some of the model's parameters over the ranks, in place. All ranks call it."""
+        by_kind: dict[Any, list[Any]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                by_kind.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter)
+        for alike in by_kind.values():
+            gradients = [parameter.grad.to_dense() for parameter in alike]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            try:
+                dist.all_reduce(flat, group=self.process_group)
+            except RuntimeError as error:
+                self.explain(error)
+                raise
+            flat /= dist.get_world_size(self.process_group)
+            means = torch.split_with_sizes(flat, [gradient.numel() for gradient in gradients])
+            for parameter, piece in zip(alike, means, strict=True):
+                mean, own = piece.view_as(parameter), parameter.grad
+                parameter.grad = mean.to_sparse(own.sparse_dim()) if own.is_sparse else own.copy_(mean)
 
     def no_sync(self) -> Any:
         """Leave gradients local, as torch's ``no_sync`` does.
@@ -189,6 +237,7 @@ class _DataParallel(DistributedDataParallel):
             )
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = True
+        self.calls += 1
         self.reducer.prepare_for_backward([])
         try:
             yield

@@ -20,6 +20,7 @@ import torch
 
 from notebook_accel.errors import CollectiveError
 from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.learning_parameters import LearningParameters
 
 
 class Collectives(Protocol):
@@ -133,7 +134,8 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 class XlaDataParallel(torch.nn.Module):
     """Averages a model's gradients over the ranks at the end of each backward pass, in one collective.
 
-    It pickles and copies as the model in it, since it means nothing outside its ranks.
+    It has the attributes and methods of the model in it, and pickles and copies as that model, since it means nothing
+    outside its ranks. Parameters that begin to learn later, such as those of added layers, are averaged too.
     """
 
     def __init__(self, model: torch.nn.Module, world_size: int, collectives: Collectives) -> None:
@@ -143,13 +145,31 @@ class XlaDataParallel(torch.nn.Module):
         self._collectives = collectives
         self._syncs = True
         self._is_queued = False
-        self._learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for parameter in self._learning:
-            register: Any = parameter.register_post_accumulate_grad_hook
-            register(self._queue)
+        self._hooks: list[Any] = []
+        self._follow()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self._followed.have_changed():
+            added = self._followed.added()
+            if added:
+                self._collectives.broadcast(added, source=0)
+            self._follow()
         return self.module(*inputs, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in vars(self).get("_modules", {}):  # not set yet: the object is being made
+                raise
+            return getattr(self.module, name)
+
+    def _follow(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._followed = LearningParameters(self.module)
+        learning: list[Any] = self._followed.learning
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._queue) for parameter in learning]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -168,7 +188,7 @@ class XlaDataParallel(torch.nn.Module):
 
     def _average(self) -> None:
         self._is_queued = False
-        gradients = [parameter.grad for parameter in self._learning if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._followed.learning if parameter.grad is not None]
         self._collectives.all_reduce(gradients, scale=1 / self._world_size)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -1,0 +1,322 @@
+"""Models that change after prepare, or are trained without being called: ranks go on as one process would."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+from torch.utils.data import DataLoader, TensorDataset
+
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
+from notebook_accel.training.learning_parameters import LearningParameters
+from tests.training.ranks import Ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@functools.cache
+def _digits() -> TensorDataset:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return TensorDataset(torch.tensor(digits.data[:256]) / 16, torch.tensor(digits.target[:256]))
+
+
+class Net(torch.nn.Sequential):
+    def __init__(self, seed: int = 0, outputs: int = 10) -> None:
+        torch.manual_seed(seed)
+        # In float64, so that only another sum of gradients makes a difference that counts.
+        super().__init__(torch.nn.Linear(64, 24), torch.nn.Tanh(), torch.nn.Linear(24, outputs))
+        self.double()
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self(x), y)
+
+
+def _set_learning(model: torch.nn.Module, learns: bool) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(learns)
+
+
+class Training:
+    """Two epochs of a prepared ``Net``, which a program changes between the epochs or in each step."""
+
+    def __init__(self, *, sharded: bool = False, frozen: str = "", **options: Any) -> None:
+        plugin = FullyShardedDataParallelPlugin() if sharded else None
+        self.accelerator = Accelerator(cpu=True, split_batches=True, fsdp_plugin=plugin, **options)
+        self.net = Net()
+        _set_learning(self.net if frozen == "all" else self.net[0], not frozen)
+        self.head = Net(1) if frozen == "all" else None
+        models = [self.net] if self.head is None else [self.net, self.head]
+        optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()], 0.1)
+        loader = DataLoader(_digits(), batch_size=32)
+        *self.models, self.optimizer, self.loader = self.accelerator.prepare(*models, optimizer, loader)
+
+    def outputs(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.models[0](x)
+        return y if self.head is None else self.models[1](torch.cat([y] * 7, 1)[:, :64])
+
+    def epoch(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None) -> Iterator[None]:
+        for x, y in self.loader:
+            yield
+            with self.accelerator.accumulate(*self.models):
+                self.accelerator.backward(F.cross_entropy(self.outputs(x), y) if loss is None else loss(x, y))
+                self.accelerator.clip_grad_norm_(self.net.parameters(), 1.0)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    def run(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None) -> None:
+        for _ in self.epoch(loss):
+            pass
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            self.outputs(_digits().tensors[0][:4])
+
+    def weights(self) -> list[float]:
+        whole: list[Any] = [
+            parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            for model in (self.net, self.head)
+            if model is not None
+            for parameter in model.parameters()
+        ]
+        return [float(value) for tensor in whole for value in tensor.detach().flatten()[::7]]
+
+
+def unfreezes(sharded: bool) -> list[float]:
+    training = Training(sharded=sharded, frozen="first")
+    training.run()
+    training.evaluate()
+    _set_learning(training.net, True)
+    training.run()
+    return training.weights()
+
+
+def unfreezes_a_whole_model(sharded: bool) -> list[float]:
+    training = Training(sharded=sharded, frozen="all")
+    training.run()
+    _set_learning(training.net, True)
+    training.run()
+    return training.weights()
+
+
+def freezes(sharded: bool) -> list[float]:
+    training = Training(sharded=sharded)
+    training.run()
+    _set_learning(training.net[0], False)
+    training.run()
+    return training.weights()
+
+
+def adds_a_layer(sharded: bool) -> list[float]:
+    training = Training(sharded=sharded)
+    training.run()
+    torch.manual_seed(training.accelerator.process_index)  # the ranks begin with rank 0's weights all the same
+    layer = torch.nn.Linear(10, 10).double()
+    training.net.append(layer)
+    training.optimizer.add_param_group({"params": layer.parameters()})
+    training.run()
+    return training.weights()
+
+
+def replaces_a_layer(sharded: bool) -> list[float]:
+    training = Training(sharded=sharded)
+    training.run()
+    torch.manual_seed(training.accelerator.process_index)
+    training.net[2] = torch.nn.Linear(24, 10).double()
+    training.evaluate()
+    training.optimizer = training.accelerator.prepare(torch.optim.SGD(training.net.parameters(), 0.1))
+    training.run()
+    return training.weights()
+
+
+def freezes_halves_by_turns(sharded: bool) -> list[float]:
+    training = Training(sharded=sharded, gradient_accumulation_steps=3)
+    for step, _ in enumerate(training.epoch()):
+        _set_learning(training.net[0], step % 6 < 3)
+        _set_learning(training.net[2], step % 6 >= 3)
+    return training.weights()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize(
+    "program",
+    [unfreezes, unfreezes_a_whole_model, freezes, adds_a_layer, replaces_a_layer, freezes_halves_by_turns],
+)
+def test_models_that_change(
+    one_rank: Ranks, two_ranks: Ranks, program: Callable[[bool], list[float]], sharded: bool
+) -> None:
+    [alone] = one_rank.run(program, False)
+    first, second = two_ranks.run(program, sharded)
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
+
+
+def adversaries() -> list[float]:
+    """A generator learns against a discriminator that is frozen while it does."""
+    accelerator = Accelerator(cpu=True, split_batches=True)
+    nets = [Net(1, 64), Net(2, 1)]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+    loader = DataLoader(_digits(), batch_size=32)
+    make, judge, *optimizers, loader = accelerator.prepare(*nets, *optimizers, loader)
+    for x, _ in loader:
+        made = make(x)
+        for learner, loss in ((1, lambda x, made: judge(made.detach()) - judge(x)), (0, lambda _, made: -judge(made))):
+            _set_learning(nets[1], learner == 1)
+            optimizers[learner].zero_grad()
+            accelerator.backward(loss(x, made).mean())
+            optimizers[learner].step()
+    return [float(parameter.detach().sum()) for net in nets for parameter in net.parameters()]
+
+
+def test_a_discriminator_that_is_frozen_for_each_step_of_the_other(one_rank: Ranks, two_ranks: Ranks) -> None:
+    [alone] = one_rank.run(adversaries)
+    first, second = two_ranks.run(adversaries)
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
+
+
+def by_its_layers(training: Training, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    first, activation, last = training.accelerator.unwrap_model(training.models[0])
+    return F.cross_entropy(last(activation(first(x))), y)
+
+
+def by_its_method(training: Training, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = training.models[0].loss(x, y)
+    return loss
+
+
+def by_turns(training: Training, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    training.turn = not getattr(training, "turn", False)  # type: ignore[attr-defined]
+    return by_its_method(training, x, y) if training.turn else F.cross_entropy(training.models[0](x), y)  # type: ignore[attr-defined]
+
+
+def uncalled(loss: Callable[..., torch.Tensor], **options: Any) -> tuple[list[float], int]:
+    """Return the weights, and how many messages each rank has logged."""
+    with pytest.MonkeyPatch.context() as patch:
+        logged: list[Any] = []
+        patch.setattr("notebook_accel.training.models._logger.warning", lambda *said: logged.append(said))
+        training = Training(**options)
+        for _ in range(2):
+            training.run(functools.partial(loss, training))
+        return training.weights(), len(logged)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3}], ids=str)
+@pytest.mark.parametrize("loss", [by_its_layers, by_its_method, by_turns])
+def test_models_that_are_not_called(
+    one_rank: Ranks, two_ranks: Ranks, loss: Callable[..., torch.Tensor], options: dict[str, Any]
+) -> None:
+    [(alone, _)] = one_rank.run(functools.partial(uncalled, loss, **options))
+    (first, logged), (second, by_second) = two_ranks.run(functools.partial(uncalled, loss, **options))
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
+    assert (logged, by_second) == (1, 0)
+
+
+def sparse() -> list[float]:
+    accelerator = Accelerator(cpu=True, split_batches=True)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Embedding(17, 8, sparse=True), torch.nn.Flatten(), torch.nn.Linear(512, 10))
+    optimizer = torch.optim.SGD(net.double().parameters(), 0.1)
+    prepared, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(_digits(), batch_size=32))
+    for x, y in loader:
+        optimizer.zero_grad()
+        accelerator.backward(F.cross_entropy(accelerator.unwrap_model(prepared)((16 * x).long()), y))
+        optimizer.step()
+    return [float(parameter.detach().sum()) for parameter in net.parameters()]
+
+
+def test_sparse_gradients_of_a_model_that_is_not_called(one_rank: Ranks, two_ranks: Ranks) -> None:
+    [alone] = one_rank.run(sparse)
+    first, second = two_ranks.run(sparse)
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
+
+
+def counts_all_reduces(closure: bool) -> int:
+    """Return how often gradients were averaged for a step though a backward pass had done so."""
+    training = Training()
+    [average] = [kind.average for kind in type(training.models[0]).__mro__ if "average" in vars(kind)]
+    calls: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(training.models[0]), "average", lambda self, them: (calls.append(them), average(self, them)))
+        if not closure:
+            training.run()
+            return len(calls)
+        optimizer = training.accelerator.prepare(torch.optim.LBFGS(training.net.parameters(), max_iter=2))
+        for x, y in training.loader:
+
+            def step(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(training.models[0](x), y)
+                training.accelerator.backward(loss)
+                return loss
+
+            optimizer.step(step)
+        return len(calls)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_nothing_is_averaged_twice(two_ranks: Ranks, closure: bool) -> None:
+    assert two_ranks.run(counts_all_reduces, closure) == [0, 0]
+
+
+def attributes() -> list[Any]:
+    training = Training()
+    [model] = training.models
+    found = [model.loss.__func__ is Net.loss, hasattr(model, "nothing"), type(model.module).__name__]
+    try:
+        model.nothing  # noqa: B018
+    except AttributeError as error:
+        found.append(str(error))
+    return found
+
+
+def test_a_prepared_model_has_the_methods_of_the_model_in_it(two_ranks: Ranks) -> None:
+    expected = [True, False, "Net", "'Net' object has no attribute 'nothing'"]
+    assert two_ranks.run(attributes) == [expected, expected]
+
+
+def bare_parameter(*, is_prepared: bool) -> list[str]:
+    accelerator = Accelerator(cpu=True, split_batches=True)
+    net, prompt = Net(), torch.nn.Parameter(torch.zeros(64, dtype=torch.float64))
+    optimizer = torch.optim.SGD([prompt, *net.parameters()], 0.1)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(_digits(), batch_size=32))
+    if is_prepared:
+        prompt = accelerator.prepare(prompt)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in loader:
+            accelerator.backward(F.cross_entropy(net(x + prompt), y))
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_parameter_beside_the_model_is_warned_of(two_ranks: Ranks) -> None:
+    [said], by_second = two_ranks.run(functools.partial(bare_parameter, is_prepared=False))
+    assert "parameters that haven't been prepared, of shape (64,): each of the 2 ranks trains its own" in said
+    assert by_second == []
+    assert two_ranks.run(functools.partial(bare_parameter, is_prepared=True)) == [[], []]
+
+
+def test_tensors_in_the_places_of_parameters_are_no_change() -> None:
+    class Looks(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            changed.append(followed.have_changed())
+            return super().forward(x)
+
+    net = Looks(2, 1)
+    followed = LearningParameters(net)
+    torch.nn.Sequential(torch.nn.Tanh())  # something was registered somewhere
+    changed: list[bool] = []
+    others = {name: 2 * parameter for name, parameter in net.named_parameters()}
+    torch.func.functional_call(net, others, (torch.ones(1, 2),))
+    net.bias = torch.nn.Parameter(torch.ones(1))
+    net(torch.ones(1, 2))
+    assert changed == [False, True]
+    assert followed.added() == [net.bias]
