@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
+from notebook_accel.errors import TrainingError
 from notebook_accel.training.learning_parameters import LearningParameters
 from tests.training.ranks import Ranks
 
@@ -302,6 +303,44 @@ def test_a_parameter_beside_the_model_is_warned_of(two_ranks: Ranks) -> None:
     assert "parameters that haven't been prepared, of shape (64,): each of the 2 ranks trains its own" in said
     assert by_second == []
     assert two_ranks.run(functools.partial(bare_parameter, is_prepared=True)) == [[], []]
+
+
+class Heads(torch.nn.Module):
+    """A trunk with two heads, which are used by turns or together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.heads = Net(), torch.nn.ModuleList([torch.nn.Linear(10, 10).double() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> list[torch.Tensor]:
+        y = self.trunk(x)
+        return [self.heads[number](y) for number in used]
+
+
+def by_turns_or_together(together: bool) -> str:
+    accelerator = Accelerator(cpu=True)
+    net, loader = accelerator.prepare(Heads(), DataLoader(_digits(), batch_size=32))
+    try:
+        for step, (x, y) in enumerate(loader):
+            outputs = net(x, (0, 1) if together else (step % 2,))
+            for number, output in enumerate(outputs):
+                accelerator.backward(F.cross_entropy(output, y), retain_graph=number < len(outputs) - 1)
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("together", "what", "fix"),
+    [
+        (False, "Heads didn't use heads.1.weight, heads.1.bias on this rank", "find_unused_parameters=True"),
+        (True, "A second backward pass reached parameters", "accelerator.backward(first_loss + second_loss)"),
+    ],
+)
+def test_what_ddp_can_not_do_is_said_in_words(two_ranks: Ranks, together: bool, what: str, fix: str) -> None:
+    for error in two_ranks.run(by_turns_or_together, together):
+        assert what in error
+        assert fix in error
 
 
 def test_tensors_in_the_places_of_parameters_are_no_change() -> None:

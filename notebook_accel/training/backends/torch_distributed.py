@@ -6,6 +6,7 @@ import contextlib
 import functools
 import operator
 import pickle
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -64,6 +65,13 @@ class TorchDistributed(TorchDevice):
 
     def explain(self, error: RuntimeError) -> None:
         self._group.explain(error)
+        if "mark a variable ready only once" in str(error):
+            raise TrainingError(
+                "A second backward pass reached parameters whose gradients had been averaged.",
+                why="One call of a prepared model averages the gradients of one backward pass.",
+                fix="accelerator.backward(first_loss + second_loss); or compute the losses from "
+                "accelerator.unwrap_model(model)(...): then gradients are averaged when the optimizer steps",
+            ) from error
 
     def barrier(self) -> None:
         # Not dist.barrier, which has to guess the device if one group has several backends. gloo is better where there
@@ -176,7 +184,22 @@ class _DataParallel(DistributedDataParallel):
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             self.explain(error)
+            if "Expected to have finished reduction" in str(error):
+                raise self._unused_parameters_error(error) from error
             raise
+
+    def _unused_parameters_error(self, error: RuntimeError) -> TrainingError:
+        learning = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        numbers = [int(number) for number in found[1].split()] if found else []
+        names = [learning[number] for number in numbers if number < len(learning)]
+        shown = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" if names else "some parameters"
+        return TrainingError(
+            f"In its last step, {type(self.module).__name__} didn't use {shown} on this rank.",
+            why="The other ranks wait for every gradient, unless they were told that some may be missing.",
+            fix="Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]), or set "
+            "requires_grad_(False) for what is never used",
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
