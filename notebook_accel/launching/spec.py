@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import secrets
 import types
 
 import msgspec
@@ -35,6 +37,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         pull: Names of the variables that rank 0 sends back beside its result.
         unsent: Variables that the cell may read and that couldn't be sent, with the reasons.
         is_detached: True if the run goes on without the kernel, so that its processes should say what they are.
+        nonce: A number that differs between runs.
     """
 
     name: str
@@ -49,6 +52,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     pull: tuple[str, ...] = ()
     unsent: dict[str, str] = {}
     is_detached: bool = False
+    nonce: int = msgspec.field(default_factory=functools.partial(secrets.randbits, 32))
 
     def encode(self) -> bytes:
         """Return the bytes for the head of the payload."""

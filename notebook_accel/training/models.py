@@ -102,6 +102,13 @@ def prepare_model(
     # Another Accelerator may have prepared it, with another precision, or in a group that has ended since.
     while model in _made_here:
         model = cast(torch.nn.Module, model.module)
+    if isinstance(model, torch.nn.DataParallel) and backend.place.world_size > 1:
+        warnings.warn(
+            "The model was wrapped in DataParallel, which would use every GPU in each of the "
+            f"{backend.place.world_size} ranks: prepare takes the model in it. Fix: leave DataParallel out",
+            stacklevel=2,
+        )
+        model = model.module
     if fsdp.was_fully_sharded(model):
         return _taken(model, precision, before_sharded_pass)
     _end_autocasting(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import pathlib
 import re
@@ -49,6 +50,25 @@ for round in range(2):
     totals = [sum(rank + 1 + group for rank in range(count)) for group in range(2)]
     assert outcome.result == str([(rank, str(count), totals) for rank in range(count)])
     assert run("'RANK' in os.environ, torch.distributed.is_initialized()").result == "(False, False)"
+
+
+@pytest.mark.parametrize("how", SEVERAL, indirect=True)
+def test_ranks_draw_the_same_random_numbers_and_each_run_others(run: Run, how: Way) -> None:
+    """So that ranks which split a dataset by chance have the same parts."""
+    ok(run("import numpy, random, torch\ntorch.manual_seed(0), numpy.random.seed(0), random.seed(0)"))
+    drawn = []
+    for _ in range(2):
+        outcome = ok(
+            run(f"""%%distributed -n {how.ranks} {how}
+import numpy, random, torch
+parts = torch.utils.data.random_split(range(100), [0.5, 0.5])
+[parts[0].indices, list(numpy.random.permutation(100)), random.random()]""")
+        )
+        by_rank = ast.literal_eval(outcome.result.replace("np.int64", ""))
+        assert len(by_rank) == how.ranks
+        assert all(of_rank == by_rank[0] for of_rank in by_rank)
+        drawn += by_rank[0]
+    assert all(first != second for first, second in zip(drawn[:3], drawn[3:], strict=True))
 
 
 @pytest.mark.parametrize("how", METHODS, indirect=True)

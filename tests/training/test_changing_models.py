@@ -284,6 +284,22 @@ def test_a_prepared_model_has_the_methods_of_the_model_in_it(two_ranks: Ranks) -
     assert two_ranks.run(attributes) == [expected, expected]
 
 
+def data_parallel() -> tuple[str, list[str]]:
+    net = torch.nn.DataParallel(Net())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = Accelerator(cpu=True).prepare(net)
+    kind = type(getattr(model, "module", model)).__name__
+    return kind, [str(warning.message) for warning in caught]
+
+
+def test_data_parallel_is_left_out(one_rank: Ranks, two_ranks: Ranks) -> None:
+    for kind, [said] in two_ranks.run(data_parallel):
+        assert kind == "Net"
+        assert "would use every GPU in each of the 2 ranks" in said
+    assert one_rank.run(data_parallel) == [("Net", [])]  # it computes where it did before
+
+
 def bare_parameter(*, is_prepared: bool) -> list[str]:
     accelerator = Accelerator(cpu=True, split_batches=True)
     net, prompt = Net(), torch.nn.Parameter(torch.zeros(64, dtype=torch.float64))

@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import types
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -93,6 +94,7 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     arm_stacks(dump)
     _reset_process()
     spec = JobSpec.decode(memory_files.read_head(payload))
+    _seed_generators(spec, order.place)
     if spec.is_detached:
         set_title(f"notebook-accel rank {order.place.rank} of {spec.name}")
     link = Connection.from_descriptor(connection)
@@ -264,14 +266,23 @@ def _reset_process() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     faulthandler.enable(2, all_threads=False)  # shows the Python line of a crash in native code
     sys.argv = [""]
-    # A fork has the state of the template's generators. Without new seeds every launch would draw the same numbers.
-    random.seed()
+
+
+def _seed_generators(spec: JobSpec, place: RankPlace) -> None:
+    """Give all ranks of a run the same random numbers, and each run others.
+
+    A fork has the state of the template's generators, so that without new seeds every run would draw the same numbers.
+    Ranks whose numbers differ would split a dataset into other parts for training and for validation.
+    """
+    own = spec.nonce if place.local_world_size == place.world_size else 0  # other nodes have other payloads
+    seed = zlib.crc32(f"{own} {place.master_addr} {place.master_port}".encode())
+    random.seed(seed)
     torch = sys.modules.get("torch")  # a kernel that forks need not have it
     if torch is not None:
-        torch.default_generator.seed()
+        torch.default_generator.manual_seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed()
+        numpy.random.seed(seed)
 
 
 def _set_environment(spec: JobSpec, place: RankPlace, variables: Mapping[str, str]) -> None:
