@@ -11,10 +11,13 @@ import dataclasses
 import functools
 import pathlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.errors import CheckpointError
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
@@ -115,12 +118,15 @@ def save(
     job = _Job(folder, backend.place.rank, {"world_size": backend.place.world_size, "counts": counts}, safe, completed)
     found: list[_Parts] = []
 
-    def collect() -> None:
+    def collect() -> dict[str, float]:
         parts = _collect(backend, state, hooks, folders.draft_of(folder))
         found.append(parts.copied(backend.place.rank) if in_background else parts)
+        return _norms_of_copies(state.models)
 
     with job.abandoned_on_failure():
-        on_all_ranks(backend, "write its part of a checkpoint", collect)
+        norms = on_all_ranks(backend, "write its part of a checkpoint", collect)
+    if is_main:
+        _warn_of_differences(norms)
     saving = Saving(folder)
     if in_background:
         group = backend.background_group()
@@ -129,6 +135,34 @@ def save(
     else:
         job.write(found[0], functools.partial(on_all_ranks, backend))
     return saving
+
+
+def _norms_of_copies(models: Sequence[torch.nn.Module]) -> dict[str, float]:
+    """Return the norm of each parameter of which all ranks should have equal copies, by its name."""
+    copied: list[Any] = [model for model in map(fsdp.plain, models) if isinstance(model, DistributedDataParallel)]
+    return {
+        f"{type(model.module).__name__}.{name}": float(
+            torch.linalg.vector_norm(parameter.detach(), 1, dtype=torch.float64)
+        )
+        for model in copied
+        if model.require_backward_grad_sync  # not in local SGD
+        for name, parameter in model.module.named_parameters()
+        if parameter.is_floating_point()
+    }
+
+
+def _warn_of_differences(norms: Sequence[dict[str, float]]) -> None:
+    """Warn if the ranks' copies of a model have come apart, by more than other processors' rounding explains."""
+    first = norms[0]
+    apart = [name for name in first if any(abs(of[name] - first[name]) > 1e-4 * abs(first[name]) for of in norms)]
+    if apart:
+        shown = f"{', '.join(apart[:3])}{', ...' if len(apart) > 3 else ''}"
+        warnings.warn(
+            f"Each rank has trained a model of its own: {shown} differ between the ranks, and rank 0's are saved. "
+            "Fix: prepare the optimizer, call what prepare returned, and "
+            "change no weight under `if accelerator.is_main_process:`",
+            stacklevel=4,
+        )
 
 
 def _gather_in(group: Any, values: list[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -298,6 +299,27 @@ def test_data_parallel_is_left_out(one_rank: Ranks, two_ranks: Ranks) -> None:
         assert kind == "Net"
         assert "would use every GPU in each of the 2 ranks" in said
     assert one_rank.run(data_parallel) == [("Net", [])]  # it computes where it did before
+
+
+def comes_apart(folder: str, *, is_prepared: bool) -> list[str]:
+    """Train by a method of the model, with an optimizer that was or wasn't prepared, and save."""
+    training = Training()
+    optimizer = training.optimizer if is_prepared else training.optimizer.optimizer
+    for x, y in training.loader:
+        training.accelerator.backward(training.models[0].loss(x, y))
+        optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training.accelerator.save_state(folder)
+    assert {warning.filename for warning in caught} <= {__file__}
+    return [str(warning.message) for warning in caught]
+
+
+def test_saving_warns_of_models_that_have_come_apart(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    [said], by_second = two_ranks.run(functools.partial(comes_apart, str(tmp_path / "a"), is_prepared=False))
+    assert "Each rank has trained a model of its own: Net.0.weight, Net.0.bias, Net.2.weight, ... differ" in said
+    assert by_second == []
+    assert two_ranks.run(functools.partial(comes_apart, str(tmp_path / "b"), is_prepared=True)) == [[], []]
 
 
 def bare_parameter(*, is_prepared: bool) -> list[str]:
