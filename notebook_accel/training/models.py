@@ -110,7 +110,7 @@ def prepare_model(
         )
         model = model.module
     if fsdp.was_fully_sharded(model):
-        return _taken(model, precision, before_sharded_pass)
+        return _taken(model, backend, precision, before_sharded_pass)
     _end_autocasting(model)
     if sharding is not None and backend.place.world_size > 1 and not isinstance(model, DistributedDataParallel):
         _refuse_other_mesh(model, mesh)
@@ -154,8 +154,13 @@ def _has_its_place(model: torch.nn.Module) -> bool:
     return False
 
 
-def _taken(model: torch.nn.Module, precision: Precision, before_sharded_pass: Callable[[], None]) -> torch.nn.Module:
-    """Return a model that ``fully_shard`` was applied to before, by an earlier ``prepare`` or by the user's code."""
+def _taken(
+    model: torch.nn.Module, backend: Backend, precision: Precision, before_sharded_pass: Callable[[], None]
+) -> torch.nn.Module:
+    """Return a model that ``fully_shard`` was applied to before, by an earlier ``prepare`` or by the user's code.
+
+    If only parts of it are sharded, the gradients of the rest are averaged.
+    """
     if not fsdp.is_sharded(model):
         if precision.dtype is not None:
             warnings.warn(
@@ -164,6 +169,10 @@ def _taken(model: torch.nn.Module, precision: Precision, before_sharded_pass: Ca
                 stacklevel=2,
             )
         fsdp.take(fsdp.plain(model), before_sharded_pass)
+        for parameter in model.parameters():
+            if parameter.requires_grad and not is_sharded_tensor(parameter):
+                prepare_leaf(parameter, backend)
+        _average_later(model, backend)
     return model
 
 
@@ -205,9 +214,11 @@ def _refuse_other_mesh(model: torch.nn.Module, mesh: Any) -> None:
     for parameter in model.parameters():
         if is_sharded_tensor(parameter) and not _is_beside(cast(Any, parameter).device_mesh, mesh):
             raise TrainingError(
-                f"{type(model).__name__} has parts that parallelize_module has made on a mesh of its own, and can't be "
-                "sharded over another one.",
-                fix="Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=..., tp_size=...)), whose "
+                f"{type(model).__name__} has layers that are spread over a mesh of their own, and can't be sharded "
+                "over another one.",
+                why="parallelize_module has made them, or they belong to a model that was prepared before.",
+                fix="prepare models that share layers as one model; for parallelize_module, "
+                "Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=..., tp_size=...)), whose "
                 'accelerator.torch_device_mesh["tp"] parallelize_module takes',
             )
 

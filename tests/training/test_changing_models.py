@@ -159,6 +159,25 @@ def test_models_that_change(
     assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
 
 
+def part_and_whole(sharded: bool) -> list[float]:
+    """A model and its first layer are prepared, and both are called."""
+    training = Training(sharded=sharded)
+    accelerator = Accelerator(cpu=True, split_batches=True, fsdp_plugin=training.accelerator.state.fsdp_plugin)
+    training.net = Net(3)
+    optimizer = torch.optim.SGD(training.net.parameters(), 0.1)
+    part, *training.models, training.optimizer = accelerator.prepare(training.net[0], training.net, optimizer)
+    training.run(lambda x, y: F.cross_entropy(training.models[0](x), y) + part(x).square().mean())
+    return training.weights()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_a_model_and_a_part_of_it(one_rank: Ranks, two_ranks: Ranks, sharded: bool) -> None:
+    [alone] = one_rank.run(part_and_whole, False)
+    first, second = two_ranks.run(part_and_whole, sharded)
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
+
+
 def adversaries() -> list[float]:
     """A generator learns against a discriminator that is frozen while it does."""
     accelerator = Accelerator(cpu=True, split_batches=True)
