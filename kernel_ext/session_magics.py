@@ -60,6 +60,9 @@ class SessionMagics:
         configuration.add_flags(self._start_parser)
         detach = "The ranks outlive the kernel. %%distributed attach NAME finds them again."
         self._start_parser.add_argument("--detach", action="store_true", help=detach)
+        self._leave_parser = Parser("%distributed detach")
+        self._leave_parser.add_argument("name", nargs="?", default="")
+        self._leave_parser.add_argument("--run", default="", metavar="NAME")
         self._names_parsers = {magic: _names_parser(magic) for magic in ("%push", "%pull")}
         self.session: Session | None = None
         self.help = _CellHelp(shell, lambda: self.session)
@@ -73,19 +76,20 @@ class SessionMagics:
         """Return whether a ``%distributed`` line is for the session.
 
         ``stop`` and ``detach`` are, unless they mean another run; ``attach`` is if it names a detached session.
+        ``detach`` may also give the session a new name.
         """
         command, *arguments = line.split() or [""]
         if command == "attach":
             return len(arguments) <= 1 and run_folders.find_session(*arguments) is not None
         if command not in ("stop", "detach"):
             return command in COMMANDS
-        if self.session is None or (command == "detach" and not self._may_leave):
+        if self.session is None or (command == "detach" and self.session.is_over):
             return False
         running = [entry for entry in registry.latest() if entry.is_running]
         mine = next((entry for entry in running if entry.job is self.session.job), None)
         if mine is None:  # the session has already ended
             return not arguments
-        if not arguments:
+        if not arguments or (command == "detach" and not arguments[0].startswith("--run")):
             return running == [mine]
         return arguments[-1].removeprefix("--run=") in (str(mine.number), mine.name)
 
@@ -98,8 +102,7 @@ class SessionMagics:
         elif command == "attach":
             self._attach(rest.strip())
         elif command == "detach":
-            name = self._needed("%distributed detach").job.name
-            self.release()
+            name = self._leave(rest)
             print(f"This notebook has left the session, which goes on. %distributed attach {name} finds it again.")
         elif command == "restart":
             self._restart(rest.split())
@@ -137,11 +140,21 @@ class SessionMagics:
             self.session = Session.attach(name)
         print(f"{self.session!r}\n{_HINT}")
 
+    def _leave(self, line: str) -> str:
+        """Let the session go on without the kernel, and return its name."""
+        given = self._leave_parser.parse(split(line, "%distributed detach"))
+        with held():
+            session = self._needed("%distributed detach")
+            session.leave(given.name)
+            self.session = None
+        return given.name or session.job.name
+
     def _refuse_second(self) -> None:
         if self.session is not None and not self.session.is_over:
-            leave = "; %distributed detach leaves it" if self.session.is_detached else ""
             raise RunError(
-                "There is a session already.", why=repr(self.session), fix=f"%distributed stop ends it{leave}"
+                "There is a session already.",
+                why=repr(self.session),
+                fix="%distributed stop ends it; %distributed detach leaves it",
             )
 
     def _restart(self, arguments: list[str]) -> None:

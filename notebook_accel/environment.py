@@ -24,6 +24,7 @@ USE_CPU = "ACCELERATE_USE_CPU"
 USE_FSDP = "ACCELERATE_USE_FSDP"
 USE_PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
 COMPAT = "NOTEBOOK_ACCEL_COMPAT"
+SESSION_FOLDER = "NOTEBOOK_ACCEL_SESSION_FOLDER"  # where ranks wait for a kernel, if their session was detached later
 OVERSUBSCRIBE = "NOTEBOOK_ACCEL_OVERSUBSCRIBE"
 PROFILE = "NOTEBOOK_ACCEL_PROFILE"
 # The settings of sharded models, by their names without ``fsdp_`` in Accelerate's flags and files, and what their

@@ -1,6 +1,7 @@
 """Messages between a session's kernel and its ranks. Descriptors travel beside a message, as its class states.
 
-kernel -> rank       Welcome, Execute, Call, Push, Pull, LookUp, Debug, Input, InspectGroup, RenewGroup, Settle, Leave
+kernel -> rank       Welcome, Execute, Call, Push, Pull, LookUp, Debug, Input, InspectGroup, RenewGroup, Settle,
+                     Detach, Leave
 rank -> kernel       Hello, Displayed, Prompt, Reply
 
 Each side unpickles only what the other has sealed, in a memory file. A rank opens nothing before the kernel has
@@ -143,6 +144,13 @@ class Settle(_Request, frozen=True, kw_only=True):
     """Do nothing but answer: interrupts that were sent earlier have arrived by then, and can't hit later requests."""
 
 
+class Detach(_Request, frozen=True, kw_only=True):
+    """Outlive this kernel: when it has gone, wait for the next one in ``folder``. ``name`` is the session's then."""
+
+    folder: str
+    name: str
+
+
 class Leave(_SessionMessage, frozen=True):
     """End: the session is over. Without it, a detached session's rank waits for another kernel."""
 
@@ -240,7 +248,19 @@ class Reply(_SessionMessage, frozen=True, kw_only=True):
 
 
 ToRank: TypeAlias = (
-    Welcome | Execute | Call | Push | Pull | LookUp | Debug | Input | InspectGroup | RenewGroup | Settle | Leave
+    Welcome
+    | Execute
+    | Call
+    | Push
+    | Pull
+    | LookUp
+    | Debug
+    | Input
+    | InspectGroup
+    | RenewGroup
+    | Settle
+    | Detach
+    | Leave
 )
 FromRank: TypeAlias = Displayed | Prompt | Reply
 

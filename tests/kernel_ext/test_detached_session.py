@@ -108,6 +108,24 @@ def test_session_outlives_its_kernel_and_another_one_goes_on_with_it(
     assert list(run_folders.root().iterdir()) == []
 
 
+def test_usual_session_is_detached_by_name(tmp_path: pathlib.Path) -> None:
+    with notebook(tmp_path / "first") as first:
+        load(first)
+        first.run("%distributed start -n 2 --use_cpu", _LONG_S)
+        first.run("%%distributed\nimport os\nkept = os.environ['RANK']")
+        left = first.run("%distributed detach lab").stdout
+        assert left == "This notebook has left the session, which goes on. %distributed attach lab finds it again.\n"
+        assert first.run("%distributed status").stdout.startswith("1 (session): detached")
+        # It is free for another one, which ends with the kernel.
+        assert "2 ranks are ready" in first.run("%distributed start -n 2 --use_cpu", _LONG_S).stdout
+        first.kill()
+    with notebook(tmp_path / "second") as second:
+        load(second)
+        attach(second)
+        assert shown(second, "%%distributed\nkept") == "rank 0: '0'\nrank 1: '1'"
+        assert second.run("%distributed stop", _LONG_S).stdout == "The session has ended.\n"
+
+
 def test_notebooks_take_turns(first: kernels.Kernel, tmp_path: pathlib.Path) -> None:
     with notebook(tmp_path / "second") as second:
         load(second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 import re
@@ -416,12 +417,81 @@ def test_session_of_another_version_is_refused(lab: Session) -> None:
 
 def test_usual_session_ends_with_its_kernel(engine: local.LocalEngine) -> None:
     with Session(1, use_cpu=True, view="none") as session:
-        with pytest.raises(RunError, match="its ranks end with this kernel"):
-            session.leave()
-        with pytest.raises(ConfigError, match="can't be detached any more") as raised:
+        with pytest.raises(ConfigError, match="is a session, which is detached as a whole") as raised:
             detached.let_go(session.job)
-        assert "%distributed start --detach" in raised.value.fix
+        assert "%distributed detach" in raised.value.fix
     assert session.job.done
+
+
+# A kernel with a session that wasn't started to outlive it. It runs what it is given, and waits to be killed.
+_USUAL_KERNEL = f"""
+import sys, time
+from notebook_accel import Session, notebook_launcher
+from notebook_accel.errors import RunError
+
+def refusal(action):
+    try:
+        action()
+    except RunError as error:
+        return [error.why, error.fix]
+
+session = Session(2, use_cpu=True, view="none", name="usual")
+session.execute({BEGIN!r})
+exec(sys.argv[1])
+print("done", flush=True)
+time.sleep(1000)
+"""
+
+
+def said_by_usual_kernel(code: str) -> list[str]:
+    """Return the lines that a kernel prints before it is killed."""
+    arguments = [sys.executable, "-c", _USUAL_KERNEL, code]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=_ROOT, bufsize=1) as process:
+        assert process.stdout is not None
+        try:
+            return [line.rstrip() for line in itertools.takewhile(lambda line: line != "done\n", process.stdout)]
+        finally:
+            process.kill()
+
+
+def test_usual_session_can_be_left_later() -> None:
+    *pids, state, fix = said_by_usual_kernel(f"""
+session.execute({GROUP!r})
+print(session.execute("os.getpid()"))
+session.leave("late")
+print(session)
+print(refusal(lambda: session.execute("1"))[1])""")
+    assert state == "<Session 'usual': left, on 2 CPUs>"
+    assert fix.startswith("%distributed attach late")
+    with attached("late") as session:
+        assert str(session.execute("os.getpid()")).split("\n") == pids
+        assert str(session.execute(f"kept, {SUM}")) == "rank 0: ([0], 3)\nrank 1: ([10], 3)"
+        for rank in session.job.ranks:
+            title = pathlib.Path(f"/proc/{rank.pid}/cmdline").read_bytes()
+            assert title.startswith(f"notebook-accel rank {rank.rank} of late".encode())
+        # A rank that is started again outlives this kernel too.
+        assert session.restart([1]) == [1]
+        session.leave()
+        with attached("late") as second:
+            assert str(second.execute("'kept' in globals()")) == "rank 0: True\nrank 1: False"
+
+
+def test_usual_session_with_a_dead_rank_is_not_left() -> None:
+    [refused, rest] = said_by_usual_kernel("""
+refusal(lambda: session.execute("if rank == 1: os._exit(3)"))
+print(refusal(session.leave))
+print(session.execute("kept", ranks=[0]))""")
+    assert refused == "['Some of its ranks have died.', '%distributed restart, then detach it']"
+    assert rest == "rank 0: [0]"
+
+
+def test_usual_session_beside_another_run_is_not_left() -> None:
+    [_, refused, *rest] = said_by_usual_kernel("""
+notebook_launcher(time.sleep, (1000,), num_processes=1, use_cpu=True, view="none", background=True)
+print(refusal(session.leave)[0])
+print(session.execute("kept"))""")
+    assert refused == "Another run of this notebook goes on."
+    assert rest == ["rank 0: [0]", "rank 1: [10]"]
 
 
 def test_ranks_in_a_data_loader_or_another_fork_serve_no_kernel(lab: Session) -> None:

@@ -193,6 +193,8 @@ class Agent:
             close_all(descriptors)
             return
         assert isinstance(self._audience, Kernel)
+        assert run is not None
+        run.outlive_kernel(told.folder)
         self._audience.leave()
         self._audience = attachments
         attachments.begin(self._loop, self._hear, self._quit)

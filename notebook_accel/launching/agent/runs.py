@@ -10,6 +10,9 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
+from notebook_accel import environment
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching import logs
 from notebook_accel.launching.agent.output import Allowance, LogTail, open_log
@@ -171,6 +174,12 @@ class Run:
     def keeps(self) -> bool:
         """True if it goes on when a rank has died, even the last one."""
         return self.launch.on_death == "keep"
+
+    def outlive_kernel(self, folder: str) -> None:
+        """Note the run's folder, for ranks of a session that are started again."""
+        if self.keeps:
+            variables = {**self.launch.variables, environment.SESSION_FOLDER: folder}
+            self.launch = msgspec.structs.replace(self.launch, variables=variables)
 
     @property
     def needs_descriptors(self) -> bool:

@@ -134,17 +134,18 @@ def detach(job: Job, name: str = "") -> DetachedJob:
     return job if isinstance(job, DetachedJob) else attach(let_go(job, name).id)
 
 
-def let_go(job: Job, name: str = "") -> RunFolder:
-    """Detach a run as ``detach`` does, without attaching to it, and return its folder."""
+def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFolder:
+    """Detach a run as ``detach`` does, without attaching to it, and return its folder.
+
+    The ranks of a session also have to be told, which its pool does: see ``RankPool.leave``.
+    """
     if isinstance(job, DetachedJob):
         return job.folder
     if why := why_not(job.config):
         raise ConfigError(f"The run {job.name!r} can't be detached.", why=why)
-    if job.on_death == "keep":
+    if job.on_death == "keep" and not is_session_told:
         raise ConfigError(
-            f"The session {job.name!r} can't be detached any more.",
-            why="Its ranks take their cells from this kernel alone.",
-            fix="%distributed start --detach starts one that outlives its kernel",
+            f"{job.name!r} is a session, which is detached as a whole.", fix="%distributed detach, or session.leave()"
         )
     deadline_s = time.monotonic() + _START_DEADLINE_S
     while job.status == "starting" and time.monotonic() < deadline_s:

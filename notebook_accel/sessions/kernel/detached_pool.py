@@ -6,7 +6,6 @@ wait there for the next one. A lock in the folder keeps a second kernel out.
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import sys
 import time
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 
 from notebook_accel import VERSION
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import RunError
+from notebook_accel.errors import ConfigError, RunError
 from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import detached
 from notebook_accel.launching.run_folders import RunFolder
@@ -61,17 +60,16 @@ class DetachedRankPool(RankPool):
         joined = self._wait_for_ranks(interrupts)
         self._take_over(joined)
 
-    def leave(self) -> None:
-        """Let the ranks go on without this process, for another one to attach. Their run stays in view here."""
+    def leave(self, name: str = "") -> None:
+        """Let the ranks go on without this process. Their run stays in view here, under the name that it has."""
+        if name not in ("", self.job.name):
+            raise ConfigError(f"The detached session {self.job.name!r} keeps its name.", fix="%distributed detach")
         if not self._is_closed:
             with held():
-                self._is_closed = True
                 if self._job is not None:
                     state = self._job.state
                     self._job.doing = lambda: state.serving
-                atexit.unregister(self._end_with_kernel)
-                self._connections.close()
-                self._closing.close()
+                self._close_here()
 
     def _give_up(self) -> None:
         """End a new session whose start has failed; leave one that was there before."""

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError, RunStoppedError
-from notebook_accel.launching.kernel import foreground, launcher
+from notebook_accel.launching.kernel import detached, foreground, launcher
 from notebook_accel.launching.kernel.job import Job, Status
 from notebook_accel.launching.results import ResultFile, result_error
 from notebook_accel.launching.run_folders import RunFolder
@@ -247,16 +247,25 @@ class RankPool:
             with held() as interrupts:
                 self._close(interrupts)
 
-    def leave(self) -> None:
-        """Let the ranks go on without this process.
+    def leave(self, name: str = "") -> None:
+        """Let the ranks go on without this process, for another one to attach. See ``Session.leave``."""
+        with self._turn("the detaching"):
+            if not self.is_whole:
+                raise RunError(
+                    f"The session {self.job.name!r} can't be detached now.",
+                    why="Some of its ranks have died.",
+                    fix="%distributed restart, then detach it",
+                )
+            folder = detached.let_go(self.job, name, is_session_told=True)
+            self._ask_quietly(messages.Detach, self.alive, folder=str(folder.path), name=folder.facts.name)
+            self._close_here()
 
-        Raises:
-            RunError: They end with this process.
-        """
-        raise RunError(
-            f"The session {self.job.name!r} can't be left: its ranks end with this kernel.",
-            fix="%distributed start --detach starts a session that outlives its kernel",
-        )
+    def _close_here(self) -> None:
+        """Close what this process has of the session, whose ranks go on."""
+        self._is_closed = True
+        atexit.unregister(self._end_with_kernel)
+        self._connections.close()
+        self._closing.close()
 
     def _give_up(self) -> None:
         """Undo a start that has failed."""

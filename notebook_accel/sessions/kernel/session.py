@@ -249,13 +249,18 @@ class Session:
         """End the session and its ranks, and wait for that."""
         self._pool.close()
 
-    def leave(self) -> None:
-        """Let the ranks of a detached session go on without this process, for another one to attach.
+    def leave(self, name: str = "") -> None:
+        """Let the ranks go on without this process, for ``Session.attach``, also if they weren't started to outlive it.
+
+        Args:
+            name: The session's name from now on, if it wasn't started with ``detach=True``. Default: the one it has.
 
         Raises:
-            RunError: It isn't detached: its ranks end with this process.
+            ConfigError: A session with these options can't be detached, or a detached one has another name.
+            LaunchError: A detached run of that name goes on, or there is no place for its folder.
+            RunError: Some ranks have died, or another run of this process goes on.
         """
-        self._pool.leave()
+        self._pool.leave(name)
 
     @property
     def is_detached(self) -> bool:
@@ -277,7 +282,7 @@ class Session:
         job = self.job
         state = f"{len(self._pool.alive)} of {job.world_size} ranks are there"
         if self.is_over:
-            state = "ended" if job.done else "left"
+            state = "ended" if job.done and job.status != "detached" else "left"
         return f"<Session {job.name!r}: {state}, on {job.devices}>"
 
 

@@ -19,8 +19,9 @@ from typing import Any
 
 import msgspec
 
-from notebook_accel import nccl, reporting
+from notebook_accel import environment, nccl, reporting
 from notebook_accel.formatting import clipped
+from notebook_accel.launching.processes import set_title
 from notebook_accel.launching.ranks import displays, failure, gathering, interruption, loops, profiling, streams, worker
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
@@ -48,25 +49,28 @@ def serve(folder: str, *, is_detached: bool) -> None:
     interruption.defer()
     nccl.let_ranks_survive()
     torch_state.let_cells_make_their_group_again()
-    rank = _SessionRank(int(os.environ["RANK"]), is_detached=is_detached)
-    if is_detached:
-        reporting.reporter().send(events.Serving(cell=""))
-    gone = (ConnectionError, FileNotFoundError) if is_detached else (ClosedError,)  # the kernel, or nobody listens
+    rank = _SessionRank(int(os.environ["RANK"]), folder)
+    # A rank that is started again belongs to what its session has become.
+    folder_since = os.environ.pop(environment.SESSION_FOLDER, folder)
+    if is_detached or folder_since != folder:
+        rank.outlive_kernel(folder_since)
     while True:
+        gone = (ConnectionError, FileNotFoundError) if rank.is_detached else (ClosedError,)  # or nobody listens
         with contextlib.suppress(*gone):
-            hello = messages.Hello(secret=read_secret(folder), rank=rank.rank, kept=rank.hand_over())
-            with contextlib.closing(join_session(folder, hello)) as connection:
+            hello = messages.Hello(secret=read_secret(rank.folder), rank=rank.rank, kept=rank.hand_over())
+            with contextlib.closing(join_session(rank.folder, hello)) as connection:
                 rank.serve(connection)
                 return
-        if not is_detached:
+        if not rank.is_detached:
             return
         time.sleep(_NEXT_KERNEL_PERIOD_S)
 
 
 class _SessionRank:
-    def __init__(self, rank: int, *, is_detached: bool) -> None:
+    def __init__(self, rank: int, folder: str) -> None:
         self.rank = rank
-        self._is_detached = is_detached
+        self.folder = folder
+        self.is_detached = False
         self._connection: Connection
         self._kept: messages.Kept | None = None  # for the next kernel; ``None`` before the first
         self._namespace = sys.modules["__main__"].__dict__
@@ -111,6 +115,12 @@ class _SessionRank:
             own=[], sent=[], requests=0, renewals=0, group="sound", failed=None, title=""
         )
         self._kept = msgspec.structs.replace(kept, renewals=renewals)
+
+    def outlive_kernel(self, folder: str) -> None:
+        """Wait in this folder for another kernel when one is gone."""
+        self.folder = folder
+        self.is_detached = True
+        reporting.reporter().send(events.Serving(cell=""))
 
     def hand_over(self) -> messages.Kept | None:
         """Return what the next kernel has to know; ``None`` before the first one."""
@@ -170,7 +180,7 @@ class _SessionRank:
     @contextlib.contextmanager
     def _serving(self, request: Any) -> Iterator[None]:
         """Report what a detached session's rank is busy with, for those who have no kernel to ask."""
-        if not self._is_detached or type(request) not in _USERS:
+        if not self.is_detached or type(request) not in _USERS:
             yield
             return
         reporting.reporter().send(events.Serving(cell=_title(request)))
@@ -343,6 +353,11 @@ class _SessionRank:
         recovery = _import_training("backends.group_recovery")
         return {"lines": recovery.renew_group(request.renewals, rejoins=request.rejoins, namespace=self._namespace)}
 
+    def _detach(self, request: messages.Detach, _: None) -> dict[str, Any]:
+        set_title(f"notebook-accel rank {self.rank} of {request.name}")
+        self.outlive_kernel(request.folder)
+        return {}
+
 
 _HANDLERS: dict[type, Any] = {
     messages.Execute: _SessionRank._execute,
@@ -354,6 +369,7 @@ _HANDLERS: dict[type, Any] = {
     messages.InspectGroup: _SessionRank._inspect_group,
     messages.Settle: lambda *_: {},
     messages.RenewGroup: _SessionRank._renew_group,
+    messages.Detach: _SessionRank._detach,
 }
 
 _USERS = {messages.Execute, messages.Call, messages.Pull, messages.Debug}
