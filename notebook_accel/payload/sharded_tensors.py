@@ -14,7 +14,7 @@ from typing import Any
 
 from notebook_accel.payload.unpicklable import StaysError
 
-_HOOKS_OF = ("torch.distributed.", "notebook_accel.training.fsdp")  # modules whose hooks work in the ranks only
+_HOOKS_OF = ("torch.distributed.", "notebook_accel.training.")  # modules whose hooks work in the ranks only
 _HOOK_DICTS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")  # torch's attributes for its compiler
 

@@ -13,7 +13,7 @@ import logging
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
@@ -21,19 +21,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.errors import TrainingError
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
-from notebook_accel.training import collectives, fsdp
+from notebook_accel.training import collectives, fsdp, gradients
 from notebook_accel.training.accumulation import is_left_local
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.backends.shared_samples import all_ranks
 from notebook_accel.training.collectives import verify_model
 from notebook_accel.training.compiling import without_own_wrapper
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
+from notebook_accel.training.gradients import LearningParameters
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
-from notebook_accel.training.learning_parameters import LearningParameters
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.trees import to_float32
 
 _logger = logging.getLogger("notebook_accel")
+
+# Models that were prepared while all of them was frozen.
+_frozen: weakref.WeakKeyDictionary[torch.nn.Module, _FrozenModel] = weakref.WeakKeyDictionary()
 
 # The wrappers for averaging gradients that were made here. A wrapper that the user's code has made is left as it is.
 _made_here: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -129,7 +132,7 @@ def prepare_model(
     if backend.place.world_size == 1 or not learns or isinstance(model, DistributedDataParallel):
         return model
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        _average_later(model, backend)
+        _frozen[model] = _FrozenModel(model, backend)
         return model
     verify_model(backend, model)
     distributed = backend.data_parallel(model, parallel or DistributedDataParallelKwargs())
@@ -257,12 +260,17 @@ class UncalledModels:
     def average(self) -> None:
         """Average the gradients of models that weren't called since the last step. All ranks call it."""
         self._find()
-        for shared in self._shared:
-            model = shared.model
-            is_uncalled = model.calls == shared.calls_before and model.require_backward_grad_sync  # not in ``no_sync``
-            if is_uncalled and any(parameter.grad is not None for parameter in shared.parameters):
-                _log_uncalled(model)
-                model.average(shared.parameters)
+        uncalled = [shared for shared in self._shared if shared.model.calls == shared.calls_before]
+        if not uncalled:
+            return
+        # A model may have been prepared twice, or have another one as its part.
+        called = {id(parameter) for shared in self._shared if shared not in uncalled for parameter in shared.parameters}
+        for model, parameters in [(shared.model, shared.parameters) for shared in uncalled]:
+            left = [parameter for parameter in parameters if parameter.grad is not None and id(parameter) not in called]
+            if left and model.require_backward_grad_sync:  # not in ``no_sync``
+                if model.has_calls:
+                    _log_uncalled(model)
+                model.average(left)
 
     def has_stepped(self) -> None:
         """Note that the optimizer has used the gradients."""
@@ -270,20 +278,49 @@ class UncalledModels:
             shared.calls_before = max(shared.model.calls, 0)
 
     def _find(self) -> None:
-        among = len(_made_here), len(self._optimizer.param_groups)
+        among = len(_made_here) + len(_frozen), len(self._optimizer.param_groups)
         if among == self._found_among:
             return
         self._found_among = among
         calls = {id(shared.model): shared.calls_before for shared in self._shared}
         own = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         self._shared = []
-        for model in [model for model in _made_here if hasattr(model, "average")]:  # others do it in any backward pass
+        averaging: list[Any] = [model for model in _made_here if hasattr(model, "average")]  # XLA's needs no call
+        for model in [*averaging, *_frozen.values()]:
             parameters = [parameter for parameter in model.parameters() if id(parameter) in own]
             if parameters:
                 self._shared.append(_SharedParameters(model, parameters, calls.get(id(model), 0)))
 
 
-@dataclasses.dataclass
+class _FrozenModel:
+    """A model that was prepared while all of it was frozen, so that it has no wrapper that averages gradients.
+
+    It may be unfrozen later. Then its gradients are averaged for each step, like those of a model that isn't called.
+    """
+
+    has_calls = False
+    calls = 0
+    require_backward_grad_sync = True
+
+    def __init__(self, model: torch.nn.Module, backend: Backend) -> None:
+        self._model = weakref.ref(model)
+        self._backend = backend
+        self._is_shared = False
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        model = self._model()
+        return iter(()) if model is None else model.parameters()
+
+    def average(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Average gradients, the first time with rank 0's weights for all ranks."""
+        if not self._is_shared:
+            self._is_shared = True
+            for parameter in self.parameters():
+                self._backend.broadcast(parameter.data, 0)
+        gradients.average(parameters, self._backend.all_reduce, self._backend.place.world_size)
+
+
+@dataclasses.dataclass(eq=False)
 class _SharedParameters:
     """The parameters that a model and an optimizer have in common."""
 

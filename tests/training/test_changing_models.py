@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
 from notebook_accel.errors import TrainingError
-from notebook_accel.training.learning_parameters import LearningParameters
+from notebook_accel.training.gradients import LearningParameters
 from tests.training.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -178,6 +179,23 @@ def test_a_model_and_a_part_of_it(one_rank: Ranks, two_ranks: Ranks, sharded: bo
     assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
 
 
+def pickles_after_unfreezing() -> list[Any]:
+    training = Training(frozen="all")
+    training.run()
+    _set_learning(training.net, True)
+    training.run()
+    copied = pickle.loads(pickle.dumps(training.models[0]))
+    return [
+        type(copied).__name__,
+        len(copied._forward_pre_hooks),
+        torch.equal(copied[0].weight, training.net[0].weight),
+    ]
+
+
+def test_nothing_of_the_ranks_travels_with_a_model_that_was_unfrozen(two_ranks: Ranks) -> None:
+    assert two_ranks.run(pickles_after_unfreezing) == [["Net", 0, True]] * 2
+
+
 def adversaries() -> list[float]:
     """A generator learns against a discriminator that is frozen while it does."""
     accelerator = Accelerator(cpu=True, split_batches=True)
@@ -238,6 +256,27 @@ def test_models_that_are_not_called(
     assert first == second
     assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
     assert (logged, by_second) == (1, 0)
+
+
+def prepared_twice() -> tuple[list[float], int]:
+    """The first wrapper of the model is still there and isn't called any more, as in a cell that runs again."""
+    with pytest.MonkeyPatch.context() as patch:
+        logged: list[Any] = []
+        patch.setattr("notebook_accel.training.models._logger.warning", lambda *said: logged.append(said))
+        training = Training()
+        first = training.models[0]
+        accelerator = Accelerator(cpu=True, split_batches=True)
+        training.models[0] = accelerator.prepare(training.net)
+        assert training.models[0] is not first or accelerator.num_processes == 1
+        training.run()
+        return training.weights(), len(logged)
+
+
+def test_a_model_that_was_prepared_twice(one_rank: Ranks, two_ranks: Ranks) -> None:
+    [(alone, _)] = one_rank.run(prepared_twice)
+    for weights, logged in two_ranks.run(prepared_twice):
+        assert weights == pytest.approx(alone, rel=1e-6, abs=1e-9)
+        assert logged == 0
 
 
 def sparse() -> list[float]:

@@ -20,12 +20,12 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training.backends import group_recovery, torch_group
 from notebook_accel.training.backends.devices import TorchDevice
+from notebook_accel.training.gradients import LearningParameters, average
 from notebook_accel.training.handlers import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
 )
-from notebook_accel.training.learning_parameters import LearningParameters
 
 # torch 2.13 renamed the collective and warns about the old name.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -170,6 +170,7 @@ class _DataParallel(DistributedDataParallel):
     connect: Callable[[_DataParallel, torch.nn.Module], None]
     followed: LearningParameters
     calls: int = 0
+    has_calls = True
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # which can't follow changes of the model
@@ -211,23 +212,12 @@ class _DataParallel(DistributedDataParallel):
 
     def average(self, parameters: Iterable[torch.Tensor]) -> None:
         """Average the gradients of some of the model's parameters over the ranks, in place. All ranks call it."""
-        by_kind: dict[Any, list[Any]] = {}
-        for parameter in parameters:
-            if parameter.grad is not None:
-                by_kind.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter)
-        for alike in by_kind.values():
-            gradients = [parameter.grad.to_dense() for parameter in alike]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            try:
-                dist.all_reduce(flat, group=self.process_group)
-            except RuntimeError as error:
-                self.explain(error)
-                raise
-            flat /= dist.get_world_size(self.process_group)
-            means = torch.split_with_sizes(flat, [gradient.numel() for gradient in gradients])
-            for parameter, piece in zip(alike, means, strict=True):
-                mean, own = piece.view_as(parameter), parameter.grad
-                parameter.grad = mean.to_sparse(own.sparse_dim()) if own.is_sparse else own.copy_(mean)
+        ranks = dist.get_world_size(self.process_group)
+        try:
+            average(parameters, functools.partial(dist.all_reduce, group=self.process_group), ranks)
+        except RuntimeError as error:
+            self.explain(error)
+            raise
 
     def no_sync(self) -> Any:
         """Leave gradients local, as torch's ``no_sync`` does.

@@ -20,7 +20,7 @@ import torch
 
 from notebook_accel.errors import CollectiveError
 from notebook_accel.training.backends.backend import Backend
-from notebook_accel.training.learning_parameters import LearningParameters
+from notebook_accel.training.gradients import LearningParameters
 
 
 class Collectives(Protocol):

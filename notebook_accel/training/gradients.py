@@ -1,8 +1,9 @@
-"""A model's parameters that learn, and a cheap way to notice that they have become others."""
+"""A model's parameters that learn, and gradients that no backward pass has averaged."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,23 @@ from torch.nn.modules.module import (
 )
 
 _requires_grad = operator.attrgetter("requires_grad")
+
+
+def average(parameters: Iterable[torch.Tensor], all_reduce: Callable[[torch.Tensor], object], ranks: int) -> None:
+    """Average gradients over the ranks, in place, by one call of ``all_reduce`` for each type. All ranks call this."""
+    by_kind: dict[Any, list[Any]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_kind.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter)
+    for alike in by_kind.values():
+        gradients = [parameter.grad.to_dense() for parameter in alike]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        all_reduce(flat)
+        flat /= ranks
+        means = torch.split_with_sizes(flat, [gradient.numel() for gradient in gradients])
+        for parameter, piece in zip(alike, means, strict=True):
+            mean, own = piece.view_as(parameter), parameter.grad
+            parameter.grad = mean.to_sparse(own.sparse_dim()) if own.is_sparse else own.copy_(mean)
 
 
 class LearningParameters:
