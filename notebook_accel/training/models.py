@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import copyreg
-import dataclasses
 import functools
 import importlib
 import inspect
-import logging
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
@@ -32,11 +30,6 @@ from notebook_accel.training.gradients import LearningParameters
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.trees import to_float32
-
-_logger = logging.getLogger("notebook_accel")
-
-# Models that were prepared while all of them was frozen.
-_frozen: weakref.WeakKeyDictionary[torch.nn.Module, _FrozenModel] = weakref.WeakKeyDictionary()
 
 # The wrappers for averaging gradients that were made here. A wrapper that the user's code has made is left as it is.
 _made_here: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -132,11 +125,12 @@ def prepare_model(
     if backend.place.world_size == 1 or not learns or isinstance(model, DistributedDataParallel):
         return model
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        _frozen[model] = _FrozenModel(model, backend)
+        gradients.follow_frozen(model, backend)
         return model
     verify_model(backend, model)
     distributed = backend.data_parallel(model, parallel or DistributedDataParallelKwargs())
     _made_here.add(distributed)
+    gradients.follow(distributed)
     if before_training_pass is not None:
         # The backward pass checks too, but a forward pass can also wait for the other ranks.
         distributed.register_forward_pre_hook(functools.partial(_before_forward, before_training_pass))
@@ -236,110 +230,6 @@ def _whole_mesh_of(mesh: Any) -> Any:
         return mesh._get_root_mesh()
     meshes: Any = importlib.import_module("torch.distributed.device_mesh")  # torch 2.9 keeps them there
     return meshes._mesh_resources.get_root_mesh(mesh)
-
-
-class UncalledModels:
-    """Averages gradients of models that were trained without a call of what ``prepare`` returned.
-
-    ``DistributedDataParallel`` averages gradients in a backward pass only if the forward pass was a call of it. A loss
-    can also come from a method of the model, or from one of its layers. Accelerate then trains a model of its own in
-    each rank. Here those gradients are averaged before the optimizer uses them.
-
-    Args:
-        optimizer: The optimizer whose parameters are averaged.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._found_among = (-1, -1)
-        self._shared: list[_SharedParameters] = []
-        self._find()
-        for shared in self._shared:
-            shared.calls_before = shared.model.calls
-
-    def average(self) -> None:
-        """Average the gradients of models that weren't called since the last step. All ranks call it."""
-        self._find()
-        uncalled = [shared for shared in self._shared if shared.model.calls == shared.calls_before]
-        if not uncalled:
-            return
-        # A model may have been prepared twice, or have another one as its part.
-        called = {id(parameter) for shared in self._shared if shared not in uncalled for parameter in shared.parameters}
-        for model, parameters in [(shared.model, shared.parameters) for shared in uncalled]:
-            left = [parameter for parameter in parameters if parameter.grad is not None and id(parameter) not in called]
-            if left and model.require_backward_grad_sync:  # not in ``no_sync``
-                if model.has_calls:
-                    _log_uncalled(model)
-                model.average(left)
-
-    def has_stepped(self) -> None:
-        """Note that the optimizer has used the gradients."""
-        for shared in self._shared:
-            shared.calls_before = max(shared.model.calls, 0)
-
-    def _find(self) -> None:
-        among = len(_made_here) + len(_frozen), len(self._optimizer.param_groups)
-        if among == self._found_among:
-            return
-        self._found_among = among
-        calls = {id(shared.model): shared.calls_before for shared in self._shared}
-        own = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        self._shared = []
-        averaging: list[Any] = [model for model in _made_here if hasattr(model, "average")]  # XLA's needs no call
-        for model in [*averaging, *_frozen.values()]:
-            parameters = [parameter for parameter in model.parameters() if id(parameter) in own]
-            if parameters:
-                self._shared.append(_SharedParameters(model, parameters, calls.get(id(model), 0)))
-
-
-class _FrozenModel:
-    """A model that was prepared while all of it was frozen, so that it has no wrapper that averages gradients.
-
-    It may be unfrozen later. Then its gradients are averaged for each step, like those of a model that isn't called.
-    """
-
-    has_calls = False
-    calls = 0
-    require_backward_grad_sync = True
-
-    def __init__(self, model: torch.nn.Module, backend: Backend) -> None:
-        self._model = weakref.ref(model)
-        self._backend = backend
-        self._is_shared = False
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        model = self._model()
-        return iter(()) if model is None else model.parameters()
-
-    def average(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Average gradients, the first time with rank 0's weights for all ranks."""
-        if not self._is_shared:
-            self._is_shared = True
-            for parameter in self.parameters():
-                self._backend.broadcast(parameter.data, 0)
-        gradients.average(parameters, self._backend.all_reduce, self._backend.place.world_size)
-
-
-@dataclasses.dataclass(eq=False)
-class _SharedParameters:
-    """The parameters that a model and an optimizer have in common."""
-
-    model: Any
-    parameters: list[torch.nn.Parameter]
-    calls_before: int
-
-
-_said_of: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-
-def _log_uncalled(model: Any) -> None:
-    if model not in _said_of and model.process_group.rank() == 0:
-        _logger.warning(
-            "%s is trained by calls of its methods or layers. So its gradients are averaged when the optimizer steps. "
-            "It is faster to call what prepare returned: then they are averaged during the backward pass.",
-            type(model.module).__name__,
-        )
-    _said_of.add(model)
 
 
 def _averages_gradients(model: Any) -> TypeGuard[DistributedDataParallel]:

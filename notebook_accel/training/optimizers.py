@@ -14,7 +14,7 @@ from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import fsdp
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends import group_recovery
-from notebook_accel.training.models import UncalledModels
+from notebook_accel.training.gradients import UncalledModels
 from notebook_accel.training.precision import LossScaler
 
 

@@ -239,7 +239,7 @@ def uncalled(loss: Callable[..., torch.Tensor], **options: Any) -> tuple[list[fl
     """Return the weights, and how many messages each rank has logged."""
     with pytest.MonkeyPatch.context() as patch:
         logged: list[Any] = []
-        patch.setattr("notebook_accel.training.models._logger.warning", lambda *said: logged.append(said))
+        patch.setattr("notebook_accel.training.gradients._logger.warning", lambda *said: logged.append(said))
         training = Training(**options)
         for _ in range(2):
             training.run(functools.partial(loss, training))
@@ -262,7 +262,7 @@ def prepared_twice() -> tuple[list[float], int]:
     """The first wrapper of the model is still there and isn't called any more, as in a cell that runs again."""
     with pytest.MonkeyPatch.context() as patch:
         logged: list[Any] = []
-        patch.setattr("notebook_accel.training.models._logger.warning", lambda *said: logged.append(said))
+        patch.setattr("notebook_accel.training.gradients._logger.warning", lambda *said: logged.append(said))
         training = Training()
         first = training.models[0]
         accelerator = Accelerator(cpu=True, split_batches=True)
