@@ -72,15 +72,15 @@ def take(model: torch.nn.Module, before_forward: Callable[[], None]) -> None:
 
     def before_gathering(*_: object) -> None:
         nonlocal is_left_whole
-        before_forward()
         if is_left_whole and torch.is_grad_enabled():
-            _reshard(model)
+            reshard(model)
+        before_forward()
         is_left_whole = not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters())
 
     model.register_forward_pre_hook(before_gathering, prepend=True)
 
 
-def _reshard(model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
+def reshard(model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
     """Return to shares where a forward pass without a backward pass, as in evaluation, has left parameters whole.
 
     Parameters that were frozen or unfrozen since are so in their shares too: torch forgets it.
@@ -432,7 +432,7 @@ def remap(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer that was made for whole parameters those of the sharded models, and its state their shares."""
     new = {id(old): parameter for pairs in _replaced.values() for old, parameter in pairs}
     for model in _replaced:
-        new.update(_reshard(model))
+        new.update(reshard(model))
     for group in optimizer.param_groups:
         group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
     for old in [parameter for parameter in optimizer.state if id(parameter) in new]:

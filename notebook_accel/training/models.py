@@ -110,11 +110,12 @@ def prepare_model(
     _end_autocasting(model)
     if sharding is not None and backend.place.world_size > 1 and not isinstance(model, DistributedDataParallel):
         _refuse_other_mesh(model, mesh)
-        ignored = fsdp.shard(fsdp.plain(model), backend, sharding, precision.dtype, before_sharded_pass, mesh)
+        later = _LateAveraging(model, backend, before_sharded_pass)
+        ignored = fsdp.shard(fsdp.plain(model), backend, sharding, precision.dtype, later, mesh)
         for parameter in ignored:
             if parameter.requires_grad:
                 _average(parameter, backend)
-        _average_later(model, backend)
+        later.begin()
         return model
     if device_placement and not _has_its_place(model):
         backend.place_model(model)
@@ -165,11 +166,12 @@ def _taken(
                 f"not in {precision.name}. Fix: fully_shard(..., mp_policy=MixedPrecisionPolicy(...))",
                 stacklevel=2,
             )
-        fsdp.take(fsdp.plain(model), before_sharded_pass)
+        later = _LateAveraging(model, backend, before_sharded_pass)
+        fsdp.take(fsdp.plain(model), later)
         for parameter in model.parameters():
             if parameter.requires_grad and not is_sharded_tensor(parameter):
                 prepare_leaf(parameter, backend)
-        _average_later(model, backend)
+        later.begin()
     return model
 
 
@@ -188,22 +190,32 @@ def _with_parts(model: torch.nn.Module, backend: Backend, before_pass: Callable[
     return model
 
 
-def _average_later(model: torch.nn.Module, backend: Backend) -> None:
-    """Have the gradients of parameters averaged that begin to learn later: unfrozen ones, and those of added layers."""
-    parameters = LearningParameters(model)
-    averaged = {id(parameter): parameter for parameter in parameters.learning}
+class _LateAveraging:
+    """Has gradients averaged of what begins to learn later in a sharded model: unfrozen parameters, and added layers.
 
-    def follow(*_: object) -> None:
-        nonlocal parameters
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not parameters.have_changed():
+    Each rank has the whole of these. The object is called before each forward pass, while all else is in shares.
+    """
+
+    def __init__(self, model: torch.nn.Module, backend: Backend, before_pass: Callable[[], None]) -> None:
+        self._model = model
+        self._backend = backend
+        self._before_pass = before_pass
+
+    def begin(self) -> None:
+        """Note which parameters learn now."""
+        self._parameters = LearningParameters(self._model)
+        self._averaged = {id(parameter): parameter for parameter in self._parameters.learning}
+
+    def __call__(self) -> None:
+        self._before_pass()
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._parameters.have_changed():
             return
-        parameters = LearningParameters(model)
-        for parameter in parameters.learning:
-            if id(parameter) not in averaged and not is_sharded_tensor(parameter):
-                averaged[id(parameter)] = parameter
-                prepare_leaf(parameter, backend)
-
-    model.register_forward_pre_hook(follow)
+        fsdp.reshard(self._model)
+        self._parameters = LearningParameters(self._model)
+        for parameter in self._parameters.learning:
+            if id(parameter) not in self._averaged and not is_sharded_tensor(parameter):
+                self._averaged[id(parameter)] = parameter
+                prepare_leaf(parameter, self._backend)
 
 
 def _refuse_other_mesh(model: torch.nn.Module, mesh: Any) -> None:

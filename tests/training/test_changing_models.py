@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
 from notebook_accel.errors import TrainingError
+from notebook_accel.training import models
 from notebook_accel.training.gradients import LearningParameters
 from tests.training.ranks import Ranks
 
@@ -455,3 +456,23 @@ def test_tensors_in_the_places_of_parameters_are_no_change() -> None:
     net(torch.ones(1, 2))
     assert changed == [False, True]
     assert followed.added() == [net.bias]
+
+
+def all_reduces_of_a_sharded_model(adds: bool) -> int:
+    """Return how many gradients are averaged beside the sharded ones, in a model that has got another layer or not."""
+    training = Training(sharded=True)
+    training.run()
+    training.evaluate()
+    torch.nn.Sequential(torch.nn.Linear(1, 1))  # something was registered somewhere
+    if adds:
+        training.net.append(torch.nn.Linear(10, 10).double())
+    calls: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "prepare_leaf", lambda leaf, _: calls.append(leaf))
+        training.run()
+    return len(calls)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_only_added_layers_are_averaged_beside_the_shares(two_ranks: Ranks, adds: bool) -> None:
+    assert two_ranks.run(all_reduces_of_a_sharded_model, adds) == [2 * adds] * 2
