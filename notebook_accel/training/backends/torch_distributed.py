@@ -119,7 +119,14 @@ class TorchDistributed(TorchDevice):
         group_recovery.track_parallel(parallel, connect)
         return parallel
 
-    def _connect(self, parallel: _DataParallel, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> None:
+    def _connect(
+        self,
+        parallel: _DataParallel,
+        model: torch.nn.Module,
+        options: DistributedDataParallelKwargs,
+        *,
+        shares_weights: bool = True,
+    ) -> None:
         devices = {parameter.device for parameter in model.parameters()}
         device = next(model.parameters()).device
         with self._explained():
@@ -127,6 +134,7 @@ class TorchDistributed(TorchDevice):
                 model,
                 device_ids=[device] if device.type == "cuda" and len(devices) == 1 else None,
                 process_group=self._group.for_gradients(device),
+                init_sync=shares_weights,
                 **options.options(),
             )
         parallel.explain = self.explain
@@ -167,7 +175,7 @@ class _DataParallel(DistributedDataParallel):
     """
 
     explain: Callable[[RuntimeError], None]
-    connect: Callable[[_DataParallel, torch.nn.Module], None]
+    connect: Callable[..., None]
     followed: LearningParameters
     calls: int = 0
     has_calls = True
@@ -180,7 +188,8 @@ class _DataParallel(DistributedDataParallel):
             if self.followed.have_changed():
                 if not any(parameter.requires_grad for parameter in self.module.parameters()):
                     return self.module(*inputs, **kwargs)  # as a discriminator that is frozen for the other's step
-                group_recovery.reconnect(self, self.connect)
+                shares_weights = bool(self.followed.added())  # all others are equal on the ranks
+                group_recovery.reconnect(self, functools.partial(self.connect, shares_weights=shares_weights))
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
