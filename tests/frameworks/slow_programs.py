@@ -36,7 +36,7 @@ class Samples(Dataset[Any]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if self.is_slow:
             time.sleep(_SLOW_S / _BATCH)  # planted: data
-        return {"x": torch.ones(16), "labels": torch.tensor(index % 4)}
+        return {"x": torch.ones(16), "labels": torch.tensor(index % 4)}  # planted: sample
 
 
 class Model(torch.nn.Module):

@@ -23,7 +23,7 @@ _VERDICT_S = 300.0  # the import of these libraries is in it
     [
         ("data", (0, 1), ["data"]),
         ("straggler", (1,), ["straggler"]),
-        ("evaluation", (0, 1), ["data", "transformers", "lightning"]),
+        ("evaluation", (0, 1), ["data", "sample", "transformers", "lightning"]),
         ("checkpoint", (0,), ["transformers", "lightning"]),
     ],
 )
