@@ -37,7 +37,7 @@ HELP = """\
     %distributed start -n 2        start a session, with the options of %%distributed
     %distributed start --detach --name lab   start one that outlives the kernel
     %distributed attach lab        take over that session, with its ranks' variables, in another kernel
-    %distributed detach            leave it, for another notebook to attach
+    %distributed detach [NAME]     leave it, for another notebook to attach by that name
     %distributed restart [RANKS]   restart ranks that have died, or these (such as 0,2-3), or all
     %distributed debug [RANK]      open pdb at the last error, or at the last error of a rank
     %distributed stop              end the session
@@ -89,7 +89,14 @@ class SessionMagics:
         mine = next((entry for entry in running if entry.job is self.session.job), None)
         if mine is None:  # the session has already ended
             return not arguments
-        if not arguments or (command == "detach" and not arguments[0].startswith("--run")):
+        if command == "detach":
+            given = self._leave_parser.parse(arguments)
+            return (
+                given.run in (str(mine.number), mine.name)
+                if given.run
+                else given.name == mine.name or running == [mine]
+            )
+        if not arguments:
             return running == [mine]
         return arguments[-1].removeprefix("--run=") in (str(mine.number), mine.name)
 
@@ -102,8 +109,7 @@ class SessionMagics:
         elif command == "attach":
             self._attach(rest.strip())
         elif command == "detach":
-            name = self._leave(rest)
-            print(f"This notebook has left the session, which goes on. %distributed attach {name} finds it again.")
+            self._leave(self._leave_parser.parse(split(rest, "%distributed detach")).name)
         elif command == "restart":
             self._restart(rest.split())
         elif command == "debug":
@@ -140,14 +146,14 @@ class SessionMagics:
             self.session = Session.attach(name)
         print(f"{self.session!r}\n{_HINT}")
 
-    def _leave(self, line: str) -> str:
-        """Let the session go on without the kernel, and return its name."""
-        given = self._leave_parser.parse(split(line, "%distributed detach"))
+    def _leave(self, name: str) -> None:
+        """Let the session go on without the kernel."""
         with held():
             session = self._needed("%distributed detach")
-            session.leave(given.name)
+            session.leave(name)
             self.session = None
-        return given.name or session.job.name
+            name = name or session.job.name
+            print(f"This notebook has left the session, which goes on. %distributed attach {name} finds it again.")
 
     def _refuse_second(self) -> None:
         if self.session is not None and not self.session.is_over:

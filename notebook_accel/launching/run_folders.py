@@ -329,7 +329,8 @@ def make(name: str, run_id: str = "", *, is_unique: bool = False) -> tuple[RunFo
     if going and is_unique:
         raise LaunchError(
             f"A detached run of yours with the name {name!r} goes on already.",
-            fix=f"--name with another name; or %distributed attach {name}, or notebook-accel stop {name}",
+            fix=f"another name (--name, or %distributed detach NAME); or %distributed attach {name}, or "
+            f"notebook-accel stop {name}",
         )
     path = root() / (run_id or new_id(name))
     try:

@@ -145,7 +145,10 @@ class Settle(_Request, frozen=True, kw_only=True):
 
 
 class Detach(_Request, frozen=True, kw_only=True):
-    """Outlive this kernel: when it has gone, wait for the next one in ``folder``. ``name`` is the session's then."""
+    """Outlive this kernel: when it has gone, wait for the next one in ``folder``. ``name`` is the session's then.
+
+    An empty ``folder`` takes that back.
+    """
 
     folder: str
     name: str

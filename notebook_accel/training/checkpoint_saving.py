@@ -141,14 +141,18 @@ def _norms_of_copies(models: Sequence[torch.nn.Module]) -> dict[str, float]:
     """Return the norm of each parameter of which all ranks should have equal copies, by its name."""
     copied: list[Any] = [model for model in map(fsdp.plain, models) if isinstance(model, DistributedDataParallel)]
     return {
-        f"{type(model.module).__name__}.{name}": float(
-            torch.linalg.vector_norm(parameter.detach(), 1, dtype=torch.float64)
-        )
+        f"{type(model.module).__name__}.{name}": _norm(parameter.detach())
         for model in copied
         if model.require_backward_grad_sync  # not in local SGD
         for name, parameter in model.module.named_parameters()
-        if parameter.is_floating_point()
+        if parameter.is_floating_point() and name not in model.parameters_to_ignore
     }
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    """Return the sum of the absolute values, with at least the precision of float32 and without a copy."""
+    dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    return float(torch.linalg.vector_norm(tensor, 1, dtype=dtype))
 
 
 def _warn_of_differences(norms: Sequence[dict[str, float]]) -> None:

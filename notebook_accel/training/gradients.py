@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,25 +16,35 @@ from torch.nn.modules.module import (
 
 from notebook_accel.training.backends.backend import Backend
 
-_logger = logging.getLogger("notebook_accel")
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-def average(parameters: Iterable[torch.Tensor], all_reduce: Callable[[torch.Tensor], object], ranks: int) -> None:
-    """Average gradients over the ranks, in place, by one call of ``all_reduce`` for each type. All ranks call this."""
+def average(parameters: Sequence[torch.Tensor], all_reduce: Callable[[torch.Tensor], object], ranks: int) -> None:
+    """Average gradients over the ranks, in place. All ranks call this with the same parameters.
+
+    A rank without a gradient that another one has counts as zeros.
+    """
+    found = torch.tensor([each.grad is not None for each in parameters], dtype=torch.int32, device=parameters[0].device)
+    all_reduce(found)
     by_kind: dict[Any, list[Any]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_kind.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter)
+    for parameter, ranks_with_one in zip(parameters, found.tolist(), strict=True):
+        if ranks_with_one:
+            by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for alike in by_kind.values():
-        gradients = [parameter.grad.to_dense() for parameter in alike]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = torch.cat([_dense_gradient(parameter).reshape(-1) for parameter in alike])
         all_reduce(flat)
         flat /= ranks
-        means = torch.split_with_sizes(flat, [gradient.numel() for gradient in gradients])
-        for parameter, piece in zip(alike, means, strict=True):
+        pieces = torch.split_with_sizes(flat, [parameter.numel() for parameter in alike])
+        for parameter, piece in zip(alike, pieces, strict=True):
             mean, own = piece.view_as(parameter), parameter.grad
-            parameter.grad = mean.to_sparse(own.sparse_dim()) if own.is_sparse else own.copy_(mean)
+            if own is None:
+                parameter.grad = mean.clone()
+            else:
+                parameter.grad = mean.to_sparse(own.sparse_dim()) if own.is_sparse else own.copy_(mean)
+
+
+def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
 
 
 class LearningParameters:
@@ -47,6 +55,7 @@ class LearningParameters:
     """
 
     _registrations: ClassVar[int] = 0  # of parameters and modules, in any module of this process
+    _latest: ClassVar[dict[int, int]] = {}  # the number of a module's last one, by its identity
     _hooks: ClassVar[list[Any]] = []
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -60,19 +69,26 @@ class LearningParameters:
         self.learning = [parameter for parameter in self._all if parameter.requires_grad]
 
     @classmethod
-    def _count(cls, *_: object) -> None:
+    def _count(cls, module: torch.nn.Module, *_: object) -> None:
         cls._registrations += 1
+        cls._latest[id(module)] = cls._registrations
 
     def have_changed(self) -> bool:
         """Return whether layers have been frozen, unfrozen, added or replaced since."""
-        if self._seen != self._registrations:
-            present = list(self._model.parameters())
-            # Not while functional_call computes with other tensors in the parameters' places.
-            if all(parameter.is_leaf for parameter in present):
-                if list(map(id, present)) != list(map(id, self._all)):
-                    return True
-                self._seen = self._registrations
+        if self._seen != self._registrations and self._are_others():
+            return True
         return not all(map(_requires_grad, self.learning)) or any(map(_requires_grad, self._frozen))
+
+    def _are_others(self) -> bool:
+        if any(self._latest.get(id(module), 0) > self._seen for module in self._model.modules()):
+            present: list[Any] = list(self._model.parameters())
+            # Not while functional_call computes with other tensors in the parameters' places.
+            if not all(isinstance(each, torch.nn.Parameter) for each in present):
+                return False
+            if list(map(id, present)) != list(map(id, self._all)):
+                return True
+        self._seen = self._registrations
+        return False
 
     def added(self) -> list[torch.nn.Parameter]:
         """Return the parameters that the model has now and didn't have before."""
@@ -82,12 +98,14 @@ class LearningParameters:
 
 def follow(model: torch.nn.Module) -> None:
     """Have the gradients of a model that averages them averaged for each step in which it wasn't called."""
-    if hasattr(model, "average"):  # that of XLA needs no call
-        _averaging[next(_numbers)] = model
+    if hasattr(type(model), "_average"):  # that of XLA needs no call
+        UncalledModels.followed += 1
+        _averaging[UncalledModels.followed] = model
 
 
 def follow_frozen(model: torch.nn.Module, backend: Backend) -> None:
     """Have the gradients averaged that a model may have later which is frozen as a whole."""
+    UncalledModels.followed += 1
     _frozen[model] = _FrozenModel(model, backend)
 
 
@@ -102,48 +120,57 @@ class UncalledModels:
         optimizer: The optimizer whose parameters are averaged.
     """
 
+    followed: ClassVar[int] = 0  # models so far; the same on all ranks
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._found_among = (-1, -1)
+        self._found_among: Any = None
         self._shared: list[_SharedParameters] = []
         self._find()
-        for shared in self._shared:
-            shared.calls_before = shared.calls
+        self.has_stepped()
 
-    def average(self) -> None:
-        """Average the gradients of models that weren't called since the last step. All ranks call it."""
+    def average(self, *, may_be_local: bool) -> None:
+        """Average the gradients of models that weren't called since the last step. All ranks call it.
+
+        Args:
+            may_be_local: Leave alone what was called in ``no_sync`` only, as in local SGD.
+        """
         self._find()
-        uncalled = [shared for shared in self._shared if shared.calls == shared.calls_before]
+        uncalled = [shared for shared in self._shared if not shared.is_called]
         if not uncalled:
             return
         # A model may have been prepared twice, or have another one as its part.
-        called = {id(parameter) for shared in self._shared if shared not in uncalled for parameter in shared.parameters}
+        averaged = {id(each) for shared in self._shared if shared.is_called for each in shared.parameters}
         for shared in uncalled:
             model = shared.model()
-            left = [each for each in shared.parameters if each.grad is not None and id(each) not in called]
-            if left and model is not None and model.require_backward_grad_sync:  # not in ``no_sync``
-                if model.has_calls:
-                    _log_uncalled(model)
-                model.average(left)
+            if model is None or not model.require_backward_grad_sync or (may_be_local and shared.is_local):
+                continue
+            left = [each for each in shared.parameters if id(each) not in averaged]
+            averaged.update(map(id, left))
+            left = [each for each in left if each.requires_grad or each.grad is not None]
+            if any(each.grad is not None for each in left):
+                model._average(left)
 
     def has_stepped(self) -> None:
         """Note that the optimizer has used the gradients."""
         for shared in self._shared:
-            shared.calls_before = max(shared.calls, 0)
+            shared.note_calls()
 
     def _find(self) -> None:
-        among = len(_averaging) + len(_frozen), len(self._optimizer.param_groups)
+        groups = self._optimizer.param_groups
+        among = self.followed, [len(group["params"]) for group in groups]
         if among == self._found_among:
             return
         self._found_among = among
-        before = {shared.model: shared.calls_before for shared in self._shared}
-        own = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        own = {id(parameter) for group in groups for parameter in group["params"]}
+        before = {id(shared.model()): shared for shared in self._shared}
         self._shared = []
         for model in [*_averaging.values(), *_frozen.values()]:
-            parameters = [parameter for parameter in model.parameters() if id(parameter) in own]
+            parameters = [parameter for parameter in model._own_parameters() if id(parameter) in own]
             if parameters:
-                reference = weakref.ref(model)
-                self._shared.append(_SharedParameters(reference, parameters, before.get(reference, 0)))
+                known = before.get(id(model))
+                calls = (0, 0) if known is None else known.calls_before
+                self._shared.append(_SharedParameters(weakref.ref(model), parameters, calls))
 
 
 class _FrozenModel:
@@ -152,8 +179,8 @@ class _FrozenModel:
     It may be unfrozen later. Then its gradients are averaged for each step, like those of a model that isn't called.
     """
 
-    has_calls = False
-    calls = 0
+    _calls = 0
+    _local_calls = 0
     require_backward_grad_sync = True
 
     def __init__(self, model: torch.nn.Module, backend: Backend) -> None:
@@ -161,15 +188,15 @@ class _FrozenModel:
         self._backend = backend
         self._is_shared = False
 
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
+    def _own_parameters(self) -> list[torch.nn.Parameter]:
         model = self._model()
-        return iter(()) if model is None else model.parameters()
+        return [] if model is None else list(model.parameters())
 
-    def average(self, parameters: Iterable[torch.Tensor]) -> None:
+    def _average(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average gradients, the first time with rank 0's weights for all ranks."""
         if not self._is_shared:
             self._is_shared = True
-            for parameter in self.parameters():
+            for parameter in self._own_parameters():
                 self._backend.broadcast(parameter.data, 0)
         average(parameters, self._backend.all_reduce, self._backend.place.world_size)
 
@@ -180,26 +207,26 @@ class _SharedParameters:
 
     model: weakref.ref[Any]
     parameters: list[torch.nn.Parameter]
-    calls_before: int
+    calls_before: tuple[int, int]
 
     @property
-    def calls(self) -> int:
-        """The model's calls so far; -1 once it is gone."""
+    def is_called(self) -> bool:
+        """True if the model was called since the last step, so that a backward pass has averaged its gradients."""
         model = self.model()
-        return -1 if model is None else int(model.calls)
+        return model is not None and model._calls != self.calls_before[0]
+
+    @property
+    def is_local(self) -> bool:
+        """True if the model was called in ``no_sync`` since the last step."""
+        model = self.model()
+        return model is not None and model._local_calls != self.calls_before[1]
+
+    def note_calls(self) -> None:
+        """Note the calls so far."""
+        model = self.model()
+        if model is not None:
+            self.calls_before = max(model._calls, 0), model._local_calls
 
 
-_numbers = itertools.count()  # an order that is the same on all ranks
 _averaging: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _frozen: weakref.WeakKeyDictionary[torch.nn.Module, _FrozenModel] = weakref.WeakKeyDictionary()
-_said_of: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-
-def _log_uncalled(model: Any) -> None:
-    if model not in _said_of and model.process_group.rank() == 0:
-        _logger.warning(
-            "%s is trained by calls of its methods or layers. So its gradients are averaged when the optimizer steps. "
-            "It is faster to call what prepare returned: then they are averaged during the backward pass.",
-            type(model.module).__name__,
-        )
-    _said_of.add(model)

@@ -515,6 +515,9 @@ def join_uneven_inputs(
                 why="Its parameters don't learn, or prepare hasn't been called: no gradients are averaged.",
                 fix="join_uneven_inputs([accelerator.prepare(model)])",
             )
+        follow_changes = getattr(joinable, "_follow_changes", None)
+        if follow_changes is not None:  # now, while all ranks are there
+            follow_changes()
     join = Join(joinables, enable=not even_batches, throw_on_early_termination=False)
     shards = _changeable_shards(loaders, even_batches)
     with _attribute_set(shards, "even_batches", even_batches), _attribute_set([state], "joins_uneven", True), join:

@@ -55,7 +55,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if not self._gradients.sync_gradients:
             return None
         if closure is None:  # which would compute the gradients itself
-            self._uncalled.average()
+            self.average_uncalled()
         self._uncalled.has_stepped()
         if self._scaler is None:
             value = self.optimizer.step() if closure is None else self.optimizer.step(closure)
@@ -73,7 +73,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def average_uncalled(self) -> None:
         """Average gradients that no backward pass has averaged, before they are used. All ranks call it."""
-        self._uncalled.average()
+        self._uncalled.average(may_be_local=not self._gradients.is_counting)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients if they have just synced; within a window they are still being summed."""

@@ -59,7 +59,8 @@ def _warn_of_parameters(optimizer: torch.optim.Optimizer, prepared: Sequence[Any
         _warn(
             f"The optimizer moves parameters that haven't been prepared, of shape {shapes}"
             f"{', ...' if len(unprepared) > 3 else ''}: each of the {ranks} ranks trains its own. "
-            "Fix: prepare the module that has them, or the parameter: accelerator.prepare(model, parameter, ...)",
+            "Fix: prepare the module that has them, or the parameter: accelerator.prepare(model, parameter, ...), "
+            "unless something else averages their gradients",
             further=1,
         )
 

@@ -455,22 +455,24 @@ def said_by_usual_kernel(code: str) -> list[str]:
 
 
 def test_usual_session_can_be_left_later() -> None:
-    *pids, state, fix = said_by_usual_kernel(f"""
+    *pids, state, fix, no_stacks = said_by_usual_kernel(f"""
 session.execute({GROUP!r})
 print(session.execute("os.getpid()"))
 session.leave("late")
 print(session)
-print(refusal(lambda: session.execute("1"))[1])""")
+print(refusal(lambda: session.execute("1"))[1])
+print(session.leave() is None and session.is_detached and refusal(session.stacks) is not None)""")
     assert state == "<Session 'usual': left, on 2 CPUs>"
     assert fix.startswith("%distributed attach late")
+    assert no_stacks == "True"
     with attached("late") as session:
         assert str(session.execute("os.getpid()")).split("\n") == pids
         assert str(session.execute(f"kept, {SUM}")) == "rank 0: ([0], 3)\nrank 1: ([10], 3)"
+        # A rank that is started again outlives this kernel too.
+        assert session.restart([1]) == [1]
         for rank in session.job.ranks:
             title = pathlib.Path(f"/proc/{rank.pid}/cmdline").read_bytes()
             assert title.startswith(f"notebook-accel rank {rank.rank} of late".encode())
-        # A rank that is started again outlives this kernel too.
-        assert session.restart([1]) == [1]
         session.leave()
         with attached("late") as second:
             assert str(second.execute("'kept' in globals()")) == "rank 0: True\nrank 1: False"
@@ -483,6 +485,58 @@ print(refusal(session.leave))
 print(session.execute("kept", ranks=[0]))""")
     assert refused == "['Some of its ranks have died.', '%distributed restart, then detach it']"
     assert rest == "rank 0: [0]"
+
+
+def test_interrupts_come_too_late_for_a_session_that_is_being_left() -> None:
+    state, *_ = said_by_usual_kernel("""
+import os, signal
+from notebook_accel.launching.kernel import detached
+history = detached._history
+def interrupted(*arguments):
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.6)  # two within half a second count as one
+    return history(*arguments)
+detached._history = interrupted
+try:
+    session.leave("late")
+except KeyboardInterrupt:
+    print(session)""")
+    assert state == "<Session 'usual': left, on 2 CPUs>"
+    with attached("late") as session:
+        assert str(session.execute("kept")) == "rank 0: [0]\nrank 1: [10]"
+
+
+@pytest.mark.parametrize("how", ["name", "error"])
+def test_session_that_could_not_be_left_ends_with_its_kernel(lab: Session, how: str) -> None:
+    """Because of its name, or of an error in the middle."""
+    action = {"name": "session.leave('lab')", "error": "detached._write_definitions = None; session.leave('late')"}[how]
+    state, *rest = said_by_usual_kernel(f"""
+from notebook_accel.launching.kernel import detached
+try:
+    {action}
+except Exception as error:
+    print(type(error).__name__)
+pids = [rank.pid for rank in session.job.ranks]
+print(session)
+print(session.execute("kept"))
+print(*pids)""")
+    assert state == {"name": "LaunchError", "error": "TypeError"}[how]
+    shown, *kept, pids = rest
+    assert shown == "<Session 'usual': 2 of 2 ranks are there, on 2 CPUs>"
+    assert kept == ["rank 0: [0]", "rank 1: [10]"]
+    ranks = [rank for rank in map(processes.read, map(int, pids.split())) if rank is not None]
+    processes.wait_until(lambda: not any(rank.is_alive for rank in ranks), "its ranks have ended", _LONG_S)
+    assert [folder.facts.name for folder in run_folders.every()] == ["lab"]
+
+
+def test_refused_attaching_leaves_nothing(lab: Session) -> None:
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        with pytest.raises(RunError, match="belongs to another notebook just now"):
+            Session.attach("lab")
+    assert set(threading.enumerate()) == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_usual_session_beside_another_run_is_not_left() -> None:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
-from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
+from notebook_accel import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from notebook_accel.errors import TrainingError
 from notebook_accel.training import models
 from notebook_accel.training.gradients import LearningParameters
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, running
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -240,7 +241,9 @@ def uncalled(loss: Callable[..., torch.Tensor], **options: Any) -> tuple[list[fl
     """Return the weights, and how many messages each rank has logged."""
     with pytest.MonkeyPatch.context() as patch:
         logged: list[Any] = []
-        patch.setattr("notebook_accel.training.gradients._logger.warning", lambda *said: logged.append(said))
+        patch.setattr(
+            "notebook_accel.training.backends.torch_distributed._logger.warning", lambda *said: logged.append(said)
+        )
         training = Training(**options)
         for _ in range(2):
             training.run(functools.partial(loss, training))
@@ -263,7 +266,9 @@ def prepared_twice() -> tuple[list[float], int]:
     """The first wrapper of the model is still there and isn't called any more, as in a cell that runs again."""
     with pytest.MonkeyPatch.context() as patch:
         logged: list[Any] = []
-        patch.setattr("notebook_accel.training.gradients._logger.warning", lambda *said: logged.append(said))
+        patch.setattr(
+            "notebook_accel.training.backends.torch_distributed._logger.warning", lambda *said: logged.append(said)
+        )
         training = Training()
         first = training.models[0]
         accelerator = Accelerator(cpu=True, split_batches=True)
@@ -303,10 +308,12 @@ def test_sparse_gradients_of_a_model_that_is_not_called(one_rank: Ranks, two_ran
 def counts_all_reduces(closure: bool) -> int:
     """Return how often gradients were averaged for a step though a backward pass had done so."""
     training = Training()
-    [average] = [kind.average for kind in type(training.models[0]).__mro__ if "average" in vars(kind)]
+    average = type(training.models[0])._average
     calls: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(training.models[0]), "average", lambda self, them: (calls.append(them), average(self, them)))
+        patch.setattr(
+            type(training.models[0]), "_average", lambda self, them: (calls.append(them), average(self, them))
+        )
         if not closure:
             training.run()
             return len(calls)
@@ -340,7 +347,7 @@ def attributes() -> list[Any]:
 
 
 def test_a_prepared_model_has_the_methods_of_the_model_in_it(two_ranks: Ranks) -> None:
-    expected = [True, False, "Net", "'Net' object has no attribute 'nothing'"]
+    expected = [True, False, "Net", "'_DataParallel' object has no attribute 'nothing'"]
     assert two_ranks.run(attributes) == [expected, expected]
 
 
@@ -476,3 +483,167 @@ def all_reduces_of_a_sharded_model(adds: bool) -> int:
 @pytest.mark.parametrize("adds", [False, True])
 def test_only_added_layers_are_averaged_beside_the_shares(two_ranks: Ranks, adds: bool) -> None:
     assert two_ranks.run(all_reduces_of_a_sharded_model, adds) == [2 * adds] * 2
+
+
+class Pair(torch.nn.Module):
+    """Two heads, with methods that have the names of the wrapper's."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(64, size).double() for size in sizes])
+
+    def loss(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        loss: torch.Tensor = self.heads[head](x).square().mean()
+        return loss
+
+    def average(self) -> str:
+        return "the model's"
+
+    explain = connect = average
+
+
+def a_head_for_each_rank() -> list[float]:
+    """Each rank trains one head of its own, by a method: a rank without a gradient counts as zeros."""
+    accelerator = Accelerator(cpu=True)
+    net = Pair(3, 4)
+    prepared, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    assert prepared.average() == prepared.explain() == prepared.connect() == "the model's"
+    ranks = accelerator.num_processes
+    for head in range(2):
+        if ranks == 1 or accelerator.process_index == head:
+            accelerator.backward(prepared.loss(_digits().tensors[0][:8], head) * ranks / 2)
+    optimizer.step()
+    return [float(parameter.detach().sum()) for parameter in net.parameters()]
+
+
+def test_ranks_that_train_other_parts(one_rank: Ranks, two_ranks: Ranks) -> None:
+    [alone] = one_rank.run(a_head_for_each_rank)
+    first, second = two_ranks.run(a_head_for_each_rank)
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
+
+
+def computes_with_other_weights() -> list[float]:
+    """As meta-learning does: with tensors in the parameters' places, after another module was made."""
+    training = Training()
+    training.run()
+    torch.nn.Sequential(torch.nn.Linear(1, 1))
+    [model], x = training.models, _digits().tensors[0][:8]
+    with training.accelerator.no_sync(model):
+        fast = {f"module.{name}": p.detach().clone().requires_grad_() for name, p in training.net.named_parameters()}
+        torch.func.functional_call(model, fast, (x,)).sum().backward()
+        torch.func.grad(lambda weights: torch.func.functional_call(model, weights, (x,)).sum())(
+            {name: weight.detach() for name, weight in fast.items()}
+        )
+    training.run()
+    return training.weights()
+
+
+def test_other_weights_for_one_call(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(computes_with_other_weights)
+    assert first == second
+
+
+def uneven(by_method: bool) -> str:
+    """Unfreeze a layer between two epochs of which one rank has a batch less; return an error."""
+    loading = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=loading)
+    net = Net()
+    _set_learning(net[0], False)
+    loader = DataLoader(torch.utils.data.Subset(_digits(), range(24)), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1), loader)
+    try:
+        for _ in range(2):
+            with accelerator.join_uneven_inputs([model]):
+                for x, y in loader:
+                    accelerator.backward(model.loss(x, y) if by_method else F.cross_entropy(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            _set_learning(net, True)
+    except TrainingError as error:
+        return str(error)
+    return str([float(parameter.detach().sum()) for parameter in net.parameters()])
+
+
+def test_unfreezing_between_uneven_epochs(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(uneven, False)
+    assert first == second
+    assert first.startswith("[")
+
+
+def test_a_model_that_is_not_called_can_not_be_joined() -> None:
+    with running(2) as ranks:
+        for reply in ranks.replies(uneven, True):
+            assert "within join_uneven_inputs" in str(reply)
+
+
+def communication_hook() -> tuple[int, int]:
+    training = Training(frozen="first")
+    calls: list[object] = []
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
+        calls.append(state)
+        return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+    training.models[0].register_comm_hook("state", hook)
+    training.run()
+    before = len(calls)
+    _set_learning(training.net, True)
+    training.run()
+    return before, len(calls) - before
+
+
+def test_communication_hooks_stay(two_ranks: Ranks) -> None:
+    for before, after in two_ranks.run(communication_hook):
+        assert 0 < before <= after
+
+
+def local_steps() -> list[float]:
+    """Local SGD by hand: calls in ``no_sync``, and steps outside of it."""
+    training = Training()
+    for x, y in training.loader:
+        with training.accelerator.no_sync(training.models[0]):
+            training.accelerator.backward(F.cross_entropy(training.models[0](x), y))
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return training.weights()
+
+
+def test_steps_stay_local_where_that_is_asked_for(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(local_steps)
+    assert first != second
+
+
+def frozen_in_other_layouts() -> list[float]:
+    """A model with weights that aren't contiguous, and that differ until it is unfrozen."""
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(accelerator.process_index)
+    net = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last).requires_grad_(False)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    net.requires_grad_(True)
+    accelerator.backward(model(torch.full((1, 2, 4, 4), 1.0 + accelerator.process_index)).square().mean())
+    optimizer.step()
+    return net.weight.flatten().tolist()
+
+
+def test_weights_of_any_layout_become_equal(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(frozen_in_other_layouts)
+    assert first == second
+
+
+def extended_group() -> list[float]:
+    """An added layer is put into the optimizer's list itself, and the model is trained by its layers."""
+    training = Training()
+    training.run(functools.partial(by_its_method, training))
+    torch.manual_seed(training.accelerator.process_index)
+    layer = torch.nn.Linear(10, 10).double()
+    training.net.append(layer)
+    training.optimizer.param_groups[0]["params"] += layer.parameters()
+    training.run(functools.partial(by_its_method, training))
+    return training.weights()
+
+
+def test_a_layer_in_the_optimizers_own_list(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(extended_group)
+    assert first == second

@@ -152,7 +152,8 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
         job.wait(_PAUSE_S)
     preflight.warn(detached_runs.logout_findings())
     folder = uninterruptible.call(lambda: _let_go(job, name or job.name))
-    local.engine().warm_in_kernel()  # the run has taken its agent and template along
+    with contextlib.suppress(Exception):  # the run has gone, whatever happens here
+        local.engine().warm_in_kernel()  # the run has taken its agent and template along
     return folder
 
 

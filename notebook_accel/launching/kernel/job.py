@@ -346,8 +346,10 @@ class Job(Handle):
         """Return every rank's stack. A rank that hangs in a collective answers too.
 
         Raises:
-            RunError: The agent, which asks the ranks, has not answered in time.
+            RunError: The agent, which asks the ranks, has not answered in time; or the run was detached.
         """
+        if self._is_detached:
+            raise self.error or RunError(f"The run {self.name!r} was detached.")
         stacks = self._stack_request.ask(lambda: self._tell(lambda control: control.inspect()), timeout_s)
         if self._stack_request.is_over:
             return Stacks([RankStack(rank.rank, rank.pid, "ended") for rank in self.ranks])

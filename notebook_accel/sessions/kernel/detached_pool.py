@@ -62,7 +62,7 @@ class DetachedRankPool(RankPool):
 
     def leave(self, name: str = "") -> None:
         """Let the ranks go on without this process. Their run stays in view here, under the name that it has."""
-        if name not in ("", self.job.name):
+        if name and name != self.job.name:
             raise ConfigError(f"The detached session {self.job.name!r} keeps its name.", fix="%distributed detach")
         if not self._is_closed:
             with held():

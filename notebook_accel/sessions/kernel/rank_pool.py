@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError, RunStoppedError
+from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import detached, foreground, launcher
 from notebook_accel.launching.kernel.job import Job, Status
 from notebook_accel.launching.results import ResultFile, result_error
@@ -249,19 +250,42 @@ class RankPool:
 
     def leave(self, name: str = "") -> None:
         """Let the ranks go on without this process, for another one to attach. See ``Session.leave``."""
-        with self._turn("the detaching"):
+        if self._is_closed and self.outlives_kernel:
+            return
+        with self._turn("the detaching") as interrupts:
+            self._refuse_ended()
             if not self.is_whole:
                 raise RunError(
                     f"The session {self.job.name!r} can't be detached now.",
                     why="Some of its ranks have died.",
                     fix="%distributed restart, then detach it",
                 )
-            folder = detached.let_go(self.job, name, is_session_told=True)
-            self._ask_quietly(messages.Detach, self.alive, folder=str(folder.path), name=folder.facts.name)
-            self._close_here()
+            interrupts.check()
+            # First the ranks, then the agent. If this process is killed in between, both end with it.
+            self._tell_where_to_wait(str(run_folders.root() / self.job.id), name or self.job.name)
+            try:
+                detached.let_go(self.job, name, is_session_told=True)
+            finally:
+                if self.job.status == "detached":
+                    self._close_here()
+                else:
+                    self._tell_where_to_wait("", self.job.name)
+
+    def _tell_where_to_wait(self, folder: str, name: str) -> None:
+        """Tell the ranks the folder in which they wait for the next kernel; an empty one makes them end with this one.
+
+        An interrupt comes too late for this.
+        """
+        request = self._request(messages.Detach, self.alive, folder=folder, name=name)
+        self._connections.ask(request)
+        deadline_s = time.monotonic() + _END_DEADLINE_S
+        while request.pending and time.monotonic() < deadline_s:
+            request.wait(_POLL_PERIOD_S)
+        self._connections.drop(request)
 
     def _close_here(self) -> None:
         """Close what this process has of the session, whose ranks go on."""
+        self.outlives_kernel = True
         self._is_closed = True
         atexit.unregister(self._end_with_kernel)
         self._connections.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pathlib
 import sys
 import time
 import traceback
@@ -24,6 +25,7 @@ from notebook_accel.formatting import clipped
 from notebook_accel.launching.processes import set_title
 from notebook_accel.launching.ranks import displays, failure, gathering, interruption, loops, profiling, streams, worker
 from notebook_accel.launching.results import write_result_file
+from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files, sharded_tensors
 from notebook_accel.protocol import events
@@ -52,8 +54,10 @@ def serve(folder: str, *, is_detached: bool) -> None:
     rank = _SessionRank(int(os.environ["RANK"]), folder)
     # A rank that is started again belongs to what its session has become.
     folder_since = os.environ.pop(environment.SESSION_FOLDER, folder)
-    if is_detached or folder_since != folder:
-        rank.outlive_kernel(folder_since)
+    if folder_since != folder:
+        rank.outlive_kernel(folder_since, RunFolder(pathlib.Path(folder_since)).facts.name)
+    elif is_detached:
+        rank.outlive_kernel(folder)
     while True:
         gone = (ConnectionError, FileNotFoundError) if rank.is_detached else (ClosedError,)  # or nobody listens
         with contextlib.suppress(*gone):
@@ -116,8 +120,10 @@ class _SessionRank:
         )
         self._kept = msgspec.structs.replace(kept, renewals=renewals)
 
-    def outlive_kernel(self, folder: str) -> None:
-        """Wait in this folder for another kernel when one is gone."""
+    def outlive_kernel(self, folder: str, name: str = "") -> None:
+        """Wait in this folder for another kernel when one is gone. A ``name`` is the session's new one."""
+        if name:
+            set_title(f"notebook-accel rank {self.rank} of {name}")
         self.folder = folder
         self.is_detached = True
         reporting.reporter().send(events.Serving(cell=""))
@@ -354,8 +360,10 @@ class _SessionRank:
         return {"lines": recovery.renew_group(request.renewals, rejoins=request.rejoins, namespace=self._namespace)}
 
     def _detach(self, request: messages.Detach, _: None) -> dict[str, Any]:
-        set_title(f"notebook-accel rank {self.rank} of {request.name}")
-        self.outlive_kernel(request.folder)
+        if request.folder:
+            self.outlive_kernel(request.folder, request.name)
+        else:
+            self.is_detached = False
         return {}
 
 

@@ -28,6 +28,7 @@ from notebook_accel.training.trees import map_leaves, send_to_device
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 _Key = tuple[int, int]
+_COUNTS = ("_calls", "_local_calls", "_has_said_uncalled")
 _Connect = Callable[[Any, torch.nn.Module], None]
 _AllGather = Callable[[Any], list[Any]]  # returns the ranks' objects, in order of rank
 
@@ -175,8 +176,14 @@ def track_parallel(parallel: torch.nn.Module, connect: _Connect) -> None:
     _parallels.add(parallel, "\n".join(f"{name} {tuple(p.shape)}" for name, p in parallel.named_parameters()), connect)
 
 
-def reconnect(parallel: Any, connect: _Connect) -> None:
-    """Connect a module to the present group, in place: variables that refer to it, such as ``model``, stay valid."""
+def reconnect(parallel: Any, connect: _Connect, kept: Iterable[str] = ()) -> None:
+    """Connect a module to the present group, in place: variables that refer to it, such as ``model``, stay valid.
+
+    Args:
+        parallel: The module.
+        connect: A function of the emptied module and the model in it that connects them.
+        kept: Names of attributes that the module keeps, beside its hooks.
+    """
     before = dict(vars(parallel))
     hooks = {
         name: value
@@ -186,13 +193,27 @@ def reconnect(parallel: Any, connect: _Connect) -> None:
     module = parallel.module
     vars(parallel).clear()
     try:
-        connect(parallel, module)
+        with _learning(module, before["_followed"].learning if "_followed" in before else ()):
+            connect(parallel, module)
     except BaseException:
         vars(parallel).clear()
         vars(parallel).update(before)  # so that a retry is possible
         raise
-    kept = ("training", "calls", "require_backward_grad_sync")  # the last one is False within ``no_sync``
+    kept = ("training", "require_backward_grad_sync", *_COUNTS, *kept)  # the second one is False within ``no_sync``
     vars(parallel).update(hooks, **{name: before[name] for name in kept if name in before})
+
+
+@contextlib.contextmanager
+def _learning(model: torch.nn.Module, learned: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Unfreeze what has learned before, for the body, if a model is frozen as a whole: torch refuses such models."""
+    frozen = [] if any(parameter.requires_grad for parameter in model.parameters()) else list(learned)
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def track_state(stateful: Stateful) -> None:

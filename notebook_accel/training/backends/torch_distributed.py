@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 import pickle
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from notebook_accel.training.handlers import (
     DistributedDataParallelKwargs,
     InitProcessGroupKwargs,
 )
+
+_logger = logging.getLogger("notebook_accel")
 
 # torch 2.13 renamed the collective and warns about the old name.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -93,8 +97,11 @@ class TorchDistributed(TorchDevice):
             dist.all_reduce(tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        contiguous = tensor.contiguous()
         with self._explained():
-            dist.broadcast(_as_bytes(tensor), source)
+            dist.broadcast(_as_bytes(contiguous), source)
+        if contiguous is not tensor:
+            tensor.copy_(contiguous)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.place.world_size
@@ -125,7 +132,7 @@ class TorchDistributed(TorchDevice):
         model: torch.nn.Module,
         options: DistributedDataParallelKwargs,
         *,
-        shares_weights: bool = True,
+        again: bool = False,
     ) -> None:
         devices = {parameter.device for parameter in model.parameters()}
         device = next(model.parameters()).device
@@ -134,13 +141,14 @@ class TorchDistributed(TorchDevice):
                 model,
                 device_ids=[device] if device.type == "cuda" and len(devices) == 1 else None,
                 process_group=self._group.for_gradients(device),
-                init_sync=shares_weights,
+                init_sync=not again,
                 **options.options(),
             )
-        parallel.explain = self.explain
-        parallel.followed = LearningParameters(model)
-        parallel.connect = functools.partial(self._connect, options=options)
-        _register_hook(parallel, options)
+        parallel._explain = self.explain
+        parallel._followed = LearningParameters(model)
+        parallel._connect = functools.partial(self._connect, options=options)
+        if not again:
+            _register_hook(parallel, options)
 
     def mesh(self, sizes: Mapping[str, int] | None = None) -> Any:
         return self._group.mesh(self.device) if sizes is None else self._group.mesh_of(self.device, sizes)
@@ -164,39 +172,58 @@ class TorchDistributed(TorchDevice):
 class _DataParallel(DistributedDataParallel):
     """torch's ``DistributedDataParallel``, with errors that say what every rank was doing.
 
-    A forward pass waits for other ranks where it broadcasts buffers. The module has the attributes and methods of the
-    model in it, and pickles and copies as that model, since it means nothing outside its group.
+    A forward pass waits for other ranks where it broadcasts buffers. The module has the methods of the model in it, and
+    pickles and copies as that model, since it means nothing outside its group.
 
     torch averages the gradients of those parameters that learned when the class was made. Here a forward pass notices
-    when layers were frozen, unfrozen, added or replaced.
-
-    Attributes:
-        calls: Forward passes so far whose backward passes average gradients; -1 if ``torch.compile`` runs them.
+    when layers were frozen, unfrozen, added or replaced. For ``gradients.UncalledModels`` it counts the forward passes
+    whose backward passes average gradients, and those in ``no_sync``.
     """
 
-    explain: Callable[[RuntimeError], None]
-    connect: Callable[..., None]
-    followed: LearningParameters
-    calls: int = 0
-    has_calls = True
+    _explain: Callable[[RuntimeError], None]
+    _connect: Callable[..., None]
+    _followed: LearningParameters
+    _calls: int = 0  # -1 if ``torch.compile`` runs them
+    _local_calls: int = 0
+    _has_said_uncalled: bool = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # which can't follow changes of the model
-            self.calls = -1
+            self._calls = -1
         elif torch.is_grad_enabled():
-            self.calls += self.require_backward_grad_sync
-            if self.followed.have_changed():
-                if not any(parameter.requires_grad for parameter in self.module.parameters()):
-                    return self.module(*inputs, **kwargs)  # as a discriminator that is frozen for the other's step
-                shares_weights = bool(self.followed.added())  # all others are equal on the ranks
-                group_recovery.reconnect(self, functools.partial(self.connect, shares_weights=shares_weights))
+            if not self._follow_changes():
+                return self.module(*inputs, **kwargs)  # as a discriminator that is frozen for the other's step
+            if self.require_backward_grad_sync:
+                self._calls += 1
+            else:
+                self._local_calls += 1
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            self.explain(error)
+            self._explain(error)
             if "Expected to have finished reduction" in str(error):
                 raise self._unused_parameters_error(error) from error
             raise
+
+    def _follow_changes(self) -> bool:
+        """Have torch average the gradients of what learns now. Return False if nothing does."""
+        if not self._followed.have_changed():
+            return True
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            return False
+        added, hooks = self._followed.added(), self._comm_hooks
+        connect = functools.partial(self._connect, again=True)
+        group_recovery.reconnect(self, connect, kept=("_join_config",))
+        for hook, state in hooks:
+            for of_buckets in ("p_memory_dict", "q_memory_dict", "error_dict"):  # of PowerSGD: buckets differ now
+                getattr(state, of_buckets, {}).clear()
+            self.register_comm_hook(state, hook)
+        for parameter in added:
+            contiguous = parameter.data.contiguous()
+            dist.broadcast(contiguous, dist.get_global_rank(self.process_group, 0), group=self.process_group)
+            if contiguous is not parameter.data:
+                parameter.data.copy_(contiguous)
+        return True
 
     def _unused_parameters_error(self, error: RuntimeError) -> TrainingError:
         learning = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
@@ -215,17 +242,37 @@ class _DataParallel(DistributedDataParallel):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "module" not in vars(self).get("_modules", {}):  # not set yet: the object is being made
-                raise
-            return getattr(self.module, name)
+            # Methods only: other attributes couldn't be set as simply as they could be read.
+            method = getattr(vars(self).get("_modules", {}).get("module"), name, None)
+            if isinstance(method, types.MethodType):
+                return method
+            raise
 
-    def average(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Average the gradients of some of the model's parameters over the ranks, in place. All ranks call it."""
+    def _own_parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters whose gradients it averages, or would if they required one."""
+        return [p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore]
+
+    def _average(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Average gradients of some of these parameters over the ranks, in place. All ranks call it."""
+        if self._join_config.enable:
+            raise TrainingError(
+                f"{type(self.module).__name__} is trained by calls of its methods or layers within join_uneven_inputs.",
+                why="Ranks without further batches would take part in a backward pass of the prepared model only.",
+                fix="call what prepare returned: loss = model(...)",
+            )
+        if dist.get_rank(self.process_group) == 0 and not self._has_said_uncalled:
+            _logger.warning(
+                "%s is trained by calls of its methods or layers. So its gradients are averaged when the optimizer "
+                "steps. It is faster to call what prepare returned: then they are averaged during the backward pass.",
+                type(self.module).__name__,
+            )
+        self._has_said_uncalled = True
+        self._follow_changes()  # to share the weights of added layers
         ranks = dist.get_world_size(self.process_group)
         try:
             average(parameters, functools.partial(dist.all_reduce, group=self.process_group), ranks)
         except RuntimeError as error:
-            self.explain(error)
+            self._explain(error)
             raise
 
     def no_sync(self) -> Any:
@@ -259,7 +306,7 @@ class _DataParallel(DistributedDataParallel):
             )
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = True
-        self.calls += 1
+        self._calls += 1
         self.reducer.prepare_for_backward([])
         try:
             yield

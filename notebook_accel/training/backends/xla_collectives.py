@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -134,7 +135,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 class XlaDataParallel(torch.nn.Module):
     """Averages a model's gradients over the ranks at the end of each backward pass, in one collective.
 
-    It has the attributes and methods of the model in it, and pickles and copies as that model, since it means nothing
+    It has the methods of the model in it, and pickles and copies as that model, since it means nothing
     outside its ranks. Parameters that begin to learn later, such as those of added layers, are averaged too.
     """
 
@@ -160,9 +161,11 @@ class XlaDataParallel(torch.nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "module" not in vars(self).get("_modules", {}):  # not set yet: the object is being made
-                raise
-            return getattr(self.module, name)
+            # Methods only: other attributes couldn't be set as simply as they could be read.
+            method = getattr(vars(self).get("_modules", {}).get("module"), name, None)
+            if isinstance(method, types.MethodType):
+                return method
+            raise
 
     def _follow(self) -> None:
         for hook in self._hooks:
