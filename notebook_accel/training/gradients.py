@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -98,7 +98,7 @@ class LearningParameters:
 
 def follow(model: torch.nn.Module) -> None:
     """Have the gradients of a model that averages them averaged for each step in which it wasn't called."""
-    if hasattr(type(model), "_average"):  # that of XLA needs no call
+    if hasattr(type(model), "_own_parameters"):  # that of XLA needs no call
         UncalledModels.followed += 1
         _averaging[UncalledModels.followed] = model
 
@@ -107,6 +107,12 @@ def follow_frozen(model: torch.nn.Module, backend: Backend) -> None:
     """Have the gradients averaged that a model may have later which is frozen as a whole."""
     UncalledModels.followed += 1
     _frozen[model] = _FrozenModel(model, backend)
+
+
+def followed_parameters() -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of all models whose gradients are averaged, whichever ``Accelerator`` has prepared them."""
+    for model in [*_averaging.values(), *_frozen.values()]:
+        yield from model._own_parameters()
 
 
 class UncalledModels:
@@ -141,7 +147,7 @@ class UncalledModels:
             return
         # A model may have been prepared twice, or have another one as its part.
         averaged = {id(each) for shared in self._shared if shared.is_called for each in shared.parameters}
-        for shared in uncalled:
+        for shared in reversed(uncalled):  # an earlier wrapper of the same model may be gone on some ranks
             model = shared.model()
             if model is None or not model.require_backward_grad_sync or (may_be_local and shared.is_local):
                 continue

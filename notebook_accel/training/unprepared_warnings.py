@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
+from notebook_accel.training import gradients
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")  # attributes of torch's schedulers that hold their planned length
 
@@ -47,7 +48,7 @@ def warn(prepared: Sequence[Any], *, ranks: int, window: int, scales: bool) -> N
 
 def _warn_of_parameters(optimizer: torch.optim.Optimizer, prepared: Sequence[Any], ranks: int) -> None:
     """Warn if only some of an optimizer's parameters have been prepared, such as a loss has beside the model."""
-    known = {id(item) for item in prepared}
+    known = {id(item) for item in [*prepared, *gradients.followed_parameters()]}
     for item in prepared:
         if isinstance(item, torch.nn.Module):
             known.update(map(id, item.parameters()))
