@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -135,14 +135,18 @@ class UncalledModels:
         self._find()
         self.has_stepped()
 
-    def average(self, *, may_be_local: bool) -> None:
+    def average(self, parameters: Iterable[torch.Tensor] | None, *, may_be_local: bool) -> None:
         """Average the gradients of models that weren't called since the last step. All ranks call it.
 
         Args:
+            parameters: Only those of models that have one of these parameters; ``None`` for all.
             may_be_local: Leave alone what was called in ``no_sync`` only, as in local SGD.
         """
         self._find()
         uncalled = [shared for shared in self._shared if not shared.is_called]
+        if parameters is not None and uncalled:  # another model may have gradients of its last step
+            used = set(map(id, parameters))
+            uncalled = [shared for shared in uncalled if not used.isdisjoint(map(id, shared.parameters))]
         if not uncalled:
             return
         # A model may have been prepared twice, or have another one as its part.

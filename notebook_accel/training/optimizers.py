@@ -71,9 +71,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = self._scaler.step(self.optimizer)
         return None
 
-    def average_uncalled(self) -> None:
-        """Average gradients that no backward pass has averaged, before they are used. All ranks call it."""
-        self._uncalled.average(may_be_local=not self._gradients.is_counting)
+    def average_uncalled(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Average gradients that no backward pass has averaged, before they are used. All ranks call it.
+
+        Args:
+            parameters: Only those of models that have one of these parameters.
+        """
+        self._uncalled.average(parameters, may_be_local=not self._gradients.is_counting)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients if they have just synced; within a window they are still being summed."""
@@ -281,6 +285,9 @@ def clip_grad_norm(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if state.sync_gradients:
+        optimizers = list(optimizers)
+        for optimizer in optimizers:
+            optimizer.average_uncalled(parameters)
         unscale(optimizers, scaler)
         if any(map(is_sharded_tensor, parameters)):
             return fsdp.clip_grad_norm(parameters, max_norm, norm_type)
@@ -300,15 +307,17 @@ def clip_grad_value(
 ) -> None:
     """Clip each gradient of a complete window to ``[-clip_value, clip_value]``; within a window clip nothing."""
     if state.sync_gradients:
-        unscale(optimizers, scaler)
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        optimizers = list(optimizers)
+        for optimizer in optimizers:
+            optimizer.average_uncalled(parameters)
+        unscale(optimizers, scaler)
         for group in fsdp.by_mesh(parameters):
             torch.nn.utils.clip_grad_value_(group, clip_value)
 
 
 def unscale(optimizers: Iterable[AcceleratedOptimizer], scaler: LossScaler | None) -> None:
-    """Have gradients averaged, and bring those of fp16 back to their real size, unless that was done already."""
-    for optimizer in optimizers:
-        optimizer.average_uncalled()
-        if scaler is not None:
+    """Bring fp16 gradients back to their real size, unless they have it already."""
+    if scaler is not None:
+        for optimizer in optimizers:
             scaler.unscale(optimizer.optimizer)

@@ -198,6 +198,33 @@ def test_nothing_of_the_ranks_travels_with_a_model_that_was_unfrozen(two_ranks: 
     assert two_ranks.run(pickles_after_unfreezing) == [["Net", 0, True]] * 2
 
 
+def clipped_adversaries() -> int:
+    """Return how many averages there were beside those of backward passes, while one net has older gradients."""
+    accelerator = Accelerator(cpu=True, split_batches=True)
+    nets = [Net(1, 64), Net(2, 1)]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+    make, judge, *optimizers, loader = accelerator.prepare(*nets, *optimizers, DataLoader(_digits(), batch_size=32))
+    calls: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(make), "_average", lambda _, them: calls.append(them))
+        for x, _ in loader:
+            with torch.no_grad():
+                made = make(x)
+            optimizers[1].zero_grad()
+            accelerator.backward((judge(made) - judge(x)).mean())
+            accelerator.clip_grad_norm_(judge.parameters(), 1.0)
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            accelerator.backward(-judge(make(x)).mean())
+            accelerator.clip_grad_value_(make.parameters(), 1.0)
+            optimizers[0].step()
+    return len(calls)
+
+
+def test_clipping_one_net_leaves_the_others_gradients_alone(two_ranks: Ranks) -> None:
+    assert two_ranks.run(clipped_adversaries) == [0, 0]
+
+
 def adversaries() -> list[float]:
     """A generator learns against a discriminator that is frozen while it does."""
     accelerator = Accelerator(cpu=True, split_batches=True)
