@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -45,6 +46,26 @@ def average(parameters: Sequence[torch.Tensor], all_reduce: Callable[[torch.Tens
 
 def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+
+
+class AveragingWrapper(torch.nn.Module):
+    """A module that averages the gradients of the model in it, which is its attribute ``module``.
+
+    It has the methods of that model, and pickles and copies as the model, since it means nothing outside its ranks.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # Methods only: other attributes couldn't be set as simply as they could be read.
+            method = getattr(vars(self).get("_modules", {}).get("module"), name, None)
+            if isinstance(method, types.MethodType):
+                return method
+            raise
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return operator.itemgetter(0), ((self.module,),)
 
 
 class LearningParameters:

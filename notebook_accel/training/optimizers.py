@@ -285,10 +285,7 @@ def clip_grad_norm(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if state.sync_gradients:
-        optimizers = list(optimizers)
-        for optimizer in optimizers:
-            optimizer.average_uncalled(parameters)
-        unscale(optimizers, scaler)
+        _complete(parameters, optimizers, scaler)
         if any(map(is_sharded_tensor, parameters)):
             return fsdp.clip_grad_norm(parameters, max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
@@ -308,12 +305,19 @@ def clip_grad_value(
     """Clip each gradient of a complete window to ``[-clip_value, clip_value]``; within a window clip nothing."""
     if state.sync_gradients:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        optimizers = list(optimizers)
-        for optimizer in optimizers:
-            optimizer.average_uncalled(parameters)
-        unscale(optimizers, scaler)
+        _complete(parameters, optimizers, scaler)
         for group in fsdp.by_mesh(parameters):
             torch.nn.utils.clip_grad_value_(group, clip_value)
+
+
+def _complete(
+    parameters: Sequence[torch.Tensor], optimizers: Iterable[AcceleratedOptimizer], scaler: LossScaler | None
+) -> None:
+    """Bring gradients to what the step will use: averaged over the ranks, and of their real size."""
+    optimizers = list(optimizers)
+    for optimizer in optimizers:
+        optimizer.average_uncalled(parameters)
+    unscale(optimizers, scaler)
 
 
 def unscale(optimizers: Iterable[AcceleratedOptimizer], scaler: LossScaler | None) -> None:

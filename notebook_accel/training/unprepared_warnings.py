@@ -34,8 +34,13 @@ def warn(prepared: Sequence[Any], *, ranks: int, window: int, scales: bool) -> N
             "Fix: model = accelerator.prepare(model), unless it averages its gradients itself"
         )
     for optimizer in prepared if ranks > 1 else ():
-        if isinstance(optimizer, torch.optim.Optimizer):
-            _warn_of_parameters(optimizer, prepared, ranks)
+        shapes = _unprepared_shapes(optimizer, prepared) if isinstance(optimizer, torch.optim.Optimizer) else ""
+        if shapes:
+            _warn(
+                f"The optimizer moves parameters that haven't been prepared, of shape {shapes}: each of the {ranks} "
+                "ranks trains its own. Fix: prepare the module that has them, or the parameter: "
+                "accelerator.prepare(model, parameter, ...), unless something else averages their gradients"
+            )
     if (window > 1 or scales) and not any(isinstance(item, torch.optim.Optimizer) for item in prepared):
         effect = f"would step in each of {window} micro-batches" if window > 1 else "would step with scaled gradients"
         _warn(f"No optimizer has been prepared: it {effect}. Fix: optimizer = accelerator.prepare(optimizer)")
@@ -46,8 +51,8 @@ def warn(prepared: Sequence[Any], *, ranks: int, window: int, scales: bool) -> N
         )
 
 
-def _warn_of_parameters(optimizer: torch.optim.Optimizer, prepared: Sequence[Any], ranks: int) -> None:
-    """Warn if only some of an optimizer's parameters have been prepared, such as a loss has beside the model."""
+def _unprepared_shapes(optimizer: torch.optim.Optimizer, prepared: Sequence[Any]) -> str:
+    """Describe what an optimizer moves and nobody has prepared beside what was, such as the parameters of a loss."""
     known = {id(item) for item in [*prepared, *gradients.followed_parameters()]}
     for item in prepared:
         if isinstance(item, torch.nn.Module):
@@ -55,19 +60,14 @@ def _warn_of_parameters(optimizer: torch.optim.Optimizer, prepared: Sequence[Any
     moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     unprepared = [parameter for parameter in moved if id(parameter) not in known and parameter.requires_grad]
     unprepared = [parameter for parameter in unprepared if not is_sharded_tensor(parameter)]
-    if 0 < len(unprepared) < len(moved):
-        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in unprepared[:3])
-        _warn(
-            f"The optimizer moves parameters that haven't been prepared, of shape {shapes}"
-            f"{', ...' if len(unprepared) > 3 else ''}: each of the {ranks} ranks trains its own. "
-            "Fix: prepare the module that has them, or the parameter: accelerator.prepare(model, parameter, ...), "
-            "unless something else averages their gradients",
-            further=1,
-        )
+    if len(unprepared) == len(moved):
+        return ""
+    shapes = [str(tuple(parameter.shape)) for parameter in unprepared]
+    return ", ".join(shapes if len(shapes) <= 3 else [*shapes[:3], "..."])
 
 
-def _warn(text: str, further: int = 0) -> None:
-    warnings.warn(text, stacklevel=5 + further)  # at the call of backward
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=5)  # at the call of backward
 
 
 def log_schedule_hint(scheduler: LRScheduler, *, ranks: int, window: int) -> None:

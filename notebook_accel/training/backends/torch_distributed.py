@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import operator
 import pickle
 import re
 import struct
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +20,7 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training.backends import group_recovery, torch_group
 from notebook_accel.training.backends.devices import TorchDevice
-from notebook_accel.training.gradients import LearningParameters, average
+from notebook_accel.training.gradients import AveragingWrapper, LearningParameters, average
 from notebook_accel.training.handlers import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -169,11 +167,10 @@ class TorchDistributed(TorchDevice):
             raise
 
 
-class _DataParallel(DistributedDataParallel):
+class _DataParallel(AveragingWrapper, DistributedDataParallel):
     """torch's ``DistributedDataParallel``, with errors that say what every rank was doing.
 
-    A forward pass waits for other ranks where it broadcasts buffers. The module has the methods of the model in it, and
-    pickles and copies as that model, since it means nothing outside its group.
+    A forward pass waits for other ranks where it broadcasts buffers.
 
     torch averages the gradients of those parameters that learned when the class was made. Here a forward pass notices
     when layers were frozen, unfrozen, added or replaced. For ``gradients.UncalledModels`` it counts the forward passes
@@ -237,16 +234,6 @@ class _DataParallel(DistributedDataParallel):
             fix="Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]), or set "
             "requires_grad_(False) for what is never used",
         )
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            # Methods only: other attributes couldn't be set as simply as they could be read.
-            method = getattr(vars(self).get("_modules", {}).get("module"), name, None)
-            if isinstance(method, types.MethodType):
-                return method
-            raise
 
     def _own_parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters whose gradients it averages, or would if they required one."""
@@ -312,9 +299,6 @@ class _DataParallel(DistributedDataParallel):
             yield
         finally:
             self.require_backward_grad_sync = before
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return operator.itemgetter(0), ((self.module,),)
 
 
 def _register_hook(parallel: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -21,7 +19,7 @@ import torch
 
 from notebook_accel.errors import CollectiveError
 from notebook_accel.training.backends.backend import Backend
-from notebook_accel.training.gradients import LearningParameters
+from notebook_accel.training.gradients import AveragingWrapper, LearningParameters
 
 
 class Collectives(Protocol):
@@ -132,11 +130,10 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype)
 
 
-class XlaDataParallel(torch.nn.Module):
+class XlaDataParallel(AveragingWrapper):
     """Averages a model's gradients over the ranks at the end of each backward pass, in one collective.
 
-    It has the methods of the model in it, and pickles and copies as that model, since it means nothing
-    outside its ranks. Parameters that begin to learn later, such as those of added layers, are averaged too.
+    Parameters that begin to learn later, such as those of added layers, are averaged too.
     """
 
     def __init__(self, model: torch.nn.Module, world_size: int, collectives: Collectives) -> None:
@@ -156,16 +153,6 @@ class XlaDataParallel(torch.nn.Module):
                 self._collectives.broadcast(added, source=0)
             self._follow()
         return self.module(*inputs, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            # Methods only: other attributes couldn't be set as simply as they could be read.
-            method = getattr(vars(self).get("_modules", {}).get("module"), name, None)
-            if isinstance(method, types.MethodType):
-                return method
-            raise
 
     def _follow(self) -> None:
         for hook in self._hooks:
@@ -193,6 +180,3 @@ class XlaDataParallel(torch.nn.Module):
         self._is_queued = False
         gradients = [parameter.grad for parameter in self._followed.learning if parameter.grad is not None]
         self._collectives.all_reduce(gradients, scale=1 / self._world_size)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return operator.itemgetter(0), ((self.module,),)
