@@ -200,7 +200,7 @@ class Accelerator(ProcessState):
     def torch_device_mesh(self) -> Any:
         """The ``DeviceMesh`` of the ranks, with the names in ``parallelism_config``; ``None`` without one."""
         config = self.parallelism_config
-        return None if config is None else self._backend.mesh(config.sizes)
+        return None if config is None or not config.sizes else self._backend.mesh(config.sizes, config.joint_dimensions)
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -218,10 +218,10 @@ class Accelerator(ProcessState):
         return self._rank_in("dp_shard")
 
     def _rank_in(self, dimension: str) -> int:
-        if self.parallelism_config is None:
+        if self.torch_device_mesh is None:
             raise TrainingError("The ranks have no mesh.", fix="Accelerator(parallelism_config=ParallelismConfig(...))")
         mesh = self.torch_device_mesh
-        return int(mesh.get_local_rank(dimension)) if dimension in self.parallelism_config.sizes else 0
+        return int(mesh.get_local_rank(dimension)) if dimension in mesh.mesh_dim_names else 0
 
     @property
     def mixed_precision(self) -> str:
@@ -332,7 +332,7 @@ class Accelerator(ProcessState):
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """Prepare one model; in ``evaluation_mode`` it doesn't average gradients, unless it is sharded."""
-        fixed_by = "parallelism_config says otherwise" if self.parallelism_config is not None else ""
+        fixed_by = "parallelism_config says otherwise" if self.torch_device_mesh is not None else ""
         fixed_by = "the loaders were prepared before" if self._dataloaders else fixed_by
         self._parts = parallelism.parts_with(model, self._parts, self._backend.place, fixed_by)
         model = self._once(
@@ -559,6 +559,15 @@ class Accelerator(ProcessState):
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """Return a context that computes in mixed precision, for code outside of a prepared model."""
         return self._precision.autocast(autocast_handler)
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,  # noqa: ARG002  # Accelerate's signature
+        buffer_seq_dims: list[int] | None = None,  # noqa: ARG002
+        no_restore_buffers: set[torch.Tensor] | None = None,  # noqa: ARG002
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing, for programs that can divide sequences: ``cp_size`` is always 1 here."""
+        return contextlib.nullcontext()
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """Return a context that runs torch's profiler and yields it."""

@@ -97,6 +97,32 @@ class ParallelismConfig:
         return [name for name in self.sizes if name == "tp"]
 
     @property
+    def active_mesh_dims(self) -> list[str]:
+        """All dimensions of the mesh: those with samples of their own, and then the others."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """The dimensions over which a loss is averaged: ``dp_dim_names``, since there is no context parallelism."""
+        return self.dp_dim_names
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """The dimensions over which a copy of a model is sharded."""
+        return [name for name in self.sizes if name == "dp_shard"]
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The dimensions of the mesh that ``fully_shard`` takes, by the names that Accelerate gives them."""
+        return ["dp_shard_cp" if name == "dp_shard" else name for name in self.dp_dim_names]
+
+    @property
+    def joint_dimensions(self) -> dict[str, tuple[str, ...]]:
+        """Further names in the mesh, Accelerate's, each with the dimensions that it joins to one."""
+        joint = {"dp": self.dp_dim_names, "dp_cp": self.dp_cp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names}
+        return {name: tuple(dimensions) for name, dimensions in joint.items() if dimensions}
+
+    @property
     def total_size(self) -> int:
         """The number of ranks."""
         return self.data_parallel_size * self.non_data_parallel_size
@@ -143,7 +169,7 @@ def _size(name: str, given: Any) -> int:
 def resolve(
     given: ParallelismConfig | None, plugin: FullyShardedDataParallelPlugin | None, place: RankPlace
 ) -> ParallelismConfig | None:
-    """Return how the ranks of this program divide the work; ``None`` if each has samples of its own and no mesh.
+    """Return how the ranks of this program divide the work; ``None`` if nobody has said so.
 
     Raises:
         ConfigError: The sizes don't fit the number of ranks, or the plugin.
@@ -154,8 +180,10 @@ def resolve(
         given = ParallelismConfig()
     if given is None and plugin is not None and plugin.replicates:
         given = _hybrid(place)
-    if given is None or given.total_size == 1:
+    if given is None:
         return None
+    if given.total_size == 1:  # each rank has samples of its own, as without a configuration, and there is no mesh
+        return dataclasses.replace(given)
     if given.total_size != place.world_size:
         shown = " x ".join(f"{name}_size={size}" for name, size in given.sizes.items())
         raise ConfigError(

@@ -42,6 +42,7 @@ _DOORS = {
     "notebook_accel.local_sgd": "LocalSGD",
     "notebook_accel.logging": "get_logger",
     "notebook_accel.optimizer": "AcceleratedOptimizer",
+    "notebook_accel.parallelism_config": "ParallelismConfig",
     "notebook_accel.scheduler": "AcceleratedScheduler",
     "notebook_accel.tracking": "GeneralTracker TensorBoardTracker on_main_process register_tracker_class",
     "notebook_accel.utils": "DataLoaderConfiguration DistributedOperationException DistributedType DynamoBackend "

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -306,6 +307,51 @@ def prepare_parts(names: tuple[str, str]) -> None:
 def test_models_with_parts_that_nobody_averages(four_ranks: Ranks, names: tuple[str, str], message: str) -> None:
     with pytest.raises(TrainingError, match=message):
         four_ranks.run(prepare_parts, names)
+
+
+def average_over_joint_dimensions(parallel: dict[str, int]) -> Any:
+    """Train as Accelerate's nd_parallel.py does, which averages losses over ``dp_cp``, and by ``reduce``."""
+    division = ParallelismConfig(**parallel, cp_size=1)
+    accelerator = Accelerator(cpu=True, parallelism_config=division)
+    model: Any = torch.nn.Linear(16, 10)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(sharded_programs.digits()[:64, :16] / 16, batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    config = accelerator.parallelism_config
+    assert config is not None
+    averaged = []
+    for x in loader:
+        with accelerator.maybe_context_parallel(buffers=[x], buffer_seq_dims=[1], no_restore_buffers={x}):
+            group = accelerator.torch_device_mesh["dp_cp"].get_group() if config.dp_cp_dim_names else None
+            loss = model(x).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        mean = loss.detach().clone()
+        dist.all_reduce(mean, group=group)
+        averaged.append((mean.item() / dist.get_world_size(group), accelerator.reduce(loss.detach(), "mean").item()))
+    names = config.active_mesh_dims, config.fsdp_dim_names
+    accelerator.end_training()
+    return averaged, names
+
+
+@pytest.mark.filterwarnings("ignore:Slicing a flattened dim:UserWarning")
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "names"),
+    [
+        (2, {}, ([], [])),
+        (4, _SHARES_AND_PARTS, (["dp_shard", "tp"], ["dp_shard_cp"])),
+        (4, _COPIES_AND_SHARES, (["dp_replicate", "dp_shard"], ["dp_replicate", "dp_shard_cp"])),
+    ],
+)
+def test_losses_are_averaged_over_accelerates_names(
+    groups: dict[int, Ranks], ranks: int, parallel: dict[str, int], names: tuple[list[str], list[str]]
+) -> None:
+    for averaged, found in groups[ranks].run(average_over_joint_dimensions, parallel, deadline_s=_DEADLINE_S):
+        assert found == names
+        assert len(averaged) == 64 // 4 // (ranks // parallel.get("tp_size", 1))
+        for by_mesh, by_reduce in averaged:
+            assert by_mesh == pytest.approx(by_reduce)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

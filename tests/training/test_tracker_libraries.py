@@ -27,6 +27,7 @@ from tests.training.ranks import Ranks
 pytestmark = [pytest.mark.trackers, pytest.mark.timeout(300)]
 
 _LOSSES = {1: 0.5, 2: 0.25}
+_QUIET_AIM = {"log_system_params": False, "system_tracking_interval": None}
 
 
 def offline(folder: str) -> dict[str, str]:
@@ -59,7 +60,7 @@ def track(name: str, folder: str, options: dict[str, Any]) -> Any:
             accelerator.log({"loss": torch.tensor(loss), "accuracy": 1 - loss}, step=step)
         tracker = accelerator.get_tracker(name)
         tracker.log_images({"digit": [np.full((8, 8, 3), 200, np.uint8)]}, step=2)
-        if name not in ("dvclive", "swanlab"):  # they have no tables
+        if name not in ("aim", "dvclive", "swanlab"):  # they have no tables
             tracker.log_table("confusion", columns=["digit", "count"], data=[[3, 5], [8, 2]], step=2)
         run = accelerator.get_tracker(name, unwrap=True)
         has_run = bool(run is not None and type(run).__name__ != "Idle")
@@ -103,6 +104,20 @@ def read_wandb(folder: pathlib.Path) -> Any:
     media = path.parent / "files" / "media"
     files = [*media.glob("images/digit_2_*.png"), *media.glob("table/confusion_2_*.table.json")]
     return losses, (config["lr"], config["layers"]), len(files) == 2
+
+
+def read_aim(folder: pathlib.Path) -> Any:
+    from aim import Repo, Run
+    from aim.storage.context import Context
+
+    repository = Repo(str(folder))
+    [name] = repository.list_all_runs()
+    # Opened for writing: what a closed run has is found for reading only once Aim's own interface has indexed it.
+    with contextlib.closing(Run(name, repo=repository, **_QUIET_AIM)) as run:
+        steps, (values, *_) = run.get_metric("loss", Context({})).data.numpy()
+        images = run.get_image_sequence("digit", Context({})).values.values_list()
+        assert run.name == "digits"
+        return dict(zip(steps, values, strict=True)), (run["hparams", "lr"], run["hparams", "layers"]), len(images) == 1
 
 
 def read_mlflow(folder: pathlib.Path) -> Any:
@@ -170,6 +185,7 @@ def read_clearml(folder: pathlib.Path) -> Any:
 
 
 _TRACKERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "aim": (read_aim, {**_QUIET_AIM}),
     "clearml": (read_clearml, {}),
     "comet_ml": (read_comet_ml, {"online": False, "offline directory": True}),
     "dvclive": (read_dvclive, {"save_dvc_exp": False, "dvcyaml": False}),

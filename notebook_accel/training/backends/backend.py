@@ -128,11 +128,12 @@ class Backend(Protocol):
         local; in ``sync_in_backward`` they are averaged although the forward pass was in ``no_sync``.
         """
 
-    def mesh(self, sizes: Mapping[str, int] | None = None) -> Any:
+    def mesh(self, sizes: Mapping[str, int] | None = None, joint: Mapping[str, tuple[str, ...]] | None = None) -> Any:
         """Return a ``DeviceMesh`` of all ranks, for sharded models. All ranks call it.
 
         Args:
             sizes: The sizes of its dimensions, by name. By default it has one dimension.
+            joint: Further names, each for one or more of the dimensions joined to one.
 
         Raises:
             ConfigError: Models can't be sharded on this device.

@@ -148,8 +148,8 @@ class TorchDistributed(TorchDevice):
         if not again:
             _register_hook(parallel, options)
 
-    def mesh(self, sizes: Mapping[str, int] | None = None) -> Any:
-        return self._group.mesh(self.device) if sizes is None else self._group.mesh_of(self.device, sizes)
+    def mesh(self, sizes: Mapping[str, int] | None = None, joint: Mapping[str, tuple[str, ...]] | None = None) -> Any:
+        return self._group.mesh(self.device) if sizes is None else self._group.mesh_of(self.device, sizes, joint or {})
 
     def background_group(self) -> Any:
         return self._group.for_background()

@@ -175,7 +175,7 @@ class Group:
             self._mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
         return self._mesh
 
-    def mesh_of(self, device: torch.device, sizes: Mapping[str, int]) -> Any:
+    def mesh_of(self, device: torch.device, sizes: Mapping[str, int], joint: Mapping[str, tuple[str, ...]]) -> Any:
         """Return the ``DeviceMesh`` of all ranks with these dimensions, which programs know by name. All ranks call it.
 
         These names come again in a later group, so what torch has kept of an earlier mesh is cleared.
@@ -187,9 +187,10 @@ class Group:
             _forget_earlier_meshes()
             before = len(dist.distributed_c10d._world.pg_map)
             with self._sockets.opened_inside():
-                self._meshes[key] = init_device_mesh(
-                    device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes.keys())
-                )
+                mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes.keys()))
+                for name, dimensions in joint.items():
+                    mesh[dimensions]._flatten(name)  # private, and what Accelerate calls
+            self._meshes[key] = mesh
             self.mesh_groups += len(dist.distributed_c10d._world.pg_map) - before
         return self._meshes[key]
 
