@@ -64,7 +64,7 @@ _Path = str | os.PathLike[str]
 
 
 def _loading_setting(name: str) -> Any:
-    return property(operator.attrgetter(f"_loading.{name}"), doc="The setting of ``DataLoaderConfiguration``.")
+    return property(operator.attrgetter(f"dataloader_config.{name}"), doc="The setting of ``DataLoaderConfiguration``.")
 
 
 class Accelerator(ProcessState):
@@ -109,6 +109,7 @@ class Accelerator(ProcessState):
     Attributes:
         gradient_state: The accumulation window: ``sync_gradients``, ``end_of_dataloader``.
         state: This rank and its precision.
+        dataloader_config: How later ``prepare`` calls read data: a copy of what was given.
         project_configuration: The folders of the run.
         trackers: The trackers that ``log`` writes to, on rank 0 after ``init_trackers``.
 
@@ -158,9 +159,9 @@ class Accelerator(ProcessState):
         self._handlers = handlers.Handlers.from_list(kwargs_handlers)
         self._rng_types = random_state.check_rng_types(rng_types or ())
         plugin = accumulation.resolve(gradient_accumulation_steps, gradient_accumulation_plugin)
-        self._loading = copy.copy(dataloader_config or DataLoaderConfiguration())
+        self.dataloader_config = copy.copy(dataloader_config or DataLoaderConfiguration())
         if split_batches is not None:
-            self._loading.split_batches = split_batches
+            self.dataloader_config.split_batches = split_batches
         super().__init__(process_group.join(cpu=cpu, options=self._handlers.group))
         self.trackers: list[Any] = []
         self._open_project(project_dir, project_config, log_with)
@@ -257,8 +258,12 @@ class Accelerator(ProcessState):
 
     @property
     def sync_gradients(self) -> bool:
-        """True if this micro-batch ends an accumulation window."""
+        """True if this micro-batch ends an accumulation window. Programs that count batches themselves may set it."""
         return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state._set_sync_gradients(sync_gradients)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -376,12 +381,12 @@ class Accelerator(ProcessState):
         """Prepare one loader; ``slice_fn_for_dispatch`` isn't needed here, and refused."""
         data.refuse_slicing(slice_fn_for_dispatch)
         device = self.device if self._is_placed(device_placement) else None
-        prepare = functools.partial(data.shard_dataloader, config=self._loading, rng_types=self._rng_types)
+        prepare = functools.partial(data.shard_dataloader, config=self.dataloader_config, rng_types=self._rng_types)
         return self._once(data_loader, prepare, backend=self._groups, device=device)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Prepare one scheduler. Its optimizer has to be prepared before."""
-        steps = 1 if self._loading.split_batches else self._groups.place.world_size
+        steps = 1 if self.dataloader_config.split_batches else self._groups.place.world_size
         follows = self._step_scheduler_with_optimizer
 
         def prepare(scheduler: LRScheduler) -> AcceleratedScheduler:
@@ -553,7 +558,7 @@ class Accelerator(ProcessState):
             return contextlib.nullcontext()
         joinables = list(joinables)
         fsdp.refuse(joinables, "join_uneven_inputs", "even_batches=True, or DataLoader(..., drop_last=True)")
-        even = self._loading.even_batches if even_batches is None else even_batches
+        even = self.dataloader_config.even_batches if even_batches is None else even_batches
         return join_uneven_inputs(joinables, even, loaders=self._dataloaders, state=self.gradient_state)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:

@@ -270,7 +270,7 @@ def unwrap_model(
     compiled = _compiled_from(model)
     if compiled is not None and (not keep_torch_compile or unwrap(compiled) is not compiled):
         return unwrap(compiled)
-    if _averages_gradients(model):
+    if _averages_gradients(model) or isinstance(model, torch.nn.DataParallel):
         return unwrap(model.module)
     return model if keep_fp32_wrapper or not isinstance(model, _Autocasting) else model._plain()
 

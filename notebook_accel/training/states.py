@@ -46,6 +46,7 @@ class DistributedType(str, enum.Enum):
     MULTI_HPU = "MULTI_HPU"
     MULTI_MLU = "MULTI_MLU"
     MULTI_MUSA = "MULTI_MUSA"
+    MULTI_NEURON = "MULTI_NEURON"
     MULTI_NPU = "MULTI_NPU"
     MULTI_SDAA = "MULTI_SDAA"
     MULTI_XPU = "MULTI_XPU"

@@ -159,6 +159,8 @@ def recursively_apply(
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """Concatenate nested tensors: shapes ``(a, ...)`` and ``(b, ...)`` give ``(a + b, ...)``.
 
+    A single structure is returned as it is, whatever its leaves are, so that a loop of one batch needs no special case.
+
     Args:
         data: The structures, each with the same keys and lengths.
         dim: The dimension along which tensors are concatenated.
@@ -167,6 +169,8 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         TrainingError: A leaf isn't a tensor, or ``data`` is empty.
     """
     first = data[0] if data else None
+    if len(data) == 1:
+        return first
     if isinstance(first, (list, tuple)):
         return honor_type(first, (concatenate([item[i] for item in data], dim) for i in range(len(first))))
     if isinstance(first, Mapping):

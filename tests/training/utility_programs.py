@@ -52,6 +52,7 @@ def trees(api: str) -> Any:
     utils = importlib.import_module(f"{api}.utils")
     tree = {"pair": Pair(torch.tensor([[1.0, 2.0]]), [torch.tensor([3.0])]), "text": "a"}
     tensors = {"a": (torch.arange(3), [torch.arange(4.0)])}
+    assert utils.concatenate(["a batch of text"]) == "a batch of text"
     joined = utils.concatenate([tensors, tensors])
     half = utils.convert_to_fp32({"a": torch.ones(1).half(), "b": torch.ones(1).double()})
     return [

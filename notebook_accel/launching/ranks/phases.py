@@ -434,5 +434,6 @@ def _activity(code: types.CodeType) -> str:
 
 def compiled_graphs() -> int:
     """Return the number of graphs that ``torch.compile`` has compiled in this process."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"].get("unique_graphs", 0))
+    # Another thread may be importing the module at this moment.
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return 0 if counters is None else int(counters["stats"].get("unique_graphs", 0))
