@@ -1,7 +1,7 @@
 """Reads the checkpoints that Accelerate's ``save_state`` writes.
 
-Such a folder has no manifest: the files themselves show what was saved. Each rank has written its random numbers, so
-their files show the number of ranks. The format is that of Accelerate 0.20 to 1.15, without sharded weights.
+Such a folder has no manifest: the files themselves show what was saved. Each rank has written a file of random states,
+so these files show the number of ranks. The format is that of Accelerate 0.20 to 1.15, without sharded weights.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AccelerateCheckpoint:
             )
 
     def manifest(self, kinds: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the number of saved objects of each kind as the manifest of a checkpoint has it."""
+        """Return the number of saved objects of each kind, in the form of a checkpoint's manifest."""
         models = itertools.takewhile(self._has_weights, itertools.count())
         counts = {kind: self._count(lambda number, kind=kind: _file_of(kind, number)) for kind in kinds}  # type: ignore[misc]
         return {"models": [*models], "counts": counts, "world_size": self.ranks}
@@ -84,7 +84,7 @@ class AccelerateCheckpoint:
     def own_state(self, backend: Backend, loaders: list[Any], num_steps: int) -> dict[str, Any]:
         """Return the state that differs between ranks, in the form of a checkpoint of this package.
 
-        Accelerate saves no position inside an epoch and no gradients, so loaders begin an epoch and the window is new.
+        Accelerate saves no position inside an epoch and no gradients, so loaders start an epoch, and a window starts.
 
         Args:
             backend: The backend of this rank.
@@ -119,7 +119,7 @@ class AccelerateCheckpoint:
         return random_state.plain(state)
 
     def _epoch_of(self, number: int, loader: Any) -> int:
-        """Return the epoch that a loader's sampler comes to next, if one was saved, or else the loader's own."""
+        """Return the next epoch of a loader's saved sampler, or the loader's own if none was saved."""
         path = self._folder / _file_of("sampler", number)
         sampler = _attributes(path) if path.is_file() else {}
         epoch = sampler.get("epoch")
@@ -153,14 +153,14 @@ def _plain_name(name: str, own: Mapping[str, Any]) -> str:
 
 
 def _place(value: Any) -> Any:
-    """Return the same value for two tensors only if they are one tensor under two names."""
+    """Return a key that is equal for two values only if they are one tensor under two names."""
     if not isinstance(value, torch.Tensor) or not value.numel() or value.is_meta:
         return id(value)
     return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 class _Inert:
-    """Stands for every object in a pickle, and keeps its attributes. None of the pickled classes is imported or run."""
+    """A stand-in for every object in a pickle, with its attributes. No pickled class is imported or run."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass

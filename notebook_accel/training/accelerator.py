@@ -70,8 +70,8 @@ def _loading_setting(name: str) -> Any:
 class Accelerator(ProcessState):
     """One rank of a training run.
 
-    The first object in a process joins the group that the environment describes, or trains alone if it describes none.
-    Further objects use the same group.
+    The first Accelerator of a process joins the process group that the environment variables describe, or trains alone
+    if there is none. Later ones use the same group.
 
     Args:
         device_placement: Put models and batches on this rank's device.
@@ -81,30 +81,30 @@ class Accelerator(ProcessState):
             launch's setting, or 1.
         cpu: Compute on the CPU, even where there are GPUs.
         dataloader_config: Settings of prepared loaders.
-        deepspeed_plugin: Refused, like the other plugins without a description.
-        fsdp_plugin: Shard models over the ranks, with these settings. Default: what the launch says, or whole models.
+        deepspeed_plugin: Refused with a ``ConfigError``.
+        fsdp_plugin: Shard models over the ranks with these settings. Default: the launch's setting, or no sharding.
         torch_tp_plugin: Refused.
         megatron_lm_plugin: Refused.
-        rng_types: Generators that get rank 0's state on every rank when an epoch begins, such as ``["torch"]``. All
-            ranks have one order of samples even without it.
+        rng_types: Random generators to synchronise from rank 0 at the start of each epoch, such as ``["torch"]``. Ranks
+            agree on the order of samples even without this.
         log_with: Trackers for ``init_trackers``: the name of a library such as ``"tensorboard"``, ``"wandb"`` or
-            ``"mlflow"``, ``"jsonl"``, ``"all"`` that are installed, an object of your own, or a list of these.
+            ``"mlflow"``; ``"jsonl"``; ``"all"`` for all that are installed; your own tracker; or a list of these.
         project_dir: The folder of checkpoints and logs, as in ``project_config``.
         project_config: Further settings of that folder, such as numbered checkpoints.
         gradient_accumulation_plugin: Further settings of accumulation.
-        step_scheduler_with_optimizer: Advance schedulers only when optimizers step, and as far as one process would.
+        step_scheduler_with_optimizer: Step schedulers only when optimizers step, and as far as one process would.
         kwargs_handlers: Settings for torch: ``AutocastKwargs``, ``DistributedDataParallelKwargs``,
             ``GradScalerKwargs``, ``InitProcessGroupKwargs``, ``ProfileKwargs``.
-        dynamo_backend: Compile models by ``torch.compile`` with this backend, such as ``"inductor"``. Default: the
+        dynamo_backend: Compile models with this backend of ``torch.compile``, such as ``"inductor"``. Default: the
             launch's setting, or ``"no"``.
         dynamo_plugin: Further settings of ``torch.compile``, in place of ``dynamo_backend``.
         deepspeed_plugins: Refused.
-        parallelism_config: How many ranks have copies, shares and parts of a model. Default: what the launch says, or
-            samples of its own for each rank.
-        downcast_bf16: On a TPU with bf16, replace float64 by float32 too.
-        save_on_end: Before the time limit, save the state and end this rank's code: the folder of the checkpoint, or
-            ``True`` for the next one of ``project_config``. It happens after a batch of a prepared loader on which
-            ``backward`` was called, on all ranks after the same one.
+        parallelism_config: Numbers of ranks for replicas, shards and tensor parallelism. Default: the launch's setting,
+            or plain data parallelism.
+        downcast_bf16: On a TPU with bf16, also replace float64 by float32.
+        save_on_end: Save the state and exit before the time limit: the checkpoint's folder, or ``True`` for the next
+            numbered one of ``project_config``. All ranks save after the same batch of a prepared loader, one on which
+            ``backward`` was called.
 
     Attributes:
         gradient_state: The accumulation window: ``sync_gradients``, ``end_of_dataloader``.
@@ -114,8 +114,8 @@ class Accelerator(ProcessState):
         trackers: The trackers that ``log`` writes to, on rank 0 after ``init_trackers``.
 
     Raises:
-        ConfigError: An option has a value that isn't possible, or a tracker isn't installed or has no folder.
-        TrainingError: The other ranks didn't come in time, or this rank has no device.
+        ConfigError: An option has an invalid value, or a tracker isn't installed or has no folder.
+        TrainingError: The other ranks didn't join in time, or this rank has no device.
     """
 
     # Programs that support other ways to spread a model over devices check these first.
@@ -125,7 +125,7 @@ class Accelerator(ProcessState):
 
     def __init__(
         self,
-        device_placement: bool = True,  # here and below in Accelerate's order, since programs give some by position
+        device_placement: bool = True,  # in Accelerate's order, since programs pass some arguments by position
         split_batches: bool | None = None,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
@@ -184,7 +184,7 @@ class Accelerator(ProcessState):
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._memory_reports = ModelMemoryReports(self._backend.device)
-        self._prepared: list[tuple[Any, Any]] = []  # each object as it was given and as it was returned
+        self._prepared: list[tuple[Any, Any]] = []  # (original, prepared) pairs
         self._has_begun = False
         self._saving: checkpoint_saving.Saving | None = None
 
@@ -192,7 +192,7 @@ class Accelerator(ProcessState):
 
     def _open_mesh(self, given: ParallelismConfig | None) -> None:
         config = self.parallelism_config = parallelism.resolve(given, self._sharding, self._backend.place)
-        _ = self.torch_device_mesh  # all ranks make it here
+        _ = self.torch_device_mesh  # all ranks create the mesh together
         if config is not None and config.dp_shard_enabled and self._sharding is None:
             self._sharding = FullyShardedDataParallelPlugin()
         self._parts = 1 if config is None else config.non_data_parallel_size
@@ -205,17 +205,17 @@ class Accelerator(ProcessState):
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This rank among those with the parts of a layer, from 0."""
+        """This rank's index in its tensor-parallel group, from 0."""
         return self._rank_in("tp")
 
     @property
     def data_parallel_rank(self) -> int:
-        """The number of the copy of the model that this rank belongs to, from 0."""
+        """The index of the model replica that this rank belongs to, from 0."""
         return self._rank_in("dp_replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """This rank among those with the shares of one copy, from 0."""
+        """This rank's index among the ranks that shard one replica, from 0."""
         return self._rank_in("dp_shard")
 
     def _rank_in(self, dimension: str) -> int:
@@ -267,7 +267,7 @@ class Accelerator(ProcessState):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches that make one optimizer step. It can be set between two windows."""
+        """Micro-batches in one optimizer step. The number can be changed between two accumulation windows."""
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
@@ -296,15 +296,13 @@ class Accelerator(ProcessState):
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Make models, optimizers, loaders and schedulers ready for this rank.
 
-        Models go to the device, compute under autocast and average their gradients over the ranks, or with
-        ``fsdp_plugin`` are sharded over the ranks, which gives them new parameters. Loaders give each rank its share;
-        optimizers and schedulers follow the accumulation of gradients. Other objects, and those that
-        were prepared before, are returned unchanged.
+        Models move to the device, compute under autocast and average their gradients over the ranks; ``fsdp_plugin``
+        shards them instead, which replaces their parameters. Loaders give each rank its shard of the data. Optimizers
+        and schedulers step only where gradients sync. Objects of other types, and prepared ones, are returned as is.
 
         Args:
             objects: The objects to prepare.
-            device_placement: For each object ``True`` to put it on the device, ``False``, or ``None`` for the
-                Accelerator's setting.
+            device_placement: For each object, whether to move it to the device; ``None`` is the Accelerator's setting.
 
         Returns:
             The prepared objects in the same order, or the object itself if there is only one.
@@ -312,7 +310,7 @@ class Accelerator(ProcessState):
         Raises:
             ConfigError: A loader can't be sharded, a dataset was given in place of a loader, or ``device_placement``
                 has another length.
-            TrainingError: An optimizer comes with a model and moves no parameter of any prepared model.
+            TrainingError: An optimizer is passed with a model and updates no parameter of any prepared model.
         """
         data.refuse_data(objects)
         memory = self._backend.memory()
@@ -336,7 +334,7 @@ class Accelerator(ProcessState):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """Prepare one model; in ``evaluation_mode`` it doesn't average gradients, unless it is sharded."""
+        """Prepare one model. In ``evaluation_mode`` its gradients aren't averaged, unless it is sharded."""
         fixed_by = "parallelism_config says otherwise" if self.torch_device_mesh is not None else ""
         fixed_by = "the loaders were prepared before" if self._dataloaders else fixed_by
         self._parts = parallelism.parts_with(model, self._parts, self._backend.place, fixed_by)
@@ -355,7 +353,7 @@ class Accelerator(ProcessState):
         )
 
         if fsdp.is_sharded(model):
-            for optimizer in self._optimizers:  # prepared before the model got other parameters
+            for optimizer in self._optimizers:  # prepared before sharding replaced the model's parameters
                 fsdp.remap(optimizer.optimizer)
         return model
 
@@ -370,7 +368,7 @@ class Accelerator(ProcessState):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare one optimizer; unless ``device_placement=False``, its state goes where its parameters are."""
+        """Prepare one optimizer. Its state moves to its parameters' device, unless ``device_placement=False``."""
         moves, mark_step = self._is_placed(device_placement), self._backend.mark_step
         prepare = functools.partial(optimizers.prepare_optimizer, moves=moves, mark_step=mark_step)
         return self._once(optimizer, prepare, self.gradient_state, self._precision.scaler)
@@ -378,14 +376,14 @@ class Accelerator(ProcessState):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: object = None
     ) -> DataLoaderShard:
-        """Prepare one loader; ``slice_fn_for_dispatch`` isn't needed here, and refused."""
+        """Prepare one loader. ``slice_fn_for_dispatch`` is refused, since rank 0 slices no batches."""
         data.refuse_slicing(slice_fn_for_dispatch)
         device = self.device if self._is_placed(device_placement) else None
         prepare = functools.partial(data.shard_dataloader, config=self.dataloader_config, rng_types=self._rng_types)
         return self._once(data_loader, prepare, backend=self._groups, device=device)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Prepare one scheduler. Its optimizer has to be prepared before."""
+        """Prepare one scheduler, whose optimizer is prepared already."""
         steps = 1 if self.dataloader_config.split_batches else self._groups.place.world_size
         follows = self._step_scheduler_with_optimizer
 
@@ -400,7 +398,7 @@ class Accelerator(ProcessState):
 
     @property
     def _kinds(self) -> tuple[tuple[Callable[[Any], bool], Callable[[Any, bool], Any]], ...]:
-        """The kinds of objects in the order in which they are prepared, with the method for each."""
+        """Pairs of a type check and the method that prepares such objects, in the order of preparation."""
         return (
             (_is_a(torch.nn.Module), self.prepare_model),  # first, since optimizers need their parameters' new devices
             (models.is_leaf, self._prepare_leaf),
@@ -446,7 +444,7 @@ class Accelerator(ProcessState):
         return self._device_placement if device_placement is None else device_placement
 
     def _placements(self, objects: Sequence[object], device_placement: Sequence[bool | None] | None) -> list[bool]:
-        """Return True for each object that goes to the device."""
+        """Return for each object whether it moves to the device."""
         asked: Any = [None] * len(objects) if device_placement is None else device_placement
         if not isinstance(asked, Sequence) or len(asked) != len(objects):
             raise ConfigError(
@@ -456,18 +454,18 @@ class Accelerator(ProcessState):
         return [self._is_placed(placement) for placement in asked]
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """Return a loader without the first ``num_batches`` batches, to go on in the middle of an epoch."""
+        """Return a loader without the first ``num_batches`` batches, to resume in the middle of an epoch."""
         return skip_first_batches(dataloader, num_batches)
 
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> torch.nn.Module:
-        """Return the model as it was before ``prepare``. Training can go on with the prepared one.
+        """Return the model as it was before ``prepare``. The prepared model stays usable.
 
         Args:
             model: A prepared model; any other is returned as it is.
-            keep_fp32_wrapper: Keep it computing in mixed precision. ``False`` returns a model that computes in its own
-                precision, with the same weights.
+            keep_fp32_wrapper: Keep autocast. ``False`` returns a model with the same weights that computes in its own
+                precision.
             keep_torch_compile: Return a model that was compiled before it was prepared as a compiled one.
         """
         return models.unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
@@ -476,7 +474,7 @@ class Accelerator(ProcessState):
         """Forget all prepared objects and an unfinished accumulation window, and release unused device memory.
 
         Returns:
-            As many ``None`` as there are arguments, to overwrite the caller's names with.
+            One ``None`` per argument, to overwrite the caller's variables.
         """
         self._prepared.clear()
         self.gradient_state.reset()
@@ -487,7 +485,7 @@ class Accelerator(ProcessState):
     clear = free_memory
 
     def end_training(self) -> None:
-        """Finish trackers, forget all prepared objects and leave the group, which ends with its last member."""
+        """Finish trackers, forget all prepared objects and leave the group, which is destroyed with its last member."""
         tracking.call([tracker for tracker in self.trackers if hasattr(tracker, "finish")], "finish")
         self.trackers = []
         self._wait_for_checkpoint()
@@ -528,8 +526,8 @@ class Accelerator(ProcessState):
     def accumulate(self, *models: Any) -> contextlib.AbstractContextManager[None]:
         """Return a context for one micro-batch: its forward and backward pass and the optimizer's step.
 
-        Each rank sums its own gradients until ``gradient_accumulation_steps`` micro-batches are done or the loader
-        ends. Only then are they averaged over the ranks, and only then do optimizers and schedulers step.
+        Each rank sums gradients locally until ``gradient_accumulation_steps`` micro-batches are done or the loader
+        ends. Only then are they averaged over the ranks and do optimizers and schedulers step.
         """
         return self.gradient_state.accumulate(models)
 
@@ -548,7 +546,7 @@ class Accelerator(ProcessState):
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which ranks without further batches take part in the others' steps.
+        """Return a context in which ranks that run out of batches take part in the remaining ranks' collectives.
 
         Args:
             joinables: The prepared models that are trained in the context.
@@ -579,7 +577,7 @@ class Accelerator(ProcessState):
         return handlers.profile(profile_handler or self._handlers.profile, self.process_index)
 
     def unscale_gradients(self, optimizer: AcceleratedOptimizer | Sequence[AcceleratedOptimizer] | None = None) -> None:
-        """Bring fp16 gradients of a window that ends here back to their real size.
+        """Unscale fp16 gradients if this micro-batch ends an accumulation window.
 
         Args:
             optimizer: One or several prepared optimizers; by default all.
@@ -591,15 +589,15 @@ class Accelerator(ProcessState):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Clip gradients to a total norm where they sync, and return the norm that they had before.
+        """Clip gradients to a total norm, and return their norm before clipping.
 
-        It can be called for every micro-batch: within a window it clips nothing and returns the norm so far.
+        Safe to call in every micro-batch: before the end of a window it clips nothing and returns the norm so far.
         """
         clip = functools.partial(optimizers.clip_grad_norm, parameters, max_norm, norm_type)
         return clip(optimizers=self._optimizers, state=self.gradient_state, scaler=self._precision.scaler)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clip gradients to ``[-clip_value, clip_value]`` where they sync; it can be called for every micro-batch."""
+        """Clip gradients to ``[-clip_value, clip_value]`` at the end of a window; before that, do nothing."""
         clip = functools.partial(optimizers.clip_grad_value, parameters, clip_value)
         clip(optimizers=self._optimizers, state=self.gradient_state, scaler=self._precision.scaler)
 
@@ -607,10 +605,11 @@ class Accelerator(ProcessState):
 
     @property
     def should_stop(self) -> bool:
-        """True from some step on, the same for all ranks, if the time limit is near.
+        """True once the time limit is near, from the same step on every rank.
 
-        The limit is what ``--end_at`` states, or a Slurm job's; this becomes true ``end_margin_s`` seconds before it.
-        All ranks have to read it equally often, such as once a step. Then save the state and leave the loop.
+        The limit comes from ``--end_at`` or the Slurm job, and this property is true from ``end_margin_s`` seconds
+        before it. All ranks have to read the property equally often, such as once a step. When it is true, save the
+        state and leave the loop.
         """
         return self._stopping.ask()
 
@@ -625,10 +624,10 @@ class Accelerator(ProcessState):
     def gather(self, tensor: Any) -> Any:
         """Concatenate the ranks' tensors on every rank: ``(n, ...)`` becomes ``(num_processes * n, ...)``.
 
-        Ranks that work on the same samples, because each has parts of a model's layers, count as one here, in
+        The ranks of a tensor-parallel group work on the same samples, so they count as one here, in
         ``gather_for_metrics`` and in ``reduce``.
 
-        The tensors can be nested in lists, tuples and mappings. With one process they come back as they are.
+        The tensors can be nested in lists, tuples and mappings. With one process they are returned unchanged.
 
         Raises:
             CollectiveError: Shapes or types differ between ranks. CPU ranks compare them before the collective.
@@ -636,7 +635,7 @@ class Accelerator(ProcessState):
         return collectives.gather(self._groups, tensor, self.gradient_state.tail)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather each sample of an epoch once, without those that were repeated to fill the last batches.
+        """Gather as ``gather`` does, but drop the samples that were repeated to fill the last batches of an epoch.
 
         Args:
             input_data: Nested tensors that have one row for each sample of the current batch, or an equal number of
@@ -676,7 +675,7 @@ class Accelerator(ProcessState):
             self.project_configuration.set_directories(folder)
         self._log_with = tracking.resolve(log_with, self.logging_dir)
         self._registered: list[Any] = []
-        # Not plain dictionaries, since a handle refers to them weakly.
+        # Not plain dictionaries, which can't be referenced weakly as RemovableHandle does.
         self._before_save: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
         self._before_load: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
 
@@ -700,17 +699,17 @@ class Accelerator(ProcessState):
     def save_state(
         self, output_dir: _Path | None = None, safe_serialization: bool = True, *, async_: bool = False
     ) -> str:
-        """Save everything that training depends on, so that ``load_state`` goes on as if nothing had happened.
+        """Save everything that training depends on, so that ``load_state`` resumes it exactly.
 
-        A checkpoint has the prepared models, optimizers and schedulers, the loss scaler, each rank's random numbers,
+        A checkpoint has the prepared models, optimizers and schedulers, the loss scaler, each rank's random states,
         the position of each loader, the gradients of an unfinished window, and registered objects. All ranks call this
         method. The folder appears when it is complete; if a process is killed before, the earlier checkpoint remains.
 
         Args:
             output_dir: The folder. With automatic naming it is ``project_dir/checkpoints/checkpoint_<iteration>``.
             safe_serialization: Write weights as safetensors rather than in torch's own format.
-            async_: Return as soon as everything is copied to the host's memory, and write it while training goes on.
-                The next ``save_state`` or ``load_state``, ``end_training`` and the end of the rank wait for it.
+            async_: Return once everything is copied to host memory, and write it in the background. The next
+                ``save_state`` or ``load_state``, ``end_training`` and the end of the rank wait for that.
 
         Returns:
             The folder.
@@ -754,13 +753,13 @@ class Accelerator(ProcessState):
         *,
         strict: bool = True,
     ) -> str:
-        """Put training back to where ``save_state`` was called. All ranks call this method, after ``prepare``.
+        """Restore training to the point at which ``save_state`` was called. All ranks call this after ``prepare``.
 
-        A loader goes on with the next batch of the interrupted epoch, which is its ``epoch``. If the loop had received
-        the last batch of that epoch, it gets no further one, and the code after the loop runs.
+        Loaders resume the interrupted epoch, their ``epoch``, at its next batch. If the loop had received the last
+        batch of that epoch, it gets no further one, and the code after the loop runs.
 
-        Any number of ranks loads what another number saved. Loaders then go on with the first sample that none of those
-        ranks had taken, and a rank that wasn't there draws its random numbers afresh, which a warning says.
+        The number of ranks may differ from the saved run's. Loaders then resume at the first sample that no saved rank
+        had taken, and additional ranks draw fresh random numbers, with a warning.
 
         Args:
             input_dir: The folder; with automatic naming the default is the checkpoint with the highest number.
@@ -837,8 +836,8 @@ class Accelerator(ProcessState):
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the state dict of a model as it was before ``prepare``; with ``unwrap=False`` as it is now.
 
-        All ranks have to call this for a sharded model. Rank 0 gets its whole tensors on the CPU, gathered one after
-        the other, and the other ranks an empty dictionary.
+        For a sharded model all ranks have to call this: rank 0 gets the full tensors on the CPU, gathered one by one,
+        and the other ranks get an empty dictionary.
         """
         if fsdp.is_sharded(model):
             collectives.verify_collective(self._backend, f"get_state_dict of a sharded {type(model).__name__}")
@@ -907,7 +906,7 @@ class Accelerator(ProcessState):
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker by its name, or with ``unwrap`` its library's own object.
 
-        Ranks above 0 get an object of which each attribute, call and item does nothing.
+        Ranks above 0 get a null object: its attributes, calls and items do nothing.
 
         Raises:
             ConfigError: There is no tracker of that name.

@@ -112,8 +112,8 @@ class GradientState:
     """The accumulation window of an ``Accelerator``, shared with its optimizers and schedulers.
 
     All states of a process see the current batch, whichever ``Accelerator`` has prepared the loader. But a new state
-    ignores batches from before it was made: an exception may have ended their iteration, and a notebook keeps the
-    traceback, which keeps the iterator alive.
+    ignores earlier batches: an exception may have ended their iteration, and a notebook keeps the traceback, which
+    keeps the iterator alive.
 
     Args:
         plugin: The plugin that ``resolve`` returns. Without one, this is the state of the latest ``Accelerator``.
@@ -123,7 +123,7 @@ class GradientState:
         num_steps: Micro-batches in a window.
         sync_gradients: True if this micro-batch ends a window, so that gradients are averaged over the ranks and
             optimizers step.
-        joins_uneven: True if ranks without further batches take part in the others' steps.
+        joins_uneven: True within ``join_uneven_inputs``.
     """
 
     _latest: ClassVar[Any] = None
@@ -140,7 +140,7 @@ class GradientState:
         self._since = ACTIVE_ITERATIONS.moment
         self.reset()
         GradientState._latest = self
-        if plugin is not None:  # made by an Accelerator, and every rank makes as many
+        if plugin is not None:  # created by an Accelerator, equally often on every rank
             group_recovery.track_state(self)
 
     def reset(self) -> None:
@@ -157,12 +157,12 @@ class GradientState:
         cls._latest = None
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Decide by hand whether gradients sync and optimizers step, for a program that counts batches itself."""
+        """Set whether gradients sync and optimizers step, for a program that counts batches itself."""
         self.sync_gradients = sync_gradients
 
     @property
     def is_in_window(self) -> bool:
-        """True if there are summed gradients that haven't synced yet."""
+        """True if there are accumulated gradients that haven't synced yet."""
         return not self.sync_gradients
 
     def change_steps(self, steps: int) -> None:
@@ -271,8 +271,8 @@ class GradientState:
     def averages_each_batch(self) -> bool:
         """True if the gradients of a sharded model are averaged in each micro-batch of this window.
 
-        This is asked for, or the length of the window wasn't known when it began. In the second case gradients are
-        scaled where it ends, which torch can do with averaged ones only.
+        That is so with ``sync_each_batch``, and if the window's length was unknown at its start: gradients are then
+        rescaled at its end, which torch supports for averaged gradients only.
         """
         current = self._seen(ACTIVE_ITERATIONS.training)
         ends_anywhere = current is not None and current.total is None and self.plugin.sync_with_dataloader
@@ -281,8 +281,8 @@ class GradientState:
     def divide(self, loss: torch.Tensor, parameters: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor:
         """Return the loss divided by the length of its window.
 
-        A window can end with another length than expected if its loader has no length. The gradients of its earlier
-        micro-batches are then rescaled here.
+        If the loader has no length, a window can be shorter than expected. The gradients of its earlier micro-batches
+        are then rescaled here.
 
         Args:
             loss: The loss of this micro-batch.
@@ -409,5 +409,5 @@ def _left_local(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def is_left_local(tensor: torch.Tensor) -> bool:
-    """Return whether ``no_sync`` holds for this tensor."""
+    """Return whether ``no_sync`` is active for a tensor."""
     return id(tensor) in _local_tensors

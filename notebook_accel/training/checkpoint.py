@@ -1,9 +1,9 @@
-"""Checkpoints: what is in them, and how all ranks load one together. See ``checkpoint_saving`` for the other way.
+"""Checkpoints: their contents, and how all ranks load one. ``checkpoint_saving`` saves them.
 
 A checkpoint is a folder with the weights of each model in safetensors, the state of each optimizer, scheduler and
-registered object, and for each rank a file with its random numbers, the position of each loader, and the gradients of
-an unfinished window. Any number of ranks can load it. A failure on one rank raises on all ranks, and the group can
-still be used.
+registered object, and for each rank a file with its random states, the position of each loader, and the gradients of an
+unfinished window. Any number of ranks can load it. A failure on one rank raises on all ranks, and the group can still
+be used.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CheckpointState:
     states: dict[str, list[Any]]  # objects whose state is equal on all ranks, by kind; the kind names their files
     loaders: list[Any]
     gradients: GradientState
-    writes_whole: bool = False  # sharded models too
+    writes_whole: bool = False  # gather sharded models on rank 0
 
 
 def state_of(model: torch.nn.Module) -> dict[str, Any]:
@@ -77,15 +77,15 @@ def load(
     strict: bool = True,
     weights_only: bool = True,
 ) -> pathlib.Path:
-    """Put training back to where a checkpoint was saved, and return its folder.
+    """Restore training from a checkpoint, and return its folder.
 
-    Every rank reads and checks everything before any rank changes anything; but for the weights of sharded models,
-    of which a rank has no room for two.
+    Every rank reads and checks everything before any rank changes anything. The exception is the weights of sharded
+    models, which are read in place, since a rank may lack the memory for two copies.
 
     Args:
         backend: The backend of this rank.
         state: The objects to load into.
-        hooks: Functions of the models and the folder. Models that a hook removes from the list aren't loaded.
+        hooks: Called with the models and the folder. Models that a hook removes from the list aren't loaded.
         choose: A function that returns the folder; only rank 0 calls it.
         strict: Require that the models have exactly the tensors that were saved.
         weights_only: Read nothing that can run code. Registered objects may need ``False``.
@@ -184,9 +184,9 @@ def _by_name(tensors: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], Any]:
 
 
 def _counterpart_in(item: Any) -> Callable[[tuple[Any, ...]], Any]:
-    """Return a function of the keys that lead to a tensor of an object's state. It returns one that is sharded alike.
+    """Return a function that maps the keys of a tensor in an object's state to a tensor with the wanted sharding.
 
-    For an optimizer's state this is the parameter, since before the first step there is no state yet.
+    For an optimizer that tensor is the parameter, since before the first step there is no state yet.
     """
     if isinstance(item, torch.optim.Optimizer):
         parameters = dict(enumerate(parameters_of([item])))
@@ -217,7 +217,7 @@ def _read_accelerates(
     """Return this rank's part of a checkpoint that Accelerate has saved."""
     saved = accelerate_checkpoint.AccelerateCheckpoint(folder, _read_object)
     _check_counts(saved.manifest(state.states), models, state, folder)
-    files = sharded_files.ShardedFiles(folder)  # there are none: what is read is whole, and cut into shares
+    files = sharded_files.ShardedFiles(folder)  # without sharded files: whole tensors are read, then sharded
     weights = []
     for number, model in enumerate(models):
         own = state_of(model)
@@ -235,9 +235,9 @@ def _read_accelerates(
 
 
 def _read_own_state(folder: pathlib.Path, saved_ranks: int, backend: Backend, *, has_shards: bool) -> dict[str, Any]:
-    """Return this rank's part of the state that differs between ranks, which other ranks may have saved.
+    """Return this rank's part of the state that differs between ranks, even if the number of ranks has changed.
 
-    A rank that wasn't there gets the place in the data of rank 0, and the entry ``"afresh"`` instead of ``"random"``.
+    An additional rank gets the data position of rank 0, and the entry ``"afresh"`` instead of ``"random"``.
     """
     rank, ranks = backend.place.rank, backend.place.world_size
     own: dict[str, Any] = _read_object(folder / f"rank_{rank if rank < saved_ranks else 0}.bin")
@@ -245,7 +245,7 @@ def _read_own_state(folder: pathlib.Path, saved_ranks: int, backend: Backend, *,
         own["afresh"] = own.pop("random")
     values = [gradient for gradients in own["gradients"] for gradient in gradients.values()]
     if (ranks != saved_ranks or has_shards) and all(isinstance(value, torch.Tensor) for value in values):
-        # Their mean over the ranks is what training goes on from, however many ranks there are.
+        # Training continues from the mean over the saved ranks, however many ranks there are now.
         parts = (_read_object(folder / f"rank_{other}.bin")["gradients"] for other in range(saved_ranks))
         own["gradients"] = functools.reduce(_added, parts)
         for gradients in own["gradients"]:
@@ -255,7 +255,7 @@ def _read_own_state(folder: pathlib.Path, saved_ranks: int, backend: Backend, *,
 
 
 def _added(sums: list[dict[str, torch.Tensor]], gradients: list[dict[str, torch.Tensor]]) -> list[Any]:
-    """Add the second model's gradients to the first's, by name. A rank has none for what it hasn't used."""
+    """Add another rank's gradients to each model's sums, by name. A rank has none for unused parameters."""
     for total, further in zip(sums, gradients, strict=True):
         for name, gradient in further.items():
             total[name] = total[name] + gradient if name in total else gradient
@@ -285,7 +285,7 @@ def on_all_ranks(backend: Backend, what: str, action: Callable[[], Any]) -> list
     """Run an action on every rank, and return the values by rank.
 
     Raises:
-        CheckpointError: The action failed on a rank. The others get the first such rank's message.
+        CheckpointError: The action failed on a rank. The other ranks get the first failure's message.
     """
     verify_collective(backend, what)  # no rank saves while another one loads
     return agreed(what, action, functools.partial(collectives.gather_object, backend))
@@ -295,7 +295,7 @@ def agreed(what: str, action: Callable[[], Any], gather: Callable[[list[Any]], l
     """Run an action on every rank, and return the values by rank, which ``gather`` collects.
 
     Raises:
-        CheckpointError: The action failed on a rank. The others get the first such rank's message.
+        CheckpointError: The action failed on a rank. The other ranks get the first failure's message.
     """
     value, error, text = None, None, None
     try:
@@ -328,7 +328,7 @@ def _check_counts(
     saved = {"model": len(manifest["models"]), **manifest["counts"]}
     prepared = {"model": len(list(models)), **{name: len(items) for name, items in state.states.items()}}
     for name, count in prepared.items():
-        # Fewer objects are fine, such as a model alone to evaluate it.
+        # A run may prepare fewer objects, such as only the model, to evaluate it.
         is_wrong = count != saved.get(name) if name == CUSTOM else count > saved.get(name, 0)
         if is_wrong:
             raise CheckpointError(
@@ -386,7 +386,7 @@ def _numpy_globals() -> list[Any]:
 
 
 def fingerprint_of(state: Mapping[str, Any]) -> str:
-    """Return a hash of names and shapes, which is equal for two models if the weights of one fit the other."""
+    """Return a hash of names and shapes. It is equal for two models if the weights of one fit the other."""
     lines = "\n".join(f"{name} {_shape(state, name)}" for name in sorted(state))
     return hashlib.sha256(lines.encode()).hexdigest()
 

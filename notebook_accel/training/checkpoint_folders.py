@@ -38,7 +38,7 @@ class ProjectConfiguration:
         save_on_each_node: Only ``False``, since all machines share one file system.
 
     Raises:
-        ConfigError: An option has a value that isn't possible.
+        ConfigError: An option has an invalid value.
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -79,7 +79,7 @@ def next_in(configuration: ProjectConfiguration) -> pathlib.Path:
     """Return the folder of the next numbered checkpoint.
 
     Raises:
-        ConfigError: There is no ``project_dir``, or the checkpoint exists.
+        ConfigError: There is no ``project_dir``, or the checkpoint exists already.
     """
     folder = configuration.checkpoints() / f"checkpoint_{configuration.iteration}"
     if _is_complete(folder):
@@ -110,7 +110,7 @@ def latest(configuration: ProjectConfiguration) -> pathlib.Path:
 def delete_oldest(folder: pathlib.Path, limit: int | None) -> None:
     """Delete the numbered checkpoints in ``folder`` but the newest ``limit``, and the drafts of killed processes."""
     for old in [] if limit is None else _numbered(folder)[:-limit]:
-        old.rename(_sibling(old, "removed"))  # first, so that half of a checkpoint is never taken for a whole one
+        old.rename(_sibling(old, "removed"))  # first, so that a half-deleted one is never taken for complete
     for path in [*folder.glob(".checkpoint_*.removed"), *folder.glob(".checkpoint_*.saving")]:
         _delete(path)
 
@@ -208,7 +208,7 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def is_of_accelerate(folder: pathlib.Path) -> bool:
-    """Return whether Accelerate has written the checkpoint in a folder. It writes these random numbers late."""
+    """Return whether a folder has a checkpoint of Accelerate, which writes its random states late."""
     return not (folder / MANIFEST).is_file() and (folder / "random_states_0.pkl").is_file()
 
 

@@ -1,4 +1,4 @@
-"""Saves a checkpoint on all ranks together, also while training goes on.
+"""Saves a checkpoint on all ranks together, optionally in the background.
 
 A failure on one rank raises on all ranks, and the group can still be used. The folder appears when all ranks have
 written their parts.
@@ -41,10 +41,10 @@ _BeforeSave = Sequence[Callable[[list[Any], list[Any], str], None]]
 
 
 class Saving:
-    """A checkpoint that is being saved, or has been.
+    """A checkpoint that is being saved or was saved.
 
     Attributes:
-        folder: Its folder.
+        folder: The checkpoint's folder.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
@@ -53,7 +53,7 @@ class Saving:
         self._error: BaseException | None = None
 
     def run(self, write: Callable[[], None]) -> None:
-        """Call ``write`` in a thread, which a rank that ends waits for."""
+        """Call ``write`` in a thread, which a rank waits for before it exits."""
 
         def work() -> None:
             try:
@@ -65,7 +65,7 @@ class Saving:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when the checkpoint is complete.
+        """Block until the checkpoint is complete.
 
         Raises:
             CheckpointError: A rank couldn't write its part.
@@ -95,11 +95,11 @@ def save(
     Args:
         backend: The backend of this rank.
         state: The objects to save.
-        hooks: Functions of the models, their weights and the draft's folder; weights that a hook removes aren't saved.
+        hooks: Called with the models, their weights and the draft's folder; weights that a hook removes aren't saved.
         choose: A function that returns the folder; only rank 0 calls it.
         safe: Write weights as safetensors rather than in torch's own format.
-        in_background: Return as soon as everything is copied to the host's memory, and write it in a thread.
-        completed: A function of the folder that rank 0 calls when it is there.
+        in_background: Return once everything is copied to host memory, and write it in a thread.
+        completed: Called on rank 0 with the complete folder.
 
     Raises:
         CheckpointError: A rank couldn't write its part. An earlier checkpoint of that name is kept.
@@ -138,7 +138,7 @@ def save(
 
 
 def _norms_of_copies(models: Sequence[torch.nn.Module]) -> dict[str, float]:
-    """Return the norm of each parameter of which all ranks should have equal copies, by its name."""
+    """Return by name the norm of each parameter that should be equal on all ranks."""
     copied: list[Any] = [model for model in map(fsdp.plain, models) if isinstance(model, DistributedDataParallel)]
     return {
         f"{type(model.module).__name__}.{name}": _norm(parameter.detach())
@@ -156,7 +156,7 @@ def _norm(tensor: torch.Tensor) -> float:
 
 
 def _warn_of_differences(norms: Sequence[dict[str, float]]) -> None:
-    """Warn if the ranks' copies of a model have come apart, by more than other processors' rounding explains."""
+    """Warn if the ranks' copies of a model differ by more than the rounding of different processors."""
     first = norms[0]
     apart = [name for name in first if any(abs(of[name] - first[name]) > 1e-4 * abs(first[name]) for of in norms)]
     if apart:
@@ -177,7 +177,7 @@ def _gather_in(group: Any, values: list[Any]) -> list[Any]:
 
 @dataclasses.dataclass
 class _Job:
-    """The writing of a checkpoint."""
+    """One rank's work of writing a checkpoint."""
 
     folder: pathlib.Path
     rank: int
@@ -230,7 +230,7 @@ class _Parts:
         return dataclasses.replace(self, weights=weights, states=states, own=own, shares=self.shares.copied())
 
     def write(self, draft: pathlib.Path, rank: int, *, safe: bool, group: Any = None) -> list[str]:
-        """Write the files, and return a fingerprint of each model. ``group`` is that of the ranks' calls."""
+        """Write the files, and return a fingerprint of each model. ``group`` is used to write sharded tensors."""
         model_files.write_object(self.own, draft / f"rank_{rank}.bin")
         if rank == 0:
             for number, of_model in enumerate(self.weights):
@@ -246,7 +246,7 @@ class _Parts:
 
 
 def _collect(backend: Backend, state: CheckpointState, hooks: _BeforeSave, draft: pathlib.Path) -> _Parts:
-    """Return this rank's part."""
+    """Collect this rank's part of a checkpoint."""
     own = _own_state(backend, state)
     weights = [backend.to_host(state_of(model)) for model in state.models]
     states = {name: [backend.to_host(item.state_dict()) for item in items] for name, items in state.states.items()}

@@ -1,6 +1,6 @@
 """Collectives over nested lists, tuples, named tuples and mappings: gather, reduce, broadcast, pad.
 
-In one process tensors come back as they are. In a group whose backend compares calls, all ranks get a
+With one process tensors are returned unchanged. In a group whose backend compares calls, all ranks get a
 ``CollectiveError`` if their calls differ, such as in shapes or types, and the group can still be used. Collectives of
 tensors raise a ``TrainingError`` for a leaf that isn't a tensor.
 """
@@ -25,7 +25,7 @@ from notebook_accel.training.sharding import Tail
 from notebook_accel.training.trees import leaves_of, map_leaves
 
 _T = TypeVar("_T")
-_has_warned = False  # of repeated rows, once in a process
+_has_warned = False  # about repeated rows, once per process
 
 # Sums of these types would overflow, or some backend can't compute them.
 _SUMMED_AS_INT64 = (torch.bool, torch.uint8, torch.int8, torch.int16)
@@ -35,7 +35,7 @@ _SHOWN_DIFFERENCES = 3
 def gather(backend: Backend, tree: Any, tail: Tail | None = None) -> Any:
     """Concatenate the ranks' tensors: ``(n, ...)`` becomes ``(world_size * n, ...)``, 0-d becomes 1-d.
 
-    Warns once of repeated rows if ``tail``, the current round, is a last round that differs from the others.
+    Warn once about repeated rows if ``tail`` is set: the current round is a last round that differs from the others.
     """
     if backend.place.world_size == 1:
         return tree
@@ -151,7 +151,7 @@ def pad_across_processes(
 ) -> Any:
     """Pad the ranks' tensors along one dimension to the length of the longest, so that they can be gathered.
 
-    Pads with ``pad_index``, at the end or with ``pad_first`` at the beginning. Tensors without that dimension are left
+    Pad with ``pad_index``, at the end or with ``pad_first`` at the beginning. Tensors without that dimension are left
     as they are.
 
     Raises:
@@ -203,13 +203,13 @@ def scatter_object(backend: Backend, values: Sequence[Any] | None) -> Any:
 
 
 def broadcast_object_list(backend: Backend, values: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the items of ``values`` by those of one rank, in place, and return it."""
+    """Replace the items of ``values`` by those of one rank, in place, and return the list."""
     values[:] = broadcast_object(backend, values, from_process)
     return values
 
 
 def wait_for_everyone(backend: Backend) -> None:
-    """Return when every rank has called this function."""
+    """Block until every rank has called this function."""
     if backend.compares_calls:
         verify_collective(backend, "wait for everyone")  # the comparison is a barrier itself
     else:
@@ -218,7 +218,7 @@ def wait_for_everyone(backend: Backend) -> None:
 
 @contextlib.contextmanager
 def first(backend: Backend, *, is_first: bool) -> Iterator[None]:
-    """Let some ranks run the body before the others, which go on even if the body raises on one of the first ranks."""
+    """Run the body on some ranks before the others, which are released even if the body raises on a first rank."""
     if not is_first:
         wait_for_everyone(backend)
     try:

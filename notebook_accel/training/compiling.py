@@ -34,8 +34,8 @@ class DynamoBackend(str, enum.Enum):
 class TorchDynamoPlugin(KwargsHandler):
     """Settings of ``torch.compile``, which has the details.
 
-    What isn't given comes from the environment, such as ``ACCELERATE_DYNAMO_BACKEND`` and ``ACCELERATE_DYNAMO_MODE``,
-    in which a launch puts its options.
+    Settings that aren't given come from environment variables, such as ``ACCELERATE_DYNAMO_BACKEND`` and
+    ``ACCELERATE_DYNAMO_MODE``, in which a launch puts its options.
 
     Attributes:
         backend: A ``DynamoBackend`` or its name, in upper or lower case.
@@ -45,7 +45,7 @@ class TorchDynamoPlugin(KwargsHandler):
         options: Options of the backend. They exclude ``mode``.
         disable: Compile nothing.
         use_regional_compilation: Compile each block of a ``ModuleList`` of equal blocks, and the layers outside of
-            them, instead of the whole model. The compiler then sees one block once. It is done in place.
+            them, in place, instead of the whole model. The compiler then compiles equal blocks once.
 
     Raises:
         ConfigError: torch has no such backend, or a variable of the environment isn't a flag.
@@ -109,19 +109,19 @@ def resolve(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin
     return TorchDynamoPlugin(backend) if plugin is None else dataclasses.replace(plugin)
 
 
-# The wrappers that were made here. A model that the user's code has compiled is left as it is.
+# The wrappers created here. A model that the user's code has compiled is left as it is.
 _compiled_here: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def without_own_wrapper(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model that was compiled here, any other model unchanged."""
+    """Return the model inside a wrapper created here, any other model unchanged."""
     return cast(torch.nn.Module, model._orig_mod) if model in _compiled_here else model
 
 
 def compiling(plugin: TorchDynamoPlugin, prepare: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
     """Return a function like ``prepare`` that also compiles the prepared model.
 
-    The compiler comes last, since torch's cuts the model at the buckets of ``DistributedDataParallel`` only where it
+    Compilation comes last, since torch splits the graph at the buckets of ``DistributedDataParallel`` only if it
     compiles that class too (https://docs.pytorch.org/docs/stable/notes/ddp.html#torchdynamo-ddpoptimizer).
     """
 
@@ -139,10 +139,7 @@ def compiling(plugin: TorchDynamoPlugin, prepare: Callable[..., torch.nn.Module]
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Return whether a model, or a part of it, was compiled before.
-
-    The check is by name, since importing the class of compiled models takes longer than most launches.
-    """
+    """Return whether a model, or a part of it, is compiled. By name, since importing the class is slow."""
     return any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in model.modules())
 
 

@@ -41,17 +41,17 @@ from notebook_accel.training.trees import send_to_device
 
 @dataclasses.dataclass
 class DataLoaderConfiguration:
-    """Options for preparing loaders.
+    """Settings of prepared loaders.
 
     Attributes:
-        split_batches: Take the loader's batch size as that of all ranks together, and cut each batch into one part a
-            rank. By default it is that of one rank, and ranks take whole batches.
-        dispatch_batches: Have rank 0 read for all ranks and send each its batches. ``None`` does so for datasets that
-            can only be iterated, which ranks could read differently; with ``False`` every rank reads the whole stream
-            and takes its share.
-        even_batches: Repeat samples from the beginning of an epoch at its end, so that all ranks have as many batches.
-            Without it some ranks can have one batch more: fine for an evaluation without collectives; training needs
-            ``join_uneven_inputs``.
+        split_batches: Treat the loader's batch size as that of all ranks together, and cut each batch into one part per
+            rank. By default it is the batch size of one rank, and ranks take whole batches.
+        dispatch_batches: Make rank 0 read for all ranks and send each rank its batches. ``None`` does this for datasets
+            that can only be iterated, which ranks could read differently; with ``False`` every rank reads the whole
+            stream and takes its share.
+        even_batches: Repeat samples from the beginning of an epoch at its end, so that all ranks have equally many
+            batches. Without this some ranks can have one batch more, which is fine for evaluation without collectives;
+            training then needs ``join_uneven_inputs``.
         use_seedable_sampler: Shuffle by the seed and the number of the epoch only.
         data_seed: The seed of ``use_seedable_sampler``. By default the one that torch was seeded with.
         non_blocking: Don't wait for copies to the device. Loaders with ``pin_memory=True`` never wait.
@@ -96,14 +96,14 @@ def prepare_data_loader(
     Args:
         dataloader: The loader.
         device: Destination of batches with ``put_on_device``; by default this rank's device.
-        num_processes: Number of ranks to shard it over; by default those of this run.
+        num_processes: Number of ranks to shard the loader over; by default those of this run.
         process_index: The rank that gets this share; by default this one.
         put_on_device: Move batches to the device.
-        rng_types: Generators that get rank 0's state on every rank when an epoch begins.
+        rng_types: Random generators to synchronise from rank 0 at the start of each epoch.
         split_batches: See ``DataLoaderConfiguration``.
         dispatch_batches: See ``DataLoaderConfiguration``.
         even_batches: See ``DataLoaderConfiguration``.
-        slice_fn_for_dispatch: Refused: rank 0 makes each rank's batch by itself.
+        slice_fn_for_dispatch: Refused: rank 0 collates each rank's batch separately.
         use_seedable_sampler: See ``DataLoaderConfiguration``.
         data_seed: See ``DataLoaderConfiguration``.
         non_blocking: See ``DataLoaderConfiguration``.
@@ -194,7 +194,7 @@ def refuse_data(objects: Iterable[Any]) -> None:
 
 
 def refuse_slicing(slice_fn_for_dispatch: object) -> None:
-    """Raise ``ConfigError`` if there is a function that would cut a dispatched batch into the ranks' parts."""
+    """Raise ``ConfigError`` if a function is given that would slice a dispatched batch into the ranks' parts."""
     if slice_fn_for_dispatch is not None:
         raise ConfigError(
             "slice_fn_for_dispatch isn't supported.",
@@ -229,7 +229,7 @@ def _has_own_iter(loader: DataLoader[Any]) -> bool:
 
 
 def _unchanged_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the options for a loader with an ``__iter__`` of its own, on the only rank: its batches stay unchanged."""
+    """Return the options for a loader with its own ``__iter__``, on a single rank: its batches stay unchanged."""
     generator = torch.Generator()  # so that no seed is drawn from the loader's own or the global one
     plain = DataLoader(LoaderStream(loader), batch_size=None, collate_fn=unchanged, generator=generator)
     return {"dataset": plain.dataset, "batch_size": None, **kept_options(plain)}
@@ -237,7 +237,7 @@ def _unchanged_options(loader: DataLoader[Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _OptionsMaker:
-    """Makes the options of the ``DataLoaderShard`` or ``DataLoaderDispatcher`` for one loader."""
+    """Builds the options of the ``DataLoaderShard`` or ``DataLoaderDispatcher`` for one loader."""
 
     _loader: DataLoader[Any]
     _backend: Backend
@@ -251,7 +251,7 @@ class _OptionsMaker:
 
     @property
     def is_alone(self) -> bool:
-        """True if no other rank has another share, or the same one."""
+        """True if no other rank has a share of the loader's samples."""
         return self._place.world_size == 1 and not shares_samples(self._backend)
 
     @property
@@ -276,7 +276,7 @@ class _OptionsMaker:
         return options
 
     def _agreed_batches(self, batches: Any) -> Any:
-        """Return the batch sampler with a sampler that draws one order on all ranks."""
+        """Return the batch sampler with a sampler that draws the same order on all ranks."""
         if isinstance(batches, SkipBatchSampler):
             return SkipBatchSampler(self._agreed_batches(batches.batch_sampler), batches.skip_batches)
         sampler = getattr(batches, "sampler", None)

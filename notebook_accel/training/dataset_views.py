@@ -28,7 +28,7 @@ class ReadRound(NamedTuple):
 
 
 class _DatasetView:
-    """A dataset wrapper that forwards reading and setting of attributes, but for its ``own`` ones.
+    """A dataset wrapper that forwards reading and setting of attributes, except for its ``own`` ones.
 
     So a ``worker_init_fn`` that sets attributes of its worker's dataset, which is the wrapper, reaches the dataset.
     """
@@ -72,7 +72,7 @@ class EpochStream(_DatasetView, IterableDataset[Any]):
 class MarkedStream(_DatasetView, IterableDataset[Any]):
     """One rank's share of a stream, each sample with the ``Tail`` of its round.
 
-    Only the process that reads the stream notices its last round: a worker tells the loader together with the samples.
+    Only the process that reads the stream knows its last round, so a worker sends the ``Tail`` along with the samples.
     """
 
     def __init__(self, shard: IterableDatasetShard) -> None:

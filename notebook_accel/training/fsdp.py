@@ -1,7 +1,7 @@
 """Models whose parameters, gradients and optimizer state are sharded over the ranks, by torch's ``fully_shard``.
 
-A sharded model has new parameters, of torch's ``DTensor``. So an optimizer that was made before gets them in place of
-those that it knows, whether it is prepared together with the model, before it or after it.
+Sharding replaces a model's parameters by ``DTensor`` shards. An optimizer that was created before gets the new ones,
+whether it is prepared together with the model, before it or after it.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.trees import map_leaves
 
-# Sharded models that were prepared, each with pairs of an earlier parameter and the one in its place.
+# Prepared sharded models, each with pairs of an original parameter and its replacement.
 _replaced: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def is_sharded(model: object) -> bool:
-    """Return whether a model is sharded by ``fully_shard``, and was prepared."""
+    """Return whether a model was prepared and is sharded by ``fully_shard``."""
     return isinstance(model, torch.nn.Module) and plain(model) in _replaced
 
 
 def plain(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model that was passed to ``torch.compile`` to make this one, or the model itself."""
+    """Return the model inside a ``torch.compile`` wrapper, or the model itself."""
     while "_orig_mod" in model._modules:
         model = cast(torch.nn.Module, model._modules["_orig_mod"])
     return model
 
 
 def was_fully_sharded(model: torch.nn.Module) -> bool:
-    """Return whether ``fully_shard`` was applied to a model or a part of it, by anybody."""
+    """Return whether ``fully_shard`` was applied to a model or a part of it, here or by the user's code."""
     return any(True for _ in _units(model))
 
 
@@ -55,10 +55,10 @@ def _units(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def data_mesh(model: torch.nn.Module) -> Any:
-    """Return the mesh over which ``fully_shard`` shards and copies a model; ``None`` if nothing of it learns there."""
+    """Return the mesh over which ``fully_shard`` shards and replicates a model; ``None`` if it has no parameters."""
     for unit in _units(model):
         state = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # 2.13 has several
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13 has several
         for group in groups:
             if group is not None:
                 return group.mesh_info.mesh
@@ -66,7 +66,7 @@ def data_mesh(model: torch.nn.Module) -> Any:
 
 
 def take(model: torch.nn.Module, before_forward: Callable[[], None]) -> None:
-    """Register a sharded model. ``before_forward`` is called before each pass, in which ranks wait for each other."""
+    """Register a sharded model, and call ``before_forward`` before each forward pass, which waits for all ranks."""
     _replaced.setdefault(model, [])
     is_left_whole = False
 
@@ -81,12 +81,12 @@ def take(model: torch.nn.Module, before_forward: Callable[[], None]) -> None:
 
 
 def reshard(model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
-    """Return to shares where a forward pass without a backward pass, as in evaluation, has left parameters whole.
+    """Reshard parameters that a forward pass without a backward pass, as in evaluation, has left gathered.
 
-    Parameters that were frozen or unfrozen since are so in their shares too: torch forgets it.
+    Shards take over ``requires_grad`` of the gathered parameters, since torch doesn't copy it.
 
     Returns:
-        The share of each whole parameter, by its identity.
+        The shard of each gathered parameter, by the gathered parameter's ``id``.
     """
     whole = {name: p for name, p in model.named_parameters(remove_duplicate=False) if not is_sharded_tensor(p)}
     for unit in _units(model):
@@ -109,18 +109,18 @@ def shard(
     """Shard a model in place, with rank 0's weights, and return the parameters that stay whole.
 
     Args:
-        model: The model, on any device, or on the meta device on ranks above 0. Its parameters may be parts already, on
-            another dimension of the mesh.
+        model: The model, on any device, or on the meta device on ranks above 0. Its parameters may be tensor-parallel
+            already, on another dimension of the mesh.
         backend: The backend of this rank.
         plugin: The settings.
         dtype: The type that the forward pass computes in, ``None`` for that of the parameters.
         before_forward: Called before each forward pass, which waits for the other ranks.
-        mesh: The ``DeviceMesh`` of the ranks with shares, or of copies and shares; by default all ranks have a share.
+        mesh: The ``DeviceMesh`` of the shards, or of replicas and shards; by default shards on all ranks.
 
     Raises:
         CollectiveError: The ranks prepare different models.
         ConfigError: A setting doesn't fit this model or this device.
-        TrainingError: Some parameters are parts already, and can't be sharded further.
+        TrainingError: Some tensor-parallel parameters can't be sharded further.
     """
     collectives.verify_model(backend, model)
     mesh = backend.mesh() if mesh is None else mesh
@@ -147,7 +147,7 @@ def shard(
 
 
 def _release(old: Any) -> None:
-    """Free the memory of a parameter that an optimizer may still hold."""
+    """Free the memory of a replaced parameter, which an optimizer may still reference."""
     if not is_sharded_tensor(old):
         old.data = old.new_empty(0)
         return
@@ -157,7 +157,7 @@ def _release(old: Any) -> None:
 
 
 def _refuse_parts(model: torch.nn.Module, ignored: set[str]) -> None:
-    """Refuse parts of ``parallelize_module`` that can't be sharded further."""
+    """Raise ``TrainingError`` for parameters of ``parallelize_module`` that can't be sharded further."""
     for name, parameter in model.named_parameters():
         if is_sharded_tensor(parameter) and (name in ignored or parameter.is_meta):
             raise TrainingError(
@@ -194,9 +194,9 @@ def _fully_shard(
         "offload_policy": offload or (CPUOffloadPolicy() if plugin.cpu_offload else OffloadPolicy()),
     }
     policy = plugin.precision_policy(dtype)
-    inner = dataclasses.replace(policy, output_dtype=None)  # blocks hand on what they compute
+    inner = dataclasses.replace(policy, output_dtype=None)  # blocks return activations uncast
     if policy.param_dtype is not None:
-        # Batch norms keep sums in float32, and take inputs of another type only with weights in float32.
+        # Batch norms keep statistics in float32, and accept inputs of another type only with weights in float32.
         norms = (module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm))
         for norm in norms:
             if norm.affine:
@@ -228,13 +228,13 @@ def _ignored(model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin) -> 
     return {name for name, parameter in model.named_parameters() if parameter in inside}
 
 
-# The parts that are gathered one at a time
+# The units that are gathered one at a time
 
 
 def _chosen_units(model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[torch.nn.Module]:
-    """Return the parts of a model that are gathered one at a time, inner ones before those that contain them.
+    """Return the modules of a model that are gathered one at a time, inner modules first.
 
-    A part with a parameter that another part uses too is left to the whole model: it would be gathered twice.
+    A module that shares a parameter with an outside module is left to the root unit, to gather that parameter once.
     """
     policy = plugin.auto_wrap_policy
     if policy == "TRANSFORMER_BASED_WRAP":
@@ -292,10 +292,10 @@ def _repeated_blocks(module: torch.nn.Module) -> set[torch.nn.Module]:
 
 
 def _large_parts(model: torch.nn.Module, smallest: int) -> set[torch.nn.Module]:
-    """Return the smallest parts that have at least so many parameters besides those of chosen parts in them."""
+    """Return the innermost modules with at least ``smallest`` parameters, besides those of chosen submodules."""
     chosen: set[torch.nn.Module] = set()
     taken: set[torch.Tensor] = set()
-    for module in reversed(list(model.modules())):  # what is inside comes first
+    for module in reversed(list(model.modules())):  # inner modules first
         own = [parameter for parameter in module.parameters() if parameter not in taken]
         is_container = type(module).forward is torch.nn.Module.forward
         if own and not is_container and sum(parameter.numel() for parameter in own) >= smallest:
@@ -305,7 +305,7 @@ def _large_parts(model: torch.nn.Module, smallest: int) -> set[torch.nn.Module]:
 
 
 def _recompute(units: Sequence[torch.nn.Module], model: torch.nn.Module) -> None:
-    """Have blocks compute their activations again in the backward pass instead of keeping them."""
+    """Make blocks recompute their activations in the backward pass instead of keeping them."""
     if not units:
         raise ConfigError(
             f"activation_checkpointing finds no blocks in {type(model).__name__}.",
@@ -315,23 +315,23 @@ def _recompute(units: Sequence[torch.nn.Module], model: torch.nn.Module) -> None
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
 
 
-# The ranks' first weights
+# Initial weights
 
 
 def share_weights(
     model: torch.nn.Module, backend: Backend, mesh: Any = None, *, sync: bool = True
 ) -> dict[str, torch.Tensor] | None:
-    """Give all ranks rank 0's weights; those with parts of layers, the parts of the first copy.
+    """Broadcast rank 0's weights, and tensor-parallel shards from the first replica.
 
     Args:
         model: The model.
         backend: The backend of this rank.
-        mesh: The ``DeviceMesh`` of the ranks that have the same parts; ``None`` if no others have them.
-        sync: Only look for a rank that has a model without weights, if this is ``False``.
+        mesh: The ``DeviceMesh`` of the ranks with equal tensor-parallel shards; ``None`` for a single replica.
+        sync: ``False`` broadcasts nothing, and only handles models without weights.
 
     Returns:
-        None, or if a rank has a model without weights: the model's state on rank 0, an empty one on the others. The
-        model has no weights then, and its shards come from that state.
+        ``None``, or if some rank's model has no weights (is on the meta device): the model's state on rank 0, ``{}`` on
+        the others. All ranks' models are then on the meta device, to be filled from that state.
     """
     tensors = [*model.parameters(), *model.buffers()]
     is_empty = any(tensor.is_meta for tensor in tensors)
@@ -348,7 +348,7 @@ def share_weights(
 
 
 def _broadcast_part(tensor: Any, mesh: Any) -> None:
-    """Replace a part by that of the first rank of ``mesh``, which has the same part of another copy."""
+    """Replace a tensor-parallel shard by that of the first rank of ``mesh``, which has it in another replica."""
     local = tensor.detach().to_local().contiguous()
     for dim in reversed(range(0 if mesh is None else mesh.ndim)):
         torch.distributed.broadcast(local, group=mesh.get_group(dim), group_src=0)
@@ -379,7 +379,7 @@ def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _scatter(model: torch.nn.Module, full: dict[str, torch.Tensor], backend: Backend) -> None:
-    """Give a sharded model without weights those of rank 0's ``full`` state."""
+    """Fill a sharded model on the meta device with rank 0's ``full`` state."""
     made: dict[torch.Tensor, Any] = {}
     for name, tensor in _named_tensors(model):
         whole = full[name].data if backend.place.rank == 0 else torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -400,14 +400,14 @@ def _parameters(model: torch.nn.Module) -> set[str]:
 
 
 def _distributed(whole: torch.Tensor, like: Any, *, source: int | None = None) -> Any:
-    """Return a whole tensor sharded as another one; ``source`` is the rank that has it, ``None`` for every rank."""
+    """Return a whole tensor sharded like another; ``source`` is the rank that has it, ``None`` if every rank does."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=source)
 
 
 def sharded_like(value: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """Return a tensor that is whole on every rank as it belongs to a parameter, which may be sharded."""
+    """Return a tensor, whole on every rank, sharded like a parameter if that is sharded and has its shape."""
     if not is_sharded_tensor(parameter) or is_sharded_tensor(value) or value.shape != parameter.shape:
         return value
     sharded: torch.Tensor = _distributed(value.to(parameter.device), parameter)
@@ -415,7 +415,7 @@ def sharded_like(value: torch.Tensor, parameter: Any) -> torch.Tensor:
 
 
 def empty_like(own: Any, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return an empty tensor as it belongs to a parameter that may be sharded; whole on the CPU for any other."""
+    """Return an empty tensor on the mesh of ``own``, sharded if sizes agree; on the CPU if ``own`` isn't sharded."""
     if not is_sharded_tensor(own):
         return torch.empty(size, dtype=dtype)
     from torch.distributed.tensor import Replicate, empty
@@ -425,11 +425,11 @@ def empty_like(own: Any, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-# What a rank does with a sharded model
+# Training of a sharded model
 
 
 def remap(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer that was made for whole parameters those of the sharded models, and its state their shares."""
+    """Replace an optimizer's original parameters by those of the sharded models, and shard its state."""
     new = {id(old): parameter for pairs in _replaced.values() for old, parameter in pairs}
     for model in _replaced:
         new.update(reshard(model))
@@ -445,7 +445,7 @@ def remap(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def no_sync(model: torch.nn.Module) -> Iterator[None]:
-    """Leave a sharded model's gradients local, and whole, in the body's backward passes."""
+    """Keep a sharded model's gradients local and unsharded in the body's backward passes."""
     for unit in _units(model):
         unit.set_requires_gradient_sync(False, recurse=False)
     try:
@@ -467,14 +467,14 @@ def refuse(models: Iterable[Any], what: str, fix: str) -> None:
 
 
 def separate_meshes(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer update one parameter at a time if torch can't update them together, as on several meshes."""
+    """Disable ``foreach`` in parameter groups that span several meshes, which torch can't update together."""
     for group in optimizer.param_groups:
         if len(by_mesh(group["params"])) > 1 and group.get("foreach", False) is None:
             group["foreach"] = False
 
 
 def clip_grad_norm(parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-    """Clip gradients, some of which may be sharded, to a total norm, and return the norm that they had."""
+    """Clip gradients, some of which may be sharded, to a total norm, and return the norm before clipping."""
     norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
     for group in by_mesh(parameters):
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
@@ -488,7 +488,7 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Ten
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the tensors in groups that torch can compute with together: whole ones, and those of each mesh."""
+    """Group tensors that torch can process together: whole ones, and those of each mesh."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
@@ -501,9 +501,9 @@ def _whole(value: Any) -> torch.Tensor:
 
 
 def whole_state(state: dict[str, Any], backend: Backend) -> dict[str, Any]:
-    """Return a state with whole tensors on the CPU on rank 0, and an empty one on the others. All ranks call it.
+    """Gather a state's tensors on rank 0's CPU, and return ``{}`` on other ranks. All ranks call this.
 
-    Tensors are gathered one after the other. One that has several names stays one.
+    Tensors are gathered one by one. A tensor with several names stays one object.
 
     Args:
         state: The state, in which a tensor with several names is one object.
@@ -514,7 +514,7 @@ def whole_state(state: dict[str, Any], backend: Backend) -> dict[str, Any]:
     for name, value in state.items():
         again = first.setdefault(id(value), name)
         if again == name:
-            # A shard that is kept on the host travels through the device.
+            # A shard that is offloaded to the host is gathered through the device.
             whole = _whole(value.detach().to(backend.device)) if is_sharded_tensor(value) else value
         if backend.place.rank == 0:
             gathered[name] = gathered[again] if again != name else on_host(whole)
@@ -522,7 +522,7 @@ def whole_state(state: dict[str, Any], backend: Backend) -> dict[str, Any]:
 
 
 def whole_tree(tree: Any, backend: Backend) -> Any:
-    """Return nested tensors whole on the CPU on rank 0, and without values on the others. All ranks call it."""
+    """Gather nested tensors on rank 0's CPU, and return ``None`` leaves on other ranks. All ranks call this."""
 
     def gathered(leaf: Any) -> Any:
         whole = _whole(leaf.detach().to(backend.device)) if is_sharded_tensor(leaf) else leaf

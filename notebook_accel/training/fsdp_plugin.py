@@ -24,7 +24,7 @@ _STRATEGIES = {
 }  # fmt: skip
 _HYBRID = ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5")
 _DTYPES = {"fp32": torch.float32, "no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Settings of FSDP 1, with the values that ask for nothing else than FSDP 2 does.
+# Settings of FSDP 1, with the values that match what FSDP 2 does.
 _OBSOLETE: Mapping[str, tuple[Any, ...]] = {
     "backward_prefetch": (None, "NO_PREFETCH"),
     "forward_prefetch": (None, False),
@@ -40,12 +40,12 @@ _OBSOLETE: Mapping[str, tuple[Any, ...]] = {
 class FullyShardedDataParallelPlugin:
     """Settings of models that are sharded over the ranks, by torch's ``fully_shard`` (FSDP 2).
 
-    What isn't given comes from the launch's variables, such as ``FSDP_MIN_NUM_PARAMS``, and then from the defaults.
+    Settings that aren't given come from the launch's variables, such as ``FSDP_MIN_NUM_PARAMS``, or have defaults.
 
     Attributes:
-        fsdp_version: 2. Version 1 is taken as 2, with a warning.
-        sharding_strategy: The name in FSDP 1 of what ``reshard_after_forward`` says. ``"HYBRID_SHARD"`` and
-            ``"HYBRID_SHARD_ZERO2"`` shard a copy of the model on each node, or as ``ParallelismConfig`` says.
+        fsdp_version: 2; version 1 is treated as 2, with a warning.
+        sharding_strategy: FSDP 1's name for ``reshard_after_forward``. ``"HYBRID_SHARD"`` and ``"HYBRID_SHARD_ZERO2"``
+            shard one replica of the model per node, or as ``ParallelismConfig`` says.
         reshard_after_forward: Free a block's gathered parameters after its forward pass, and gather them again for the
             backward pass. ``False`` keeps them, which is faster and needs more memory.
         backward_prefetch: A setting of FSDP 1; FSDP 2 always prefetches.
@@ -61,11 +61,11 @@ class FullyShardedDataParallelPlugin:
         state_dict_config: A setting of FSDP 1.
         optim_state_dict_config: A setting of FSDP 1.
         limit_all_gathers: A setting of FSDP 1.
-        use_orig_params: A setting of FSDP 1; FSDP 2 always does so.
+        use_orig_params: A setting of FSDP 1, always on in FSDP 2.
         param_init_fn: A setting of FSDP 1.
         sync_module_states: Give all ranks rank 0's weights before they are sharded; on by default.
         forward_prefetch: A setting of FSDP 1.
-        activation_checkpointing: Compute a block's activations again in the backward pass instead of keeping them.
+        activation_checkpointing: Recompute a block's activations in the backward pass instead of keeping them.
         activation_checkpointing_offload: Not supported.
         cpu_ram_efficient_loading: Let only rank 0 load a pretrained model of Transformers; the other ranks get their
             shards from it.
@@ -74,7 +74,7 @@ class FullyShardedDataParallelPlugin:
         min_num_params: The smallest block for ``"size_based_wrap"``, in parameters.
 
     Raises:
-        ConfigError: A setting has a value that isn't possible.
+        ConfigError: A setting has an invalid value.
     """
 
     fsdp_version: int | None = None
@@ -176,7 +176,7 @@ class FullyShardedDataParallelPlugin:
 
     @property
     def replicates(self) -> bool:
-        """True if each node has a copy of the model, which its ranks share."""
+        """True if each node has a replica of the model, sharded over its ranks."""
         given = self.sharding_strategy or _variable("SHARDING_STRATEGY")
         return str(getattr(given, "name", given)).upper() in _HYBRID
 
@@ -189,7 +189,7 @@ class FullyShardedDataParallelPlugin:
         """Return torch's ``MixedPrecisionPolicy`` for an ``Accelerator`` whose autocast would use ``dtype``.
 
         Raises:
-            ConfigError: ``mixed_precision_policy`` has a value that isn't possible.
+            ConfigError: ``mixed_precision_policy`` has an invalid value.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -213,12 +213,12 @@ class FullyShardedDataParallelPlugin:
 
 
 def of_launch(plugin: FullyShardedDataParallelPlugin | None) -> FullyShardedDataParallelPlugin | None:
-    """Return the plugin of this program: the given one, or what the launch asks for; ``None`` to shard no model."""
+    """Return this program's plugin: the given one, or that of the launch; ``None`` if no model is to be sharded."""
     if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
         raise ConfigError(f"fsdp_plugin is {plugin!r}.", fix="FullyShardedDataParallelPlugin()")
     if plugin is None and environment.is_true(os.environ.get(environment.USE_FSDP, "")):
         return FullyShardedDataParallelPlugin()
-    return None if plugin is None else dataclasses.replace(plugin)  # checked again: it can have been changed
+    return None if plugin is None else dataclasses.replace(plugin)  # validated again, since it may have been changed
 
 
 def _variable(name: str) -> str:

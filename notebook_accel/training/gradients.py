@@ -1,4 +1,4 @@
-"""A model's parameters that learn, and gradients that no backward pass has averaged."""
+"""Tracks a model's trainable parameters, and averages gradients that no backward pass has averaged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _requires_grad = operator.attrgetter("requires_grad")
 def average(parameters: Sequence[torch.Tensor], all_reduce: Callable[[torch.Tensor], object], ranks: int) -> None:
     """Average gradients over the ranks, in place. All ranks call this with the same parameters.
 
-    A rank without a gradient that another one has counts as zeros.
+    A gradient that only some ranks have counts as zeros on the others.
     """
     found = torch.tensor([each.grad is not None for each in parameters], dtype=torch.int32, device=parameters[0].device)
     all_reduce(found)
@@ -49,16 +49,16 @@ def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class AveragingWrapper(torch.nn.Module):
-    """A module that averages the gradients of the model in it, which is its attribute ``module``.
+    """A wrapper that averages the gradients of the model in its attribute ``module``.
 
-    It has the methods of that model, and pickles and copies as the model, since it means nothing outside its ranks.
+    It has the model's methods, and pickles and copies as the model, since the wrapper is meaningless outside its ranks.
     """
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Methods only: other attributes couldn't be set as simply as they could be read.
+            # Methods only: setting another attribute would set it on the wrapper, not on the model.
             method = getattr(vars(self).get("_modules", {}).get("module"), name, None)
             if isinstance(method, types.MethodType):
                 return method
@@ -69,14 +69,14 @@ class AveragingWrapper(torch.nn.Module):
 
 
 class LearningParameters:
-    """The parameters of a model that require gradients when this object is made.
+    """A snapshot of which parameters of a model require gradients.
 
     Attributes:
-        learning: These parameters.
+        learning: The parameters that required gradients at that time.
     """
 
     _registrations: ClassVar[int] = 0  # of parameters and modules, in any module of this process
-    _latest: ClassVar[dict[int, int]] = {}  # the number of a module's last one, by its identity
+    _latest: ClassVar[dict[int, int]] = {}  # the number of a module's last one, by its ``id``
     _hooks: ClassVar[list[Any]] = []
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -95,7 +95,7 @@ class LearningParameters:
         cls._latest[id(module)] = cls._registrations
 
     def have_changed(self) -> bool:
-        """Return whether layers have been frozen, unfrozen, added or replaced since."""
+        """Return whether layers have been frozen, unfrozen, added or replaced since the snapshot."""
         if self._seen != self._registrations and self._are_others():
             return True
         return not all(map(_requires_grad, self.learning)) or any(map(_requires_grad, self._frozen))
@@ -103,7 +103,7 @@ class LearningParameters:
     def _are_others(self) -> bool:
         if any(self._latest.get(id(module), 0) > self._seen for module in self._model.modules()):
             present: list[Any] = list(self._model.parameters())
-            # Not while functional_call computes with other tensors in the parameters' places.
+            # functional_call puts other tensors in the parameters' places for a while, which is no change.
             if not all(isinstance(each, torch.nn.Parameter) for each in present):
                 return False
             if list(map(id, present)) != list(map(id, self._all)):
@@ -112,42 +112,42 @@ class LearningParameters:
         return False
 
     def added(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that the model has now and didn't have before."""
+        """Return the parameters that were added to the model since the snapshot."""
         known = set(map(id, self._all))
         return [parameter for parameter in self._model.parameters() if id(parameter) not in known]
 
 
 def follow(model: torch.nn.Module) -> None:
-    """Have the gradients of a model that averages them averaged for each step in which it wasn't called."""
-    if hasattr(type(model), "_own_parameters"):  # that of XLA needs no call
+    """Register a wrapper whose gradients ``UncalledModels`` averages in steps in which the wrapper wasn't called."""
+    if hasattr(type(model), "_own_parameters"):  # XLA's wrapper averages even if it isn't called
         UncalledModels.followed += 1
         _averaging[UncalledModels.followed] = model
 
 
 def follow_frozen(model: torch.nn.Module, backend: Backend) -> None:
-    """Have the gradients averaged that a model may have later which is frozen as a whole."""
+    """Register a fully frozen model, whose gradients ``UncalledModels`` averages if it is unfrozen later."""
     UncalledModels.followed += 1
     _frozen[model] = _FrozenModel(model, backend)
 
 
 def followed_parameters() -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters of all models whose gradients are averaged, whichever ``Accelerator`` has prepared them."""
+    """Yield the parameters of all registered models, whichever ``Accelerator`` has prepared them."""
     for model in [*_averaging.values(), *_frozen.values()]:
         yield from model._own_parameters()
 
 
 class UncalledModels:
-    """Averages gradients of models that were trained without a call of what ``prepare`` returned.
+    """Averages gradients of models that were trained without calling the wrapper that ``prepare`` returned.
 
-    ``DistributedDataParallel`` averages gradients in a backward pass only if the forward pass was a call of it. A loss
-    can also come from a method of the model, or from one of its layers. Accelerate then trains a model of its own in
-    each rank. Here those gradients are averaged before the optimizer uses them.
+    ``DistributedDataParallel`` averages gradients only if the forward pass called the wrapper. But a loss can come from
+    a method of the model or one of its layers; with Accelerate each rank then trains its own model. Here those
+    gradients are averaged before the optimizer uses them.
 
     Args:
         optimizer: The optimizer whose parameters are averaged.
     """
 
-    followed: ClassVar[int] = 0  # models so far; the same on all ranks
+    followed: ClassVar[int] = 0  # number of models registered so far; equal on all ranks
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -157,11 +157,11 @@ class UncalledModels:
         self.has_stepped()
 
     def average(self, parameters: Iterable[torch.Tensor] | None, *, may_be_local: bool) -> None:
-        """Average the gradients of models that weren't called since the last step. All ranks call it.
+        """Average the gradients of models that weren't called since the last step. All ranks call this.
 
         Args:
-            parameters: Only those of models that have one of these parameters; ``None`` for all.
-            may_be_local: Leave alone what was called in ``no_sync`` only, as in local SGD.
+            parameters: Average only models that have one of these parameters; ``None`` for all.
+            may_be_local: Skip models that were called only in ``no_sync``, as in local SGD.
         """
         self._find()
         uncalled = [shared for shared in self._shared if not shared.is_called]
@@ -183,7 +183,7 @@ class UncalledModels:
                 model._average(left)
 
     def has_stepped(self) -> None:
-        """Note that the optimizer has used the gradients."""
+        """Record that the optimizer has used the gradients."""
         for shared in self._shared:
             shared.note_calls()
 
@@ -205,9 +205,9 @@ class UncalledModels:
 
 
 class _FrozenModel:
-    """A model that was prepared while all of it was frozen, so that it has no wrapper that averages gradients.
+    """A model that was fully frozen when it was prepared, so that it has no wrapper that averages gradients.
 
-    It may be unfrozen later. Then its gradients are averaged for each step, like those of a model that isn't called.
+    If it is unfrozen later, its gradients are averaged before each step, like those of an uncalled model.
     """
 
     _calls = 0
@@ -224,7 +224,7 @@ class _FrozenModel:
         return [] if model is None else list(model.parameters())
 
     def _average(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Average gradients, the first time with rank 0's weights for all ranks."""
+        """Average gradients. The first call also broadcasts rank 0's weights."""
         if not self._is_shared:
             self._is_shared = True
             for parameter in self._own_parameters():
@@ -253,7 +253,7 @@ class _SharedParameters:
         return model is not None and model._local_calls != self.calls_before[1]
 
     def note_calls(self) -> None:
-        """Note the calls so far."""
+        """Record the calls so far."""
         model = self.model()
         if model is not None:
             self.calls_before = max(model._calls, 0), model._local_calls

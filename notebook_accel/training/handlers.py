@@ -1,6 +1,6 @@
 """Settings that ``Accelerator(kwargs_handlers=[...])`` passes on to torch, under Accelerate's names.
 
-They can be changed after they were made. An Accelerator copies and checks them when it is made.
+They can be changed until an Accelerator is created, which copies and checks them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GradScalerKwargs(KwargsHandler):
         init_scale: The first scale.
         growth_factor: The scale's factor after ``growth_interval`` steps without an overflow.
         backoff_factor: The scale's factor after an overflow.
-        growth_interval: A number of steps.
+        growth_interval: Number of steps without an overflow before the scale grows.
         enabled: ``False`` leaves losses as they are.
     """
 
@@ -88,12 +88,12 @@ class InitProcessGroupKwargs(KwargsHandler):
     Attributes:
         backend: ``"nccl"`` or ``"gloo"``; by default the one for the device. With ``"gloo"`` several ranks can share a
             GPU.
-        init_method: Only ``None`` and ``"env://"``: ranks meet where their environment says.
+        init_method: Only ``None`` or ``"env://"``: the environment variables give the address.
         timeout: The longest time that a rank waits for the others when it joins and in each collective. The defaults
             are torch's: 10 minutes for joining and for collectives of GPUs, 30 minutes for collectives of CPUs.
 
     Raises:
-        ConfigError: An option has a value that isn't possible.
+        ConfigError: An option has an invalid value.
     """
 
     backend: str | None = None
@@ -122,7 +122,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     Attributes:
         dim: An option of torch that has no effect, since each rank has one device.
         broadcast_buffers: Give all ranks rank 0's buffers before each forward pass.
-        bucket_cap_mb: Size of the buckets in which gradients travel, in MiB.
+        bucket_cap_mb: Size of the buckets in which gradients are all-reduced, in MiB.
         find_unused_parameters: Allow forward passes that don't use all parameters.
         check_reduction: An option of torch that has no effect.
         gradient_as_bucket_view: Keep gradients in the buckets, which saves memory.
@@ -152,7 +152,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             raise ConfigError(f"comm_wrapper is {self.comm_wrapper}.", fix="DDPCommunicationHookType.FP16, BF16 or NO")
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of ``DistributedDataParallel`` that differ from its defaults, since it warns of some."""
+        """Return the arguments of ``DistributedDataParallel`` that differ from its defaults: it warns about some."""
         ours = ("comm_hook", "comm_wrapper", "comm_state_option", "check_reduction")
         return {name: value for name, value in self.to_kwargs().items() if name not in ours}
 
@@ -219,7 +219,7 @@ def profile(options: ProfileKwargs | None, rank: int) -> Iterator[torch.profiler
 
 @dataclasses.dataclass(frozen=True)
 class Handlers:
-    """A handler of each kind."""
+    """One handler of each kind."""
 
     autocast: AutocastKwargs = dataclasses.field(default_factory=AutocastKwargs)
     ddp: DistributedDataParallelKwargs = dataclasses.field(default_factory=DistributedDataParallelKwargs)
@@ -232,7 +232,7 @@ class Handlers:
         """Sort copies of the handlers in ``kwargs_handlers`` by kind.
 
         Raises:
-            ConfigError: Two handlers are of one kind, one is of no known kind, or one has a value that isn't possible.
+            ConfigError: Two handlers are of one kind, one is of no known kind, or one has an invalid value.
         """
         kinds: dict[Any, str] = {field.default_factory: field.name for field in dataclasses.fields(cls)}
         known = ", ".join(kind.__name__ for kind in kinds)

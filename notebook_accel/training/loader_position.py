@@ -1,7 +1,7 @@
-"""The position of a loader: its epoch, the batch that is out, and the point at which it resumes from a checkpoint.
+"""The position of a loader: its epoch, the current batch, and the point at which it resumes from a checkpoint.
 
-A resumed epoch draws its order again from the random states of its beginning, so that it reads the batches that it
-would have read. Whatever is drawn later uses the current random states.
+A resumed epoch draws its order again from the random states saved at its start, so that it yields the same batches.
+Later draws use the current random states.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class EpochCounter:
         return {"following": self.following}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin next with the saved epoch."""
+        """Set the next epoch to the saved one."""
         self.following = state["following"]
 
     def begin(self) -> int:
-        """Begin an epoch and return its number."""
+        """Start an epoch and return its number."""
         self._running.value = epoch = self.following
         self.following += 1
         return epoch
@@ -65,16 +65,16 @@ class LoaderIteration:
     """One iteration over a loader, from its first batch to its last or to a ``break``.
 
     Attributes:
-        counter: The loader's progress. Its ``step`` is the number of batches that have come out.
+        counter: The loader's progress. Its ``step`` is the number of batches handed out.
         total: Number of batches, ``None`` if the loader has no length.
-        is_last: True while the last batch is out.
+        is_last: True during the last batch.
         ends_window: True if an accumulation window ends with this batch: the last one, or the last that every rank has.
-        tail: The ``Tail`` of the round that is out, ``None`` if that round is like the others.
+        tail: The ``Tail`` of the current round, ``None`` if that round is like the others.
         upload_next: A function that starts the transfer of the next batch to the device; ``None`` if there is none.
-        moment: The value of ``ActiveIterations.moment`` when its latest batch came out.
+        moment: The value of ``ActiveIterations.moment`` when the current batch was handed out.
         loader: The loader.
-        undealt: Batches of the sampler that were left out before the rest was dealt out to the ranks.
-        before_next: A function to call when the loop over this iteration asks for its next batch; ``None``: none.
+        undealt: Number of the sampler's batches skipped before the rest was dealt out to the ranks.
+        before_next: A function to call when the loop asks for the next batch; ``None`` if there is none.
     """
 
     counter: Counter
@@ -95,8 +95,8 @@ class ActiveIterations:
 
     Attributes:
         running: All running iterations, in the order in which they began.
-        current: The iteration whose batch came out last.
-        training: The iteration whose batch came out last while gradients were enabled.
+        current: The iteration that handed out a batch last.
+        training: The iteration that handed out a batch last while gradients were enabled.
         moment: A logical clock, which counts iterations begun and batches handed out.
     """
 
@@ -106,9 +106,9 @@ class ActiveIterations:
     moment: int = 0
 
     def abandon(self) -> None:
-        """Forget iterations that a cell left by an error, and that its traceback keeps alive.
+        """Forget iterations that an error ended and that its traceback keeps alive.
 
-        An iteration that the user's code holds is registered again with its next batch.
+        An iteration that the user's code still holds is registered again with its next batch.
         """
         self.running = []
         self.current = self.training = None
@@ -137,12 +137,12 @@ class ActiveIterations:
             self.current.upload_next()
 
     def before_next(self, function: Callable[[], None]) -> None:
-        """Call ``function`` once the loop that trains asks for its next batch: it is done with the one that is out."""
+        """Call ``function`` when the training loop asks for its next batch, so after the current step."""
         if self.training is not None:
             self.training.before_next = function
 
     def hand_out(self, current: LoaderIteration) -> None:
-        """Make ``current`` the iteration whose batch came out last."""
+        """Make ``current`` the iteration that handed out a batch last."""
         self._stamp(current)
         self.current = current
         # An evaluation in the middle of a window doesn't change the position of training.
@@ -154,7 +154,7 @@ class ActiveIterations:
         current.moment = self.moment
 
 
-# All Accelerators of a process share the batch that is out.
+# All Accelerators of a process share the current batch.
 ACTIVE_ITERATIONS = ActiveIterations()
 
 
@@ -179,7 +179,7 @@ class Deal:
         return undealt * (self.batch_samples or 0) + (batches - self.rounds_of(undealt)) * self.round_samples
 
     def rounds_of(self, batches: int) -> int:
-        """Return in how many rounds the ranks take so many batches of the sampler."""
+        """Return the number of rounds in which the ranks take this many batches of the sampler."""
         return -(-batches // self.ranks)
 
 
@@ -189,16 +189,16 @@ class ResumePoint:
 
     Attributes:
         epoch: The epoch, from 0.
-        batches: Number of batches of the epoch that had come out.
+        batches: Number of batches of the epoch that had been handed out.
         length: Number of batches of the epoch, ``None`` if unknown.
-        begun: Random states when the epoch began, ``None`` if it hadn't.
-        generators: States of the loader's own generators when the epoch began, or at the checkpoint if it hadn't.
-        ahead: A list with the batch that was read but not out yet, if reading it again could give another one.
-        is_told: True once ``skip_first_batches`` has set the batch from which to go on.
-        samples: Number of samples of the epoch that had come out on all ranks together; ``None`` in old checkpoints.
-        ranks: Number of ranks that shared them; 0 in old checkpoints.
+        begun: Random states when the epoch began, ``None`` if it hadn't begun.
+        generators: States of the loader's own generators when the epoch began, or at the checkpoint if it hadn't begun.
+        ahead: A list with the prefetched batch, if reading it again could give another one.
+        is_told: True once ``skip_first_batches`` has set the batch at which to resume.
+        samples: Number of samples of the epoch handed out on all ranks together; ``None`` in old checkpoints.
+        ranks: Number of ranks that shared these samples; 0 in old checkpoints.
         epoch_samples: Number of samples of the dataset, ``None`` if unknown.
-        undealt: Batches of the sampler to leave out before the rest is dealt out, if other ranks had taken them.
+        undealt: Number of the sampler's batches that other ranks had taken, to skip before the rest is dealt out.
     """
 
     epoch: int
@@ -219,7 +219,7 @@ class LoaderPosition:
 
     Attributes:
         epochs: The loader's counter of epochs.
-        ahead: The batch that was read and isn't out yet, where reading it again could give another one.
+        ahead: The prefetched batch, where reading it again could give another one.
     """
 
     def __init__(self, epochs: EpochCounter) -> None:
@@ -232,7 +232,7 @@ class LoaderPosition:
 
     @property
     def _running(self) -> LoaderIteration | None:
-        """The running iteration, not one that an exception left and whose traceback keeps it."""
+        """The running iteration, but none that an exception ended and whose traceback keeps it alive."""
         return self._latest if self._latest in ACTIVE_ITERATIONS.running else None
 
     @property
@@ -269,9 +269,9 @@ class LoaderPosition:
     def load_state_dict(
         self, state: dict[str, Any], generators: Sequence[torch.Generator], length: int | None, deal: Deal
     ) -> None:
-        """Have the next iteration go on where ``state_dict`` was taken, also if other ranks shared the samples then.
+        """Make the next iteration resume where ``state_dict`` was taken, even with another number of ranks.
 
-        With ``NOTEBOOK_ACCEL_COMPAT=accelerate`` in the environment it begins its epoch anew, as with Accelerate.
+        With ``NOTEBOOK_ACCEL_COMPAT=accelerate`` in the environment, the epoch starts over, as with Accelerate.
         """
         saved = ResumePoint(**state)
         self.epochs.following = saved.epoch
@@ -293,9 +293,9 @@ class LoaderPosition:
             self._resume_point = None
 
     def skip_by_hand(self, num_batches: int) -> None:
-        """Note that the program skips batches itself, so that the resumed iteration skips no more.
+        """Record that the program skips batches itself, so that the resumed iteration skips no more.
 
-        Programs count batches over all epochs: after the last batch of an epoch, none to skip means the next epoch.
+        Programs count batches over all epochs: zero batches to skip after an epoch's last batch mean the next epoch.
         """
         resume_point = self._resume_point
         if resume_point is None:
@@ -307,13 +307,13 @@ class LoaderPosition:
         self._resume_point = dataclasses.replace(resume_point, is_told=True, ahead=ahead)
 
     def take_resume_point(self) -> ResumePoint | None:
-        """Return the point from which the iteration that begins now goes on, once; ``None`` if it begins an epoch."""
+        """Return and clear the resume point; ``None`` if the iteration starts a new epoch."""
         resume_point, self._resume_point = self._resume_point, None
         return resume_point
 
     @contextlib.contextmanager
     def beginning(self, resume_point: ResumePoint | None, generators: Sequence[torch.Generator]) -> Iterator[None]:
-        """Set the random states for the beginning of an iteration, until its first batch is read."""
+        """Set the random states from which an iteration draws its order, while its first batch is read."""
         self.ahead = _NOTHING
         if resume_point is None or resume_point.begun is None:
             self._begun = random_state.snapshot()
@@ -331,7 +331,7 @@ class LoaderPosition:
 
     @contextlib.contextmanager
     def running(self, current: LoaderIteration) -> Iterator[None]:
-        """Follow an iteration for as long as the body runs. An abandoned one may end while the next one is running."""
+        """Track an iteration while the body runs. An abandoned iteration may end while the next one is running."""
         self._latest = current
         try:
             yield
@@ -342,9 +342,9 @@ class LoaderPosition:
 
 
 def _dealt_anew(saved: ResumePoint, length: int | None, deal: Deal) -> ResumePoint | None:
-    """Return the same position for the ranks of this run; ``None`` if the data or its batches differ.
+    """Convert a position to this run's number of ranks; return ``None`` if the data or its batches differ.
 
-    Other ranks go on with the first batch that none of the saved ones had taken.
+    With another number of ranks, it is the first batch that no saved rank had taken.
     """
     is_alike = saved.ranks in (0, deal.ranks) and saved.samples in (None, saved.batches * deal.round_samples)
     if is_alike and saved.length == length:

@@ -1,4 +1,4 @@
-"""Prepared loaders: their batches come out on the device, and the last one of an epoch is known as such."""
+"""Prepared loaders, which yield batches on the device and know the last batch of an epoch in advance."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ _KEPT_OPTIONS = (
 class DataLoaderShard(DataLoader[Any]):
     """A rank's share of a loader.
 
-    One batch is read ahead, so that ``GradientState.end_of_dataloader`` is true while the last one of an epoch is out.
-    It pickles as the loader that it was made from, since it means nothing outside its rank.
+    One batch is prefetched, so that ``GradientState.end_of_dataloader`` is true during the last batch of an epoch. The
+    object pickles as its ``source``, since it is meaningless outside its rank.
 
     Args:
-        source: The loader that it was made from. Options that aren't given here are taken from it.
+        source: The user's loader. Its options apply where none are given here.
         dataset: The dataset to read.
-        shard: The sampler or stream that deals out the batches; ``None`` if there is one rank only.
-        feed: A function that makes the ``Feed`` of an iteration. By default batches stay where they are.
+        shard: The sampler or stream that deals out the batches; ``None`` for a single rank.
+        feed: A function that creates the ``Feed`` of an iteration. By default batches stay where they are.
         before_epoch: Functions that are called on every rank when an epoch begins.
         is_marked: True if each batch comes with its round's ``Tail``, as a ``MarkedBatch``.
         position: The loader's position, shared with a loader that continues it.
         skipped: Number of batches left out at the beginning of each epoch.
-        undealt: Number of batches of the sampler left out before the rest is dealt out to the ranks.
+        undealt: Number of the sampler's batches to skip before the rest is dealt out to the ranks.
         options: Further arguments of ``torch.utils.data.DataLoader``.
 
     Attributes:
@@ -111,7 +111,7 @@ class DataLoaderShard(DataLoader[Any]):
 
     @property
     def total_batch_size(self) -> int:
-        """Number of samples in a batch of all ranks together; 1 a rank if the loader doesn't say."""
+        """Number of samples in a batch of all ranks together; 1 per rank if the loader has no batch size."""
         shard = self.shard
         if shard is None:
             return self.batch_size or getattr(self.batch_sampler, "batch_size", None) or self.source.batch_size or 1
@@ -125,24 +125,24 @@ class DataLoaderShard(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """The running epoch, or else the one that comes next, counted from 0. A resumed loop begins with it."""
+        """The running epoch, or else the next one, counted from 0. A resumed loop starts with this epoch."""
         return self.position.epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the epoch, the batches that are out, and the random numbers that drew them."""
+        """Return the position: the epoch, the number of batches handed out, and the random states that drew them."""
         return self.position.state_dict(self._generators(), self._total(), self._deal())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next iteration go on where ``state_dict`` was taken."""
+        """Make the next iteration resume where ``state_dict`` was taken."""
         self.position.load_state_dict(state, self._generators(), self._total(), self._deal())
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the next epoch of sampler and dataset, counted from 0. Without this, each epoch follows the last."""
+        """Set the next epoch of the sampler and the dataset, from 0. By default epochs count up."""
         self.position.set_epoch(epoch)
         self._pass_epoch_on(epoch)
 
     def skipping(self, num_batches: int) -> Self:
-        """Return a loader without the first ``num_batches``, whose epochs count as this one's."""
+        """Return a loader without the first ``num_batches``, which shares this loader's position."""
         arguments: dict[str, Any] = {**self._arguments, "skipped": self.skipped + num_batches}
         return type(self)(self.source, self.dataset, **arguments)
 
@@ -217,11 +217,11 @@ class DataLoaderShard(DataLoader[Any]):
 
     def _read(self) -> Iterator[Any]:
         batches = super().__iter__()
-        # The skipped batches of a stream have to be read.
+        # A stream's skipped batches still have to be read.
         return itertools.islice(batches, self.skipped, None) if self.skipped and self._batches is None else batches
 
     def _restored(self, ahead: Any) -> Any:
-        """Return a batch of a checkpoint as it was when it had been read."""
+        """Return a checkpoint's prefetched batch in the form in which it was read."""
         return MarkedBatch(ahead[0], ahead[1] and Tail(*ahead[1])) if self._is_marked else ahead
 
     def _is_last_of_all(self, following: Any) -> bool:
@@ -231,14 +231,14 @@ class DataLoaderShard(DataLoader[Any]):
         return getattr(self.shard, "rounds_of_all", None) == self.counter.step - self._rounds_before
 
     def _generators(self) -> list[torch.Generator]:
-        """Return the generators that draw the order of the batches, besides torch's own."""
+        """Return the generators, besides torch's global one, that draw the order of the batches."""
         parts = (self, *chain_of(self._batches), self.dataset, self.source.dataset)
         found = [getattr(part, "generator", None) for part in parts]
         return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())
 
     @property
     def _rounds_before(self) -> int:
-        """Rounds of the epoch that were dealt out to other ranks."""
+        """Number of the epoch's rounds that the ranks of the saved run have taken."""
         return self._deal().rounds_of(self.undealt) if self.undealt else 0
 
     def _deal(self) -> Deal:
@@ -260,7 +260,7 @@ class DataLoaderShard(DataLoader[Any]):
         """Return the number of batches of an epoch, skipped ones included; ``None`` if unknown."""
         try:
             return self._rounds_before + self.skipped + len(self)
-        except TypeError:  # a stream, or a sampler that doesn't know how long it is
+        except TypeError:  # a stream or a sampler without a length
             return None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -279,8 +279,8 @@ def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Return a loader without the first ``num_batches``; ``dataloader`` stays as it is.
 
-    Skipped batches aren't read, unless the dataset can only be iterated. Of a prepared loader, each rank's first
-    batches are skipped; the rest of the epoch, its last round included, and the count of epochs don't change.
+    Skipped batches aren't read, unless the dataset can only be iterated. With a prepared loader each rank skips its own
+    first batches; the rest of the epoch, including the last round, and the epoch counter don't change.
 
     Args:
         dataloader: A prepared loader or any other.
@@ -325,13 +325,13 @@ class _SkippingStreamLoader(DataLoader[Any]):
 
 
 class Feed(Protocol):
-    """Takes the batches of one iteration to the device, in the order in which they are sent."""
+    """Transfers the batches of one iteration to the device, in the order of ``send``."""
 
     def send(self, batch: Any) -> Any:
         """Accept a batch, and return the object to pass to ``take`` later."""
 
     def begin(self) -> None:
-        """Start the transfer of the batch that was sent, if it hasn't started. ``take`` does so too."""
+        """Start the transfer of the sent batch unless it has started. ``take`` also does this."""
 
     def take(self, held: Any) -> Any:
         """Return the batch on the device, given the object that ``send`` returned."""
@@ -360,7 +360,7 @@ class CopyingFeed:
 
 
 class UploadingFeed:
-    """A feed that hands the tensors of each batch to a backend's uploader, and puts the results in their places."""
+    """A feed that sends the tensors of each batch through a backend's uploader."""
 
     def __init__(self, uploader: Uploader, device: torch.device) -> None:
         self._uploader = uploader
@@ -388,9 +388,9 @@ class UploadingFeed:
 
 
 class DataLoaderDispatcher(DataLoaderShard):
-    """A loader that rank 0 reads for all ranks, sending each its batches.
+    """A loader that rank 0 reads for all ranks, sending each rank its batches.
 
-    Batches are those of a ``DataLoaderShard``, and have to pickle. Each is sent while ranks work on the one before.
+    Batches equal those of a ``DataLoaderShard``, and have to pickle. Each is sent while ranks work on the previous one.
     The arguments are those of ``DataLoaderShard``, and this rank's backend.
     """
 
@@ -414,7 +414,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             message = collectives.scatter_object(self._backend, None if messages is None else next(messages))
             if isinstance(message, _ReadFailure):
                 if messages is not None:
-                    next(messages)  # raises the exception itself
+                    next(messages)  # raises the original exception
                 raise TrainingError(
                     f"Rank 0, which reads for all ranks, could not read the next batch: {message.error}",
                     why="The loader is dispatched: dispatch_batches=True, or its dataset can only be iterated.",
@@ -426,12 +426,12 @@ class DataLoaderDispatcher(DataLoaderShard):
                 return
 
     def _messages(self, reader: DataLoader[ReadRound]) -> Iterator[list[Any]]:
-        """Yield the messages that rank 0 sends, one for each rank, round by round, and a last one."""
+        """Yield for each round a list of rank 0's messages, one per rank, and at the end a list of ``None``."""
         world_size = self._backend.place.world_size
         try:
             rounds = _with_complete_rounds_first(reader, world_size)
             if isinstance(self.shard, IterableDatasetShard):
-                rounds = itertools.islice(rounds, self.skipped, None)  # those of a stream have to be read
+                rounds = itertools.islice(rounds, self.skipped, None)  # a stream's still have to be read
             if shares_samples(self._backend):
                 rounds = random_state.drawn_apart(rounds)
             for batches, _, tail in rounds:
@@ -472,14 +472,14 @@ def _round_reader(
 
 
 def unchanged(batch: _T) -> _T:
-    """Return the batch: a ``collate_fn`` that worker processes can import."""
+    """Return the batch unchanged. Worker processes can import this ``collate_fn``."""
     return batch
 
 
 def _with_complete_rounds_first(rounds: Iterable[ReadRound], world_size: int) -> Iterator[ReadRound]:
-    """Yield the rounds with a batch for every rank, then the remaining batches, dealt out again.
+    """Yield the rounds with a batch for every rank, then the remaining batches, regrouped.
 
-    When several workers share a stream, each has a last round of its own, which comes in the middle of the epoch.
+    When several workers share a stream, each one's incomplete last round arrives in the middle of the epoch.
     """
     left: list[tuple[Any, int]] = []
     for read in rounds:
@@ -497,12 +497,12 @@ def _with_complete_rounds_first(rounds: Iterable[ReadRound], world_size: int) ->
 def join_uneven_inputs(
     joinables: Iterable[Any], even_batches: bool, *, loaders: Iterable[DataLoaderShard], state: GradientState
 ) -> Iterator[None]:
-    """Let ranks that have no further batch take part in the collectives of the others, until none has one.
+    """Let ranks that run out of batches take part in the remaining ranks' collectives, until all have run out.
 
-    It uses torch's ``Join``: gradients of those ranks count as zeros, and in the end all have the model of a rank that
-    took every step. Optimizer state, such as momentum, isn't synchronized.
+    Uses torch's ``Join``: ranks without batches contribute zero gradients, and at the end all ranks have the model of a
+    rank that took every step. Optimizer state, such as momentum, isn't synchronised.
 
-    In the body ``loaders`` have the option ``even_batches``, and for ``state`` missing batches are no error.
+    In the body ``loaders`` use this ``even_batches``, and ``state`` accepts missing batches.
 
     Raises:
         ConfigError: Something can't be joined, or a loader can't be changed now.
@@ -516,7 +516,7 @@ def join_uneven_inputs(
                 fix="join_uneven_inputs([accelerator.prepare(model)])",
             )
         follow_changes = getattr(joinable, "_follow_changes", None)
-        if follow_changes is not None:  # now, while all ranks are there
+        if follow_changes is not None:  # now, while all ranks take part
             follow_changes()
     join = Join(joinables, enable=not even_batches, throw_on_early_termination=False)
     shards = _changeable_shards(loaders, even_batches)
@@ -525,7 +525,7 @@ def join_uneven_inputs(
 
 
 def _changeable_shards(loaders: Iterable[DataLoaderShard], even_batches: bool) -> list[Any]:
-    """Return the shards that have another ``even_batches``; refuse those whose readers wouldn't notice a change."""
+    """Return the shards with another ``even_batches``; refuse those whose workers wouldn't notice a change."""
     changed = [loader for loader in loaders if loader.shard is not None and loader.shard.even_batches != even_batches]
     for loader in changed:
         if loader.persistent_workers and loader.batch_sampler is None:

@@ -1,4 +1,4 @@
-"""How much memory a model needs to train, worked out before it is given any."""
+"""Estimates the memory that training a model needs, without allocating it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from notebook_accel.training.model_files import size_bytes
 __all__ = ["MemoryEstimate", "estimate_memory"]
 
 _DTYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
-_DOUBLINGS = 9  # of the number of ranks, when one is looked for that is large enough
+_DOUBLINGS = 9  # how often the number of ranks is doubled to find one that fits
 _GATHERED_BLOCKS = 2  # fully_shard gathers the next block while one computes
 
 
@@ -39,7 +39,7 @@ class MemoryEstimate:
         optimizer_bytes: Bytes of the optimizer's state.
         gathered_bytes: Bytes of the whole blocks that a rank of a sharded model holds for a moment.
         device_bytes: Bytes of the device's memory that the estimate is compared with, ``None`` for no comparison.
-        fits_with: Changes with which it would fit there, empty if it fits, or if none of those that are tried helps.
+        fits_with: Changes that would make it fit; empty if it fits already, or if no change that is tried helps.
     """
 
     parameters: int
@@ -54,7 +54,7 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all of it on one rank."""
+        """Total bytes on one rank."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
 
     def __str__(self) -> str:
@@ -95,12 +95,12 @@ def estimate_memory(
     """Estimate the memory of training on each rank, without activations and without allocating the model.
 
     Args:
-        model: The model, best on the meta device, or a function that makes it. The function is called on the meta
+        model: The model, best on the meta device, or a function that creates it. The function is called on the meta
             device, so a model larger than this machine's memory can be estimated.
         num_processes: Number of ranks.
         sharded: Whether each rank holds a share of the model (FSDP) instead of all of it.
-        optimizer: The class of the optimizer, or a function that makes one for a list of parameters. It takes a step
-            on the meta device, so that the size of its state isn't guessed.
+        optimizer: The class of the optimizer, or a function that creates one for a list of parameters. The optimizer
+            takes a step on the meta device, to measure its state.
         mixed_precision: ``no``, ``fp16`` or ``bf16``.
         device_memory: Memory of a rank's GPU, in bytes or as text such as ``"24GiB"``. The estimate is compared with
             it, and says what would make it fit.
@@ -140,13 +140,13 @@ def warn_of_large_models(
 ) -> None:
     """Warn, before models are sharded, if a rank's share of one and its optimizer's state won't fit on the device.
 
-    Nothing is known of what a model needs whose optimizer isn't there, and of one that is kept in the host's memory.
+    Models without their optimizer in ``objects``, and models that are offloaded to the host, aren't checked.
 
     Args:
-        objects: The objects that are prepared, with whole models.
-        ranks: Number of ranks that will have shares.
-        plugin: The settings of the shares.
-        mixed_precision: The ``Accelerator``'s.
+        objects: The objects to prepare, with models that aren't sharded yet.
+        ranks: Number of ranks over which a model will be sharded.
+        plugin: The settings of sharding.
+        mixed_precision: The precision of the ``Accelerator``.
         device_bytes: The device's memory.
     """
     objects = list(objects)
@@ -158,7 +158,7 @@ def warn_of_large_models(
         optimizer = next(moving, None)
         if optimizer is None or any(map(is_sharded_tensor, own)):
             continue
-        with contextlib.suppress(ConfigError, RuntimeError, TypeError, ValueError):  # it can't be made once more
+        with contextlib.suppress(ConfigError, RuntimeError, TypeError, ValueError):  # its optimizer can't be recreated
             estimate = estimate_memory(
                 model,
                 num_processes=ranks,
@@ -189,7 +189,7 @@ class _Whole:
     gathered_bytes: int
 
     def on_rank(self, ranks: int, *, sharded: bool) -> MemoryEstimate:
-        """Return the estimate for one of so many ranks."""
+        """Return the estimate for one of this many ranks."""
         is_shared = sharded and ranks > 1
         share = ranks if is_shared else 1
         has_copies = ranks > 1 and not is_shared and not DistributedDataParallelKwargs().gradient_as_bucket_view
@@ -205,7 +205,7 @@ class _Whole:
 
 
 def _remedies(whole: _Whole, estimate: MemoryEstimate) -> Iterator[str]:
-    """Yield changes with which a model fits into a device's memory that is too small for it."""
+    """Yield changes that would make a model fit, if its estimate exceeds the device's memory."""
     limit_bytes, ranks = estimate.device_bytes, estimate.num_processes
     if limit_bytes is None or estimate.total_bytes <= limit_bytes:
         return
@@ -234,7 +234,7 @@ def _state_bytes(
         stand_in.grad = torch.empty_like(stand_in)
     try:
         made.step()
-    # Some steps read numbers, such as Adafactor's: the state is there by then. Others need a closure, such as LBFGS's.
+    # Some steps read values, such as Adafactor's, but create the state before. Others need a closure, such as LBFGS's.
     except (RuntimeError, TypeError) as error:
         if len(made.state) < len(trained):
             raise ConfigError(
@@ -249,7 +249,7 @@ def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
 
 
 def _largest_block_bytes(model: torch.nn.Module, dtype: torch.dtype | None) -> int:
-    """Return the bytes of the largest part that is gathered at once: a repeated block, or all that isn't in one."""
+    """Return the bytes of the largest unit that is gathered at once: a repeated block, or everything outside blocks."""
     blocks = {block for module in model.modules() if isinstance(module, torch.nn.ModuleList) for block in module}
     inside = {parameter for block in blocks for parameter in block.parameters()}
     parts = [list(block.parameters()) for block in blocks]

@@ -1,7 +1,7 @@
-"""Reports what a rank's models take of its memory: after ``prepare``, and after the optimizers' first steps.
+"""Reports the memory of a rank's models: after ``prepare``, and after the optimizers' first steps.
 
-Only then the gradients and the optimizer's state are there. The second step of an optimizer is the first with all three
-at once, so the device's peak of memory is reported after that.
+Gradients and optimizer state exist only after a step. The second step is the first that has parameters, gradients and
+optimizer state at once, so the device's peak memory is reported after it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FOLLOWED_STEPS = 2
 
 
 class ModelMemoryReports:
-    """Reports the memory of the models and optimizers that one ``Accelerator`` has prepared. It keeps none alive."""
+    """Reports the memory of an ``Accelerator``'s prepared models and optimizers, and keeps none of them alive."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,7 +27,7 @@ class ModelMemoryReports:
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
     def follow(self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Report the memory now and after the first steps. Outside a launched rank nothing is done."""
+        """Report the memory now and after the first steps. Outside a launched rank, do nothing."""
         if not reporter().is_connected:
             return
         before = len(self._models)

@@ -1,4 +1,4 @@
-"""Preparation of models: their device, their precision, and the averaging of their gradients."""
+"""Prepares models: device placement, mixed precision and gradient averaging."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.trees import to_float32
 
-# The wrappers for averaging gradients that were made here. A wrapper that the user's code has made is left as it is.
+# The gradient-averaging wrappers created here. Wrappers of the user's code are left as they are.
 _made_here: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
@@ -43,7 +43,7 @@ def is_leaf(item: object) -> bool:
 def prepare_leaf(leaf: torch.Tensor, backend: Backend, *, device_placement: bool = True) -> torch.Tensor:
     """Return the same tensor on the device, with rank 0's values and a gradient that is averaged over the ranks."""
     if device_placement:
-        backend.place_leaf(leaf)  # in place, so that an optimizer that was made for it still works
+        backend.place_leaf(leaf)  # in place, so that existing optimizers still work
     if backend.place.world_size > 1:
         collectives.broadcast(backend, leaf.data)
         _average(leaf, backend)
@@ -77,25 +77,24 @@ def prepare_model(
 ) -> torch.nn.Module:
     """Return the model that training calls: on the device, under autocast, gradients averaged over the ranks.
 
-    With one rank this is ``model`` itself. The model keeps its parameters, so that optimizers that were made for it
-    still work. It computes under autocast wherever it is called from, such as from a module that contains it.
+    With one rank this is ``model`` itself. The model keeps its parameters, so existing optimizers still work. Autocast
+    also applies when another module calls the model.
 
     Gradients are averaged only if the model ``learns``: those of the parameters that require one in a forward pass.
     ``before_training_pass`` is called before each forward pass that trains together with other ranks.
 
-    With ``sharding`` the model is sharded over several ranks instead, and has new parameters: see ``fsdp``.
-    ``before_sharded_pass`` is called before each of its forward passes. A model that was sharded before stays as it is,
-    and so does one of which each rank has parts of layers, by ``parallelize_module``.
+    With ``sharding`` the model is sharded over several ranks instead, which replaces its parameters: see ``fsdp``.
+    ``before_sharded_pass`` is called before each of its forward passes. A model that is sharded already stays as it is.
 
     In ``backend``, ranks that work on the same samples count as one. ``mesh`` is the ``DeviceMesh`` of the ranks over
-    which ``sharding`` shards and copies the model; by default of all.
+    which ``sharding`` shards and replicates the model; by default of all.
 
     Raises:
-        CollectiveError: The ranks prepare different models, or one of them does something else.
-        TrainingError: Nobody would average the gradients of the copies of a model that has parts.
+        CollectiveError: The ranks prepare different models, or one of them makes another call.
+        TrainingError: The model is tensor-parallel in several replicas, and nothing would average their gradients.
     """
     groups, backend = backend, all_ranks(backend)
-    # Another Accelerator may have prepared it, with another precision, or in a group that has ended since.
+    # Another Accelerator may have prepared the model, with another precision, or in a group that has ended since.
     while model in _made_here:
         model = cast(torch.nn.Module, model.module)
     if isinstance(model, torch.nn.DataParallel) and backend.place.world_size > 1:
@@ -155,9 +154,9 @@ def _has_its_place(model: torch.nn.Module) -> bool:
 def _taken(
     model: torch.nn.Module, backend: Backend, precision: Precision, before_sharded_pass: Callable[[], None]
 ) -> torch.nn.Module:
-    """Return a model that ``fully_shard`` was applied to before, by an earlier ``prepare`` or by the user's code.
+    """Register and return a model that an earlier ``prepare`` or the user's code has sharded by ``fully_shard``.
 
-    If only parts of it are sharded, the gradients of the rest are averaged.
+    If only some modules are sharded, the gradients of the rest are averaged.
     """
     if not fsdp.is_sharded(model):
         if precision.dtype is not None:
@@ -176,7 +175,7 @@ def _taken(
 
 
 def _with_parts(model: torch.nn.Module, backend: Backend, before_pass: Callable[[], None]) -> torch.nn.Module:
-    """Return a model of whose layers each rank has a part, with equal weights where ranks have the same part."""
+    """Register and return a tensor-parallel model, after broadcasting the weights that ranks have in common."""
     if backend.place.world_size > 1:
         raise TrainingError(
             f"prepare can't take {type(model).__name__}: parallelize_module has made {backend.place.world_size} "
@@ -191,9 +190,9 @@ def _with_parts(model: torch.nn.Module, backend: Backend, before_pass: Callable[
 
 
 class _LateAveraging:
-    """Has gradients averaged of what begins to learn later in a sharded model: unfrozen parameters, and added layers.
+    """Averages gradients of parameters that become trainable later in a sharded model: unfrozen and added ones.
 
-    Each rank has the whole of these. The object is called before each forward pass, while all else is in shares.
+    They are whole on each rank. The object is called before each forward pass, while other parameters are sharded.
     """
 
     def __init__(self, model: torch.nn.Module, backend: Backend, before_pass: Callable[[], None]) -> None:
@@ -202,7 +201,7 @@ class _LateAveraging:
         self._before_pass = before_pass
 
     def begin(self) -> None:
-        """Note which parameters learn now."""
+        """Record which parameters are trainable now."""
         self._parameters = LearningParameters(self._model)
         self._averaged = {id(parameter): parameter for parameter in self._parameters.learning}
 
@@ -219,7 +218,7 @@ class _LateAveraging:
 
 
 def _refuse_other_mesh(model: torch.nn.Module, mesh: Any) -> None:
-    """Raise ``TrainingError`` for a model with parts that were made on another mesh than that which shards it."""
+    """Raise ``TrainingError`` if a model has tensor-parallel parameters that don't belong to ``mesh``."""
     for parameter in model.parameters():
         if is_sharded_tensor(parameter) and not _is_beside(cast(Any, parameter).device_mesh, mesh):
             raise TrainingError(
@@ -237,15 +236,15 @@ def _is_beside(parts: Any, mesh: Any) -> bool:
 
 
 def _whole_mesh_of(mesh: Any) -> Any:
-    """Return the mesh of which a mesh is one dimension or some, or the mesh itself."""
+    """Return the root mesh that a mesh was sliced from, or the mesh itself."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
-    meshes: Any = importlib.import_module("torch.distributed.device_mesh")  # torch 2.9 keeps them there
+    meshes: Any = importlib.import_module("torch.distributed.device_mesh")  # in torch 2.9
     return meshes._mesh_resources.get_root_mesh(mesh)
 
 
 def _averages_gradients(model: Any) -> TypeGuard[DistributedDataParallel]:
-    """Return whether a module wraps a model to average its gradients: torch's class, or a backend's own."""
+    """Return whether a module wraps a model to average its gradients: torch's wrapper, or a backend's."""
     return isinstance(model, DistributedDataParallel) or (isinstance(model, torch.nn.Module) and model in _made_here)
 
 
@@ -257,12 +256,12 @@ def _before_forward(before_training_pass: Callable[[], None], model: torch.nn.Mo
 def unwrap_model(
     model: torch.nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
 ) -> torch.nn.Module:
-    """Return a model as it was before ``prepare``. It shares its parameters with the prepared one, which still works.
+    """Return a model as it was before ``prepare``, sharing its parameters with the prepared model, which still works.
 
     Args:
         model: A prepared model; any other is returned as it is.
-        keep_fp32_wrapper: Keep computing in mixed precision, with outputs in float32. ``False`` returns an object
-            that computes in the model's own precision and shares all attributes with the prepared model.
+        keep_fp32_wrapper: Keep autocast and outputs in float32. ``False`` returns an object that computes in the
+            model's own precision and shares all attributes with the prepared model.
         keep_torch_compile: Return a model that was compiled before it was prepared as a compiled one.
     """
     unwrap = functools.partial(unwrap_model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
@@ -281,10 +280,7 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 
 
 def _compiled_from(model: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the model that was passed to ``torch.compile`` to make this one, ``None`` if it isn't compiled.
-
-    The check is by name, since importing the class of compiled models takes longer than most launches.
-    """
+    """Return the model inside a ``torch.compile`` wrapper, if any. By name, since importing the class is slow."""
     modules = getattr(model, "_modules", {})  # a bare tensor has none, and a scripted model's have no ``get``
     return modules["_orig_mod"] if "_orig_mod" in modules else None  # noqa: SIM401
 
@@ -330,7 +326,7 @@ class _Autocasting:
         with self._as_its_own_class() as model:
             reduced = model.__reduce_ex__(protocol)
         if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]  # not in typeshed
-            # pickle insists that the object is of the class that it makes.
+            # pickle requires that the object is an instance of the class that it creates.
             kind, *args = reduced[1]
             return kind.__new__, (kind, *args), *reduced[2:]
         return reduced

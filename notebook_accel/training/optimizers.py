@@ -21,8 +21,8 @@ from notebook_accel.training.precision import LossScaler
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer whose ``step`` and ``zero_grad`` have an effect only at the end of an accumulation window.
 
-    All other attributes are those of the wrapped optimizer. It pickles as the wrapped optimizer, since it means nothing
-    outside its rank.
+    All other attributes are those of the wrapped optimizer. It pickles as the wrapped optimizer, since the wrapper is
+    meaningless outside its rank.
 
     Args:
         optimizer: The optimizer to wrap.
@@ -54,7 +54,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Step if gradients sync and, in fp16, none has overflowed."""
         if not self._gradients.sync_gradients:
             return None
-        if closure is None:  # which would compute the gradients itself
+        if closure is None:  # a closure computes the gradients itself
             self.average_uncalled()
         self._uncalled.has_stepped()
         if self._scaler is None:
@@ -72,15 +72,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return None
 
     def average_uncalled(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Average gradients that no backward pass has averaged, before they are used. All ranks call it.
+        """Average gradients that no backward pass has averaged, before they are used. All ranks call this.
 
         Args:
-            parameters: Only those of models that have one of these parameters.
+            parameters: Average only gradients of models that have one of these parameters.
         """
         self._uncalled.average(parameters, may_be_local=not self._gradients.is_counting)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients if they have just synced; within a window they are still being summed."""
+        """Clear the gradients, unless an accumulation window is still summing them."""
         if self._gradients.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
 
@@ -89,12 +89,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the wrapped optimizer, which goes on to update its parameters together or one by one."""
+        """Load a state into the wrapped optimizer, but keep its own ``foreach`` settings."""
         together = [group.get("foreach") for group in self.param_groups]
         self.optimizer.load_state_dict(state_dict)
         for group, foreach in zip(self.param_groups, together, strict=True):
             if "foreach" in group:
-                group["foreach"] = foreach  # that of the saved run may have been for parameters on other meshes
+                group["foreach"] = foreach  # the saved one may be for parameters on other meshes
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""
@@ -110,7 +110,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.param_groups = groups
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet: the object is being made
+        if name == "optimizer":  # not set yet: the object is being created
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -153,7 +153,6 @@ class AcceleratedScheduler:
         self._steps_per_call = steps_per_call
         self._step_with_optimizer = step_with_optimizer
         self._calls_waiting = 0
-        # Computed once rather than in each step.
         self._counts_calls = isinstance(scheduler, ReduceLROnPlateau)
         self._has_end = getattr(scheduler, "total_steps", None) is not None
 
@@ -170,7 +169,7 @@ class AcceleratedScheduler:
         for optimizer in self._optimizers:
             if optimizer.step_was_skipped:
                 return
-        if self._counts_calls:  # rather than batches
+        if self._counts_calls:  # its patience counts calls, not batches
             self.scheduler.step(*args, **kwargs)
             return
         for _ in range(calls * self._steps_per_call):
@@ -184,7 +183,7 @@ class AcceleratedScheduler:
         return bool(scheduler.last_epoch >= scheduler.total_steps)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # not set yet: the object is being made
+        if name == "scheduler":  # not set yet: the object is being created
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
@@ -209,7 +208,7 @@ def prepare_optimizer(
     fsdp.remap(optimizer)
     fsdp.separate_meshes(optimizer)
     if moves and _is_state_elsewhere(optimizer):
-        optimizer.load_state_dict(optimizer.state_dict())  # it knows which values belong on the parameter's device
+        optimizer.load_state_dict(optimizer.state_dict())  # knows which values belong on the device
     group_recovery.track_state(optimizer)
     if scaler is not None:
         scaler.add(optimizer)
@@ -217,12 +216,12 @@ def prepare_optimizer(
 
 
 def refuse_unrelated(objects: Iterable[Any], prepared: Iterable[Any]) -> None:
-    """Refuse optimizers of other models: with them training would run and change no weight.
+    """Refuse optimizers of other models, with which training would run and change no weight.
 
     In a notebook this happens when a model was replaced by a trained copy, and its optimizer wasn't.
 
     Raises:
-        TrainingError: An optimizer in ``objects`` moves no parameter of any model in ``prepared``.
+        TrainingError: An optimizer in ``objects`` updates no parameter of any model in ``prepared``.
     """
     known: set[int] = set()
     for item in prepared:
@@ -257,7 +256,7 @@ def prepare_scheduler(
     steps_per_call: int,
     step_with_optimizer: bool,
 ) -> AcceleratedScheduler:
-    """Wrap a scheduler. It follows the prepared optimizer that it was made for, or all if that one isn't prepared."""
+    """Wrap a scheduler. It follows its own prepared optimizer, or all of them if its own isn't prepared."""
     group_recovery.track_state(scheduler)
     followed = [opt for opt in optimizers if scheduler.optimizer in (opt, opt.optimizer)] or list(optimizers)
     return AcceleratedScheduler(
@@ -266,7 +265,7 @@ def prepare_scheduler(
 
 
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """Return all parameters that the optimizers move."""
+    """Return all parameters of the optimizers."""
     return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -279,9 +278,9 @@ def clip_grad_norm(
     state: GradientState,
     scaler: LossScaler | None,
 ) -> torch.Tensor:
-    """Clip the gradients of a complete window to a total norm, and return the norm that they had.
+    """Clip the gradients of a complete window to a total norm, and return the norm before clipping.
 
-    Within a window it clips nothing, and returns the norm of the gradients so far.
+    Within a window, clip nothing and return the norm of the gradients so far.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if state.sync_gradients:
@@ -313,7 +312,7 @@ def clip_grad_value(
 def _complete(
     parameters: Sequence[torch.Tensor], optimizers: Iterable[AcceleratedOptimizer], scaler: LossScaler | None
 ) -> None:
-    """Bring gradients to what the step will use: averaged over the ranks, and of their real size."""
+    """Bring gradients to the values that the step uses: averaged over the ranks, and unscaled."""
     optimizers = list(optimizers)
     for optimizer in optimizers:
         optimizer.average_uncalled(parameters)
@@ -321,7 +320,7 @@ def _complete(
 
 
 def unscale(optimizers: Iterable[AcceleratedOptimizer], scaler: LossScaler | None) -> None:
-    """Bring fp16 gradients back to their real size, unless they have it already."""
+    """Unscale fp16 gradients, unless they are unscaled already."""
     if scaler is not None:
         for optimizer in optimizers:
             scaler.unscale(optimizer.optimizer)

@@ -1,7 +1,7 @@
-"""How the ranks divide the work: copies of a model, shares of it, and parts of its layers.
+"""How the ranks divide the work: replicas of a model, shards of a replica, and tensor parallelism.
 
-Ranks are numbered so that those with the parts of one layer are neighbours, then those with the shares of one copy:
-dimensions of torch's ``DeviceMesh`` in the order ``dp_replicate``, ``dp_shard``, ``tp``, with Accelerate's names.
+The dimensions of torch's ``DeviceMesh`` are ``dp_replicate``, ``dp_shard`` and ``tp``, with Accelerate's names and in
+this order. So the ranks of a tensor-parallel group have consecutive numbers, as do those of a replica.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _NOT_HERE = {"cp": "context parallelism", "sp": "sequence parallelism"}
 
 @dataclasses.dataclass
 class ParallelismConfig:
-    """How many ranks have copies of a model, shares of it (FSDP), and parts of its layers (tensor parallelism).
+    """Numbers of ranks for replicas of a model, shards of a replica (FSDP) and tensor parallelism.
 
     The product of the sizes is the number of ranks. A size that isn't given comes from the launch's variables, such as
     ``PARALLELISM_CONFIG_TP_SIZE``, and is 1 otherwise.
 
     Attributes:
-        dp_replicate_size: Number of copies of the model.
-        dp_shard_size: Number of ranks over which each copy is sharded, by torch's ``fully_shard``.
-        tp_size: Number of ranks that have the parts of a layer and work on the same samples. ``parallelize_module`` of
-            ``torch.distributed.tensor.parallel`` makes the parts, with ``accelerator.torch_device_mesh["tp"]``.
-        cp_size: 1, since there is no context parallelism here.
+        dp_replicate_size: Number of replicas of the model.
+        dp_shard_size: Number of ranks over which each replica is sharded, by torch's ``fully_shard``.
+        tp_size: Number of ranks that split each layer and work on the same samples. ``parallelize_module`` of
+            ``torch.distributed.tensor.parallel`` splits the layers, with ``accelerator.torch_device_mesh["tp"]``.
+        cp_size: Only 1: there is no context parallelism.
         cp_backend: A setting of context parallelism, which has no effect.
-        sp_size: 1, since there is no sequence parallelism over the data here.
+        sp_size: Only 1: there is no sequence parallelism over the data.
         sp_backend: A setting of sequence parallelism, which has no effect.
         tp_handler: Refused.
         cp_handler: Refused.
         sp_handler: Refused.
 
     Raises:
-        ConfigError: A size isn't a number from 1, or something is asked for that isn't there.
+        ConfigError: A size isn't a number from 1, or a setting isn't supported.
     """
 
     dp_replicate_size: int | None = None
@@ -88,7 +88,7 @@ class ParallelismConfig:
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """The dimensions whose ranks work on samples of their own."""
+        """The dimensions whose ranks work on different samples."""
         return [name for name in self.sizes if name != "tp"]
 
     @property
@@ -139,12 +139,12 @@ class ParallelismConfig:
 
     @property
     def copies(self) -> int:
-        """The number of copies of a model."""
+        """The number of replicas of a model."""
         return int(self.dp_replicate_size or 1)
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """True if there are several copies of a model."""
+        """True if there are several replicas of a model."""
         return self.dp_replicate_size != 1
 
     @property
@@ -154,7 +154,7 @@ class ParallelismConfig:
 
     @property
     def tp_enabled(self) -> bool:
-        """True if ranks have parts of layers."""
+        """True if models are tensor-parallel."""
         return self.tp_size != 1
 
     cp_enabled = sp_enabled = False
@@ -169,7 +169,7 @@ def _size(name: str, given: Any) -> int:
 def resolve(
     given: ParallelismConfig | None, plugin: FullyShardedDataParallelPlugin | None, place: RankPlace
 ) -> ParallelismConfig | None:
-    """Return how the ranks of this program divide the work; ``None`` if nobody has said so.
+    """Return how the ranks of this program divide the work; ``None`` for plain data parallelism.
 
     Raises:
         ConfigError: The sizes don't fit the number of ranks, or the plugin.
@@ -199,7 +199,7 @@ def resolve(
 
 
 def _hybrid(place: RankPlace) -> ParallelismConfig | None:
-    """Return the division of ``HYBRID_SHARD``: a copy of the model on each node, sharded over its ranks."""
+    """Return the division of ``HYBRID_SHARD``: a replica of the model on each node, sharded over its ranks."""
     nodes, left_over = divmod(place.world_size, place.local_world_size)
     if left_over:
         raise ConfigError(
@@ -213,7 +213,7 @@ def _hybrid(place: RankPlace) -> ParallelismConfig | None:
 
 
 def parts_with(model: torch.nn.Module, parts: int, place: RankPlace, fixed_by: str) -> int:
-    """Return how many ranks work on the same samples, once a model is prepared that may have parts.
+    """Return how many ranks work on the same samples after a model, which may be tensor-parallel, is prepared.
 
     Args:
         model: The model.
@@ -222,7 +222,7 @@ def parts_with(model: torch.nn.Module, parts: int, place: RankPlace, fixed_by: s
         fixed_by: The reason why that number can't change, such as that loaders follow it; ``""`` if it can.
 
     Raises:
-        TrainingError: The model's parts are on another number of ranks, and that can't change.
+        TrainingError: The model is split over another number of ranks, and that number can't change.
     """
     found = parts_in(model, place)
     if found in (None, parts):
@@ -237,10 +237,10 @@ def parts_with(model: torch.nn.Module, parts: int, place: RankPlace, fixed_by: s
 
 
 def parts_in(model: torch.nn.Module, place: RankPlace) -> int | None:
-    """Return how many ranks work on the same samples because of a model's parts; ``None`` if it has no such parts.
+    """Return how many ranks work on the same samples because of a model's ``DTensor``s; ``None`` if it has none.
 
     Raises:
-        TrainingError: The ranks with the parts aren't neighbours, or nobody averages the gradients of several copies.
+        TrainingError: Tensor-parallel ranks aren't neighbours, or nothing averages the gradients of several replicas.
     """
     meshes = {parameter.device_mesh for parameter in _sharded(model)}
     if not meshes:

@@ -41,15 +41,15 @@ class Precision:
         autocast: Settings of autocast.
         scaler: Settings of loss scaling.
         downcast_bf16: On a TPU, replace float32 by bf16 and float64 by float32. It has no effect elsewhere.
-        computes_in: The backend's method that makes the device itself compute in a type, if it can.
+        computes_in: The backend's method that tries to make the device itself compute in a type.
 
     Attributes:
         name: ``"no"``, ``"bf16"`` or ``"fp16"``.
         dtype: The type of autocast; ``None`` for ``"no"``, and where the device itself computes in the type.
-        scaler: The loss scaler, which keeps small gradients from vanishing in fp16; ``None`` for the others.
+        scaler: The loss scaler, which keeps small gradients from vanishing in fp16; ``None`` in other precisions.
 
     Raises:
-        ConfigError: There is no such precision, or the device doesn't have it.
+        ConfigError: There is no such precision, or the device doesn't support it.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Precision:
             )
 
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which torch's operations use this precision where that is safe."""
+        """Return a context in which torch's operations use this precision where it is safe."""
         options = options or self._autocast
         if self.dtype is None:
             return contextlib.nullcontext()
@@ -100,12 +100,12 @@ class Precision:
 class LossScaler:
     """torch's ``GradScaler``, made safe for any order of its calls and for several optimizers.
 
-    Before it scales a loss, it brings existing gradients to the current scale. Gradients exist, for example, if a
-    program skipped a step because of the norm, or if another optimizer still accumulates when the scale changes. So
-    gradients always have a known size: the current scale, or the real size from ``unscale`` to the next loss.
+    Before scaling a loss, existing gradients are rescaled to the current scale, such as those of a step that the
+    program skipped, or of another optimizer that is still accumulating. So gradients always have a known scale: the
+    current one, or 1 from ``unscale`` to the next loss.
 
     The scale changes before the next loss is scaled rather than right after a step. So all optimizers of one backward
-    pass are unscaled by the scale that their gradients have.
+    pass are unscaled by the scale of their gradients.
     """
 
     def __init__(self, device: torch.device, options: GradScalerKwargs | None = None) -> None:
@@ -115,34 +115,34 @@ class LossScaler:
 
     @property
     def factor(self) -> float:
-        """The factor of losses."""
+        """The factor by which losses are multiplied."""
         return self._scaler.get_scale()
 
     # Methods of torch's scaler, for programs that call it themselves. All others, such as ``is_enabled``, are its own.
 
     def get_scale(self) -> float:
-        """Return the factor of the next loss: after a step that was skipped, the smaller one."""
+        """Return the factor of the next loss, which is smaller after a skipped step."""
         factor: float = self.state_dict()["scale"]
         return factor
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradients of an optimizer, prepared or not, back to their real size."""
+        """Unscale the gradients of an optimizer, prepared or not."""
         self.unscale(_own(optimizer))
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Let the scale change now rather than before the next loss, or set it."""
+        """Update the scale now rather than before the next loss, or set it to ``new_scale``."""
         self._update()
         if new_scale is not None:
             with self._rescaled_gradients():
                 self._scaler.update(new_scale)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_scaler":  # not set yet: the object is being made
+        if name == "_scaler":  # not set yet: the object is being created
             raise AttributeError(name)
         return getattr(self._scaler, name)
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the gradients of this optimizer's parameters at the scale from now on."""
+        """Register an optimizer, to keep its gradients at the current scale from now on."""
         self._optimizers.add(optimizer)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ class LossScaler:
             self._scaler.load_state_dict(state)
 
     def _update(self) -> None:
-        """Let the scale change if gradients were checked since the last change."""
+        """Update the scale if gradients were checked for overflows since the last update."""
         checked = self._checked()
         if checked:
             with self._rescaled_gradients():
@@ -179,12 +179,12 @@ class LossScaler:
                     self._scaler.update()
 
     def _checked(self) -> list[dict[Any, torch.Tensor]]:
-        """Return the overflows by device of each optimizer that was unscaled since the last update."""
+        """Return, for each optimizer unscaled since the last update, its overflows by device."""
         return [state["found_inf_per_device"] for state in self._scaler._per_optimizer_states.values()]
 
     @contextlib.contextmanager
     def _rescaled_gradients(self) -> Iterator[None]:
-        """Bring all gradients from the scale before the body to the scale after it."""
+        """Rescale all gradients from the scale before the body to the scale after it."""
         scale = self._scaler._scale
         before = None if scale is None else scale.clone()
         real = {optimizer for optimizer in self._optimizers if self._is_real(optimizer)}
@@ -200,12 +200,12 @@ class LossScaler:
                         parameter.grad.mul_(factor.to(parameter.grad.device))
 
     def _is_real(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether the optimizer's gradients have their real size."""
+        """Return whether the optimizer's gradients are unscaled."""
         states = self._scaler._per_optimizer_states
         return id(optimizer) in states and states[id(optimizer)]["stage"] is OptState.UNSCALED
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the optimizer's gradients back to their real size, unless they have it already."""
+        """Unscale the optimizer's gradients, unless they are unscaled already."""
         self.add(optimizer)
         if not self._is_real(optimizer):
             self._scaler.unscale_(optimizer)

@@ -19,15 +19,15 @@ from notebook_accel.training.backends.single_process import SingleProcess, Worke
 from notebook_accel.training.backends.torch_distributed import TorchDistributed
 from notebook_accel.training.handlers import InitProcessGroupKwargs
 
-# The backend of the latest join. Weak: the holders of a backend keep it in the group.
+# The backend of the latest join. Weak, since a backend stays in the group as long as something holds it.
 _latest: weakref.ref[Backend] | None = None
 
 
 def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Backend:
     """Make this process the rank that its environment describes, and return its backend.
 
-    If this process is in a group already, made here or by the user's code, that group is used as it is. A data loader's
-    worker process joins no group, because its rank is a member already.
+    If this process is in a group already, created here or by the user's code, that group is used as it is. A data
+    loader's worker process joins no group, because its rank is a member already.
 
     Args:
         cpu: Compute on the CPU even where there are GPUs. The launcher's environment variable has the same effect.
@@ -35,7 +35,7 @@ def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) ->
 
     Raises:
         ConfigError: The environment variables don't describe a rank.
-        TrainingError: The other ranks didn't come in time, or this rank has no device.
+        TrainingError: The other ranks didn't join in time, or this rank has no device.
     """
     global _latest
     cpu = cpu or environment.is_true(os.environ.get(environment.USE_CPU, ""))
@@ -59,25 +59,25 @@ def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) ->
 
 
 def seed_device(seed: int) -> None:
-    """Seed the device's generator, if this process has joined with a backend that torch doesn't seed itself."""
+    """Seed the device's generator, if this process has joined with a device that torch doesn't seed itself."""
     backend = None if _latest is None else _latest()
     if backend is not None and get_worker_info() is None:  # a data loader's worker has no device
         backend.seed(seed)
 
 
 def joined() -> Backend | None:
-    """Return the present backend, ``None`` if this process hasn't joined."""
+    """Return the current backend, ``None`` if this process hasn't joined."""
     backend = None if _latest is None else _latest()
     return None if backend is None or backend.has_left or not is_at(rank_place(), backend) else backend
 
 
 def current(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) -> Backend:
-    """Return the present backend; join if there is none."""
+    """Return the current backend; join if there is none."""
     return joined() or join(cpu=cpu, options=options)
 
 
 def end() -> None:
-    """Leave the group with everything in this process that uses it, and destroy it, whoever has made it."""
+    """Make every member in this process leave the group, and destroy the group, whoever has created it."""
     backend, group = joined(), torch_group.made_here()
     for member in [] if group is None else list(group.members):
         member.leave()

@@ -47,7 +47,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     with contextlib.suppress(ImportError):
         import numpy
 
-        numpy.random.seed(seed % 2**32)  # it takes no larger ones
+        numpy.random.seed(seed % 2**32)  # NumPy takes no larger seeds
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -92,10 +92,10 @@ def restore(state: dict[str, Any], backend: Backend | None = None) -> None:
 
 
 def draw_afresh(saved: dict[str, Any], rank: int, backend: Backend) -> None:
-    """Seed this rank's generators by its number and by the state of a rank that was saved, from ``capture``.
+    """Seed this rank's generators from its number and a saved rank's state, which ``capture`` returned.
 
-    So a rank that wasn't there when a checkpoint was saved draws numbers that no other one draws, and the same ones
-    each time the checkpoint is loaded.
+    So a rank that didn't exist when a checkpoint was saved draws numbers of its own, and the same ones each time the
+    checkpoint is loaded.
     """
     seed = zlib.crc32(bytes(saved["torch"].tolist()), rank)
     random.seed(seed)
@@ -136,14 +136,14 @@ def synchronize(backend: Backend, types: Iterable[str], generator: torch.Generat
 
 
 def agree(backend: Backend) -> None:
-    """Give ranks that work on the same samples the state of the first of them, such as for dropout."""
+    """Copy the random state of the first of the ranks that work on the same samples, such as for dropout."""
     if shares_samples(backend):
         by_group = collectives.gather_object(backend, [capture(backend)])
         restore(by_group[backend.place.rank], backend)
 
 
 def drawn_apart(items: Iterable[_T]) -> Iterator[_T]:
-    """Yield items that draw random numbers when they are made, and leave the generators as they were."""
+    """Yield items that draw random numbers when they are created, without a change of the generators outside."""
     iterator, state = iter(items), plain(snapshot())
     while True:
         outside = plain(snapshot())

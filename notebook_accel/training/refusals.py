@@ -29,8 +29,8 @@ def refuse(**given: object) -> None:
 _TOO_LARGE = "Models that don't fit on one device are outside of this package."
 _NO_HOOKS = "Hooks that move a model's weights between devices are outside of this package."
 _STANDS_FOR = "It stands for {} that DeepSpeed makes, and ranks don't train by DeepSpeed."
-# Names of Accelerate's documented modules that aren't here, by the reason and what to do instead. Where that is empty,
-# Accelerate's own one works in these ranks too.
+# Names of Accelerate's documented modules that aren't here, by the reason and the advice. Where the advice is empty,
+# Accelerate's own name works in these ranks too.
 _ELSEWHERE = {
     (_WHOLE_MODEL, _SHARDING): "DeepSpeedPlugin MegatronLMPlugin",
     ("A model's parts are made by torch's parallelize_module.", _TENSOR_PARALLEL): "TorchTensorParallelPlugin",
@@ -68,10 +68,10 @@ _REASONS = {name: reason for reason, names in _ELSEWHERE.items() for name in nam
 
 
 def names_elsewhere(module: str) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a module that has Accelerate's name for names that only Accelerate has.
+    """Return the ``__getattr__`` of a module, for names that only Accelerate's module of that name has.
 
-    A name in capitals is a class, for ``isinstance``, and any other a function. Both can be imported, so that a program
-    runs that only mentions them, and raise a ``ConfigError`` when they are called.
+    A capitalised name is a class, for ``isinstance``, and any other a function. Programs can import both, and get a
+    ``ConfigError`` only when they call them.
     """
 
     @functools.cache

@@ -1,7 +1,7 @@
-"""Files of a checkpoint that every rank writes a part of, by ``torch.distributed.checkpoint``.
+"""A checkpoint's files of sharded tensors, to which every rank writes its shards by ``torch.distributed.checkpoint``.
 
-They have the sharded tensors of models, optimizers and registered objects, each under a key. The other files of the
-checkpoint have a reference in their place. Any number of ranks reads them, each what it needs.
+They have the sharded tensors of models, optimizers and registered objects, each under a key. The checkpoint's other
+files have a reference in place of each. Any number of ranks can read them, each only what it needs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import fsdp
 
 FOLDER = "sharded"
-_REFERENCE = "sharded tensor"  # the only key of a dictionary in the place of a tensor
+_REFERENCE = "sharded tensor"  # the only key of the dictionary that replaces a tensor
 # Classes in the index that torch writes, which is pickled. Reading others could run code.
 _INDEX_CLASSES = {
     "collections": {"OrderedDict"},
@@ -38,9 +38,9 @@ _Path = tuple[Any, ...]
 
 
 def _map_paths(function: Callable[[Any, _Path], Any], tree: Any, path: _Path = ()) -> Any:
-    """Return a tree with ``function(node, path)`` in place of each node for which that isn't ``None``.
+    """Replace each node of a tree by ``function(node, path)``, unless the function returns ``None``.
 
-    What contains no such node stays as it is.
+    Containers without a replaced node are returned as they are.
     """
     found = function(tree, path)
     if found is not None:
@@ -61,19 +61,19 @@ class Shares:
     tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def copied(self) -> Shares:
-        """Return the shares in new memory of the host."""
+        """Return a copy of the shards in host memory."""
         if not self.tensors:
             return self
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        # Without threads and shared memory of its own: the caller's thread writes what it returns.
+        # No threads or shared memory of the stager: the caller's thread writes the copy.
         options = StagingOptions(
             use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
         )
         return Shares(dict(cast(Any, DefaultStager(options).stage(dict(self.tensors)))))
 
     def taken_out_of(self, tree: Any, name: str) -> Any:
-        """Return a tree with a reference in place of each sharded tensor. A tensor with several names is taken once."""
+        """Move a tree's sharded tensors here, each once, and return the tree with references in their place."""
         keys: dict[int, str] = {}
 
         def taken(node: Any, path: _Path) -> Any:
@@ -87,19 +87,19 @@ class Shares:
 
 
 def write(shares: Shares, draft: pathlib.Path, group: Any = None) -> None:
-    """Write each rank's shares below a checkpoint's draft. All ranks of ``group``, by default torch's, call it at once.
+    """Write this rank's shards below a checkpoint's draft. All ranks of ``group``, by default all, call this at once.
 
     Raises:
         CheckpointError: A rank couldn't write its part.
     """
     if not shares.tensors:
         return
-    from torch.distributed.checkpoint import api, filesystem, state_dict_saver  # takes a while
+    from torch.distributed.checkpoint import api, filesystem, state_dict_saver  # a slow import
 
     writer = filesystem.FileSystemWriter(draft / FOLDER)
     try:
         state_dict_saver.save(dict(shares.tensors), storage_writer=writer, process_group=group)
-    except (Exception, api.CheckpointException) as error:  # the second isn't an Exception
+    except (Exception, api.CheckpointException) as error:  # CheckpointException isn't an Exception
         raise _failure(error) from error
 
 
@@ -128,13 +128,13 @@ class ShardedFiles:
     def fitted(
         self, tree: Any, like: Callable[[_Path], Any], to_read: dict[str, torch.Tensor], *, in_place: bool = False
     ) -> Any:
-        """Return a tree of this checkpoint with tensors in place of references, sharded as those that they replace.
+        """Return a tree of this checkpoint with tensors in place of references, sharded as in this run.
 
         Args:
             tree: The tree.
-            like: A function of the keys that lead to a tensor, which returns the tensor that is sharded in this run as
-                the saved one will be; ``None`` or a whole tensor for one that will be whole.
-            to_read: Gets the tensors that are still to be read, by key.
+            like: A function that maps the keys of a tensor to a tensor with the wanted sharding; ``None`` or a whole
+                tensor for a result that is whole.
+            to_read: The tensors that are still to be read, by key. This method adds to it.
             in_place: Use the tensors of ``like`` themselves if they are sharded and have the saved shape.
         """
 
@@ -160,15 +160,15 @@ class ShardedFiles:
         """
         if not tensors:
             return
-        from torch.distributed.checkpoint import api, filesystem, state_dict_loader  # takes a while
+        from torch.distributed.checkpoint import api, filesystem, state_dict_loader  # a slow import
 
         reader: Any = filesystem.FileSystemReader(self._folder)
         reader.read_metadata = self._metadata  # torch's own could run code
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that ranks don't work together
+                warnings.simplefilter("ignore")  # about no_dist
                 state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=True)
-        except (Exception, api.CheckpointException) as error:  # the second isn't an Exception
+        except (Exception, api.CheckpointException) as error:  # CheckpointException isn't an Exception
             raise _failure(error) from error
 
     def _metadata(self, *_: Any, **__: Any) -> Any:

@@ -21,11 +21,11 @@ from notebook_accel.errors import ConfigError, TrainingError
 
 
 class Tail(NamedTuple):
-    """The last round of an epoch, if it isn't like the others.
+    """The last round of an epoch, if it differs from the others.
 
     Attributes:
-        real: Number of its samples that occur for the first time in the epoch; they come before all others.
-        total: Number of its samples over all ranks.
+        real: Number of samples that aren't repeated from earlier in the epoch; they come first.
+        total: Number of samples over all ranks.
         ragged: True if the ranks' shares differ in size, because nothing was repeated.
         missing: Number of ranks, the last ones, that have no share.
     """
@@ -38,8 +38,8 @@ class Tail(NamedTuple):
     def kept(self, gathered: int) -> int:
         """Return how many of ``gathered`` rows belong to real samples.
 
-        A model may give several rows for a sample, such as one a token. Rows that can't be dealt out evenly to the
-        samples, such as one loss a rank, don't describe samples: all are kept.
+        A model may return several rows per sample, such as one per token. Rows that can't be divided evenly among the
+        samples, such as one loss per rank, don't belong to samples: all are kept.
         """
         rows_each, left_over = divmod(gathered, self.total)
         return gathered if left_over else self.real * rows_each
@@ -56,7 +56,7 @@ class Round(NamedTuple):
     """The shares that all ranks work on at the same time.
 
     Attributes:
-        shares: One share a rank, in order of rank; fewer if the last ranks have none.
+        shares: One share per rank, in order of rank; fewer if the last ranks have none.
         tail: The round's ``Tail``, ``None`` if the round is like the others.
     """
 
@@ -186,7 +186,7 @@ class BatchSamplerShard(Sampler[Any]):
 class IterableDatasetShard(IterableDataset[Any]):
     """One rank's share of a dataset that can only be iterated.
 
-    Every rank reads the whole stream, in rounds of one batch a rank, and yields its own share of each round. So the
+    Every rank reads the whole stream, in rounds of one batch per rank, and yields its own share of each round. So the
     stream has to be the same on every rank.
 
     Args:
@@ -349,7 +349,7 @@ class SynchronizedSampler(Sampler[Any]):
 
     Args:
         sampler: A sampler with an attribute ``generator``, which may be ``None``.
-        from_rank_0: A function that returns rank 0's argument on all ranks. Each calls it once an epoch.
+        from_rank_0: A function that broadcasts rank 0's argument. Every rank calls it once an epoch.
     """
 
     def __init__(self, sampler: Any, from_rank_0: Callable[[Any], Any]) -> None:
@@ -375,7 +375,7 @@ class SynchronizedSampler(Sampler[Any]):
 
 
 class SkipBatchSampler(Sampler[Any]):
-    """A batch sampler without its first batches. It has the attributes of the wrapped one.
+    """A batch sampler without its first batches. Other attributes are those of the wrapped sampler.
 
     Args:
         batch_sampler: The sampler to wrap.
@@ -393,13 +393,13 @@ class SkipBatchSampler(Sampler[Any]):
         return itertools.islice(self.batch_sampler, self.skip_batches, None)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # not set yet: the object is being made
+        if name == "batch_sampler":  # not set yet: the object is being created
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
 
 def chain_of(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler, the sampler that it wraps, the one that this wraps, and so on."""
+    """Yield a sampler and the samplers nested in it, the outermost first."""
     while sampler is not None:
         yield sampler
         inner = getattr(sampler, "batch_sampler", None)

@@ -78,7 +78,7 @@ class ProcessState:
         """The backend that connects this rank to the others.
 
         Raises:
-            TrainingError: The object was made in the notebook, and this process is a rank forked from it.
+            TrainingError: The object was created in the notebook, and this process is a rank forked from it.
         """
         if os.getpid() != self._pid:
             here = process_group.rank_place()
@@ -104,7 +104,7 @@ class ProcessState:
         )
 
     def __deepcopy__(self, _: dict[int, Any]) -> Self:
-        return self  # it stands for this process, so a copy of a model that refers to it refers to it too
+        return self  # represents this process, so a copied model keeps referring to the original
 
     def __init_subclass__(cls) -> None:
         STAYING[cls] = cls._refuse_to_leave
@@ -185,7 +185,7 @@ class ProcessState:
         collectives.wait_for_everyone(self._backend)
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Destroy a group; by default the group of all ranks, after which this object can't communicate any more."""
+        """Destroy a group, by default that of all ranks, after which this object can't communicate any more."""
         process_group.end() if group is None else dist.destroy_process_group(group)
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
@@ -253,7 +253,7 @@ class ProcessState:
         return _only_if(self.local_process_index == local_process_index, function)
 
 
-# The objects that can be unpickled here, by number. A pid alone may come again after its process has ended.
+# The objects that can be unpickled here, by number. The random bytes tell processes apart, since pids are reused.
 _PROCESS = os.urandom(8)
 _numbers = itertools.count()
 _alive: weakref.WeakValueDictionary[int, ProcessState] = weakref.WeakValueDictionary()
@@ -263,7 +263,7 @@ def _same_object(kind: str, process: bytes, pid: int, number: int) -> ProcessSta
     """Return the object that was pickled, if it was pickled in this process.
 
     Raises:
-        TrainingError: It was pickled in another process, or doesn't exist any more.
+        TrainingError: The object was pickled in another process, or doesn't exist any more.
     """
     found = _alive.get(number) if (process, pid) == (_PROCESS, os.getpid()) else None
     if found is None:
@@ -295,7 +295,7 @@ class PartialState(ProcessState):
 
     Raises:
         ConfigError: The environment variables don't describe a rank, or the process has joined with another backend.
-        TrainingError: The other ranks didn't come in time, or this rank has no device.
+        TrainingError: The other ranks didn't join in time, or this rank has no device.
     """
 
     def __init__(self, cpu: bool = False, **group: Any) -> None:
@@ -314,21 +314,21 @@ class PartialState(ProcessState):
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Do nothing: a new state has nothing of an earlier one but the group, which ``destroy_process_group`` ends."""
+        """Do nothing: states share the group only, which ``destroy_process_group`` destroys."""
 
 
 class AcceleratorState(ProcessState):
     """This rank and its precision, for code that has no ``Accelerator``.
 
-    Without arguments the precision is that of the latest ``Accelerator``; before there is one, the launch's.
+    The default precision is that of the latest ``Accelerator``; before there is one, the launch's.
 
     Args:
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
         cpu: Compute on the CPU even where there are GPUs, unless the process has joined already.
 
     Raises:
-        ConfigError: There is no such precision, or the device doesn't have it.
-        TrainingError: The other ranks didn't come in time, or this rank has no device.
+        ConfigError: There is no such precision, or the device doesn't support it.
+        TrainingError: The other ranks didn't join in time, or this rank has no device.
     """
 
     deepspeed_plugin: None = None  # programs ask for it before they use it
@@ -380,7 +380,7 @@ class AcceleratorState(ProcessState):
 
 
 def is_initialized() -> bool:
-    """Return whether there has been an ``Accelerator`` in this process, and it still exists."""
+    """Return whether the latest ``Accelerator`` of this process still exists."""
     return _latest is not None and _latest() is not None
 
 

@@ -1,13 +1,13 @@
 """Stopping before the time limit, on all ranks at the same step.
 
-Ranks count how often they have asked whether to stop. When the time has come, a thread of each rank notes that number,
-and from then on its rank's questions wait for an answer. The threads exchange their numbers through the ranks' store.
-The first question that no rank had asked yet is the first that is answered with yes, on every rank.
+Each rank counts how often it has asked whether to stop. When the time has come, a thread of each rank reads the count,
+and further questions of its rank wait. The threads exchange their counts through the ranks' store. The first question
+that no rank has asked yet is the first that every rank answers with yes.
 
-So a question costs a lock and an addition until then, and half a millisecond or so at the end. No rank waits for what
-another one trains: the threads answer, whatever their ranks do, and also when a rank has left its loop.
+So a question costs a lock and an addition until then, and about half a millisecond at the end. No rank waits for
+another one's training: the threads answer whatever their ranks do, even after a rank has left its loop.
 
-Ranks that are thousands of questions apart don't train together. Each of them stops by itself.
+Ranks whose counts differ by more than ``_MOST_APART`` don't train together. Each of them stops by itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.backends.single_process import WorkerProcess
 from notebook_accel.training.checkpoint_folders import ProjectConfiguration
 
-_LOOK_PERIOD_S = 30.0  # between two looks at the clock, which somebody may set
+_LOOK_PERIOD_S = 30.0  # between two looks at the clock, which may be set
 _ANSWER_DEADLINE_S = 60.0
 _MOST_APART = 1000  # questions; a GPU's queue lets ranks that train together be a few steps apart
 
@@ -49,8 +49,8 @@ class Stopping:
         place: The rank's place.
         store: A connection to the ranks' store for this object alone; ``None`` for a single rank.
         end_s: The time limit in seconds since the epoch, ``None`` if there is none.
-        margin_s: How many seconds before that the ranks stop.
-        saves_on_end: True if the prepared loop should ask by itself, so that a warning says when it hasn't asked.
+        margin_s: Number of seconds before the limit at which the ranks stop.
+        saves_on_end: True if prepared loops ask by themselves, to warn if none has asked when the time has come.
 
     Attributes:
         has_backward: True once ``Accelerator.backward`` was called.
@@ -73,7 +73,7 @@ class Stopping:
         self._is_told = False
 
     def begin(self, owner: object) -> None:
-        """Start the thread, which lives until the time has come, or until ``owner`` has gone."""
+        """Start the thread, which ends when the time has come or ``owner`` is garbage-collected."""
         if self._end_s is not None:
             waits = (self, self._end_s - self._margin_s, weakref.ref(owner))
             threading.Thread(target=_answer_in_time, args=waits, name="notebook-accel-end", daemon=True).start()
@@ -94,12 +94,12 @@ class Stopping:
         return True
 
     def leave(self) -> None:
-        """Have the other ranks not wait for this one, which asks no more."""
-        with contextlib.suppress(RuntimeError):  # nobody serves the store any more
+        """Publish this rank's final count, so that other ranks don't wait for it."""
+        with contextlib.suppress(RuntimeError):  # the rank that served the store has ended
             self._publish(self._free_questions())
 
     def agree(self) -> None:
-        """Find out which question is the first to be answered with yes."""
+        """Agree with the other ranks on the first question to answer with yes."""
         own = self._free_questions()
         if own == 0 and self._saves_on_end:
             self._warn_of_no_question()
@@ -115,7 +115,7 @@ class Stopping:
         self._is_agreed.set()
 
     def _free_questions(self) -> int:
-        """Return the number of questions so far. Further ones wait until the ranks have agreed."""
+        """Return the number of questions so far, and make further ones wait until the ranks have agreed."""
         with self._lock:
             self._is_time = True
             return self._questions
@@ -158,7 +158,7 @@ class Stopping:
 
 
 def check_folder(save_on_end: str | os.PathLike[str] | bool, project: ProjectConfiguration) -> str | None:
-    """Return the folder for the state before the time limit: empty for the next numbered one, None for no folder.
+    """Return the folder that ``save_on_end`` names: ``""`` for the next numbered one, ``None`` to save nothing.
 
     Raises:
         ConfigError: No folder is known.
@@ -178,14 +178,14 @@ def _answer_in_time(stopping: Stopping, stop_s: float, owner: weakref.ref[Any]) 
     """Wait until it is time to stop, then agree with the other ranks. Runs in the thread."""
     while (left_s := stop_s - time.time()) > 0:
         time.sleep(min(left_s, _LOOK_PERIOD_S))
-        if owner() is None:  # it asks no more
+        if owner() is None:  # no further question will come
             stopping.leave()
             return
     stopping.agree()
 
 
 def of_rank(backend: Backend, owner: object, *, saves_on_end: bool) -> Stopping:
-    """Return what answers the questions of ``owner``, given what its environment says about the time limit.
+    """Return the ``Stopping`` that answers ``owner``, after starting it with the environment's time limit.
 
     All ranks call this.
 

@@ -1,7 +1,7 @@
 """Trackers, which write a run's metrics: base classes, one that needs no library, and one for each library.
 
-A tracker's constructor starts nothing, so that every rank can call it. ``init_trackers`` starts it on rank 0; on the
-other ranks each of its methods does nothing.
+A tracker's constructor starts nothing, so every rank can call it. ``init_trackers`` starts trackers on rank 0; on other
+ranks their methods do nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Images = Mapping[str, Sequence[Any]]
 
 
 class Idle:
-    """Stands for a library's object where nothing is written: each attribute, call and item is another one."""
+    """A null object in place of a library's where nothing is written: each attribute, call and item is an ``Idle``."""
 
     def __getattr__(self, name: str) -> Idle:
-        if name.startswith("__"):  # Python itself asks, such as to copy or pickle it
+        if name.startswith("__"):  # Python itself looks these up, such as to copy or pickle
             raise AttributeError(name)
         return self
 
@@ -45,7 +45,7 @@ class Idle:
 
 
 def guarded(method: _Call) -> _Call:
-    """Decorate a tracker's method, to warn once about an error in place of raising it: training goes on."""
+    """Decorate a tracker's method so that errors don't end training: the first one is a warning."""
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def warn_once(tracker: Any, action: str, error: Exception) -> None:
 
 
 class GeneralTracker:
-    """A tracker that writes nothing. Your own needs these attributes and methods, but needn't be a subclass.
+    """A tracker that writes nothing. Your own tracker needs these attributes and methods, but needn't be a subclass.
 
     Attributes:
         name: The name for ``get_tracker``.
@@ -88,7 +88,7 @@ class GeneralTracker:
         return self
 
     def start(self) -> None:
-        """Begin the run; ``init_trackers`` calls it on rank 0."""
+        """Start the run; ``init_trackers`` calls this on rank 0."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the run's settings."""
@@ -102,7 +102,7 @@ class GeneralTracker:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table for ``log_table``: names of columns and rows, or a data frame of pandas."""
+    """A table for ``log_table``: column names and rows, or a pandas data frame."""
 
     name: str
     columns: list[str] | None
@@ -112,7 +112,7 @@ class Table:
 
 
 class LibraryTracker(GeneralTracker):
-    """A tracker that writes through a library, which is imported when it starts. Its errors are warnings.
+    """A tracker that writes through a library, which ``start`` imports. The library's errors become warnings.
 
     Args:
         run_name: The project's or run's name.
@@ -147,7 +147,7 @@ class LibraryTracker(GeneralTracker):
         self.run = self._open()
 
     def _open(self) -> Any:
-        """Begin the run and return the library's object."""
+        """Start the run and return the library's object."""
         raise NotImplementedError
 
     def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:  # noqa: ARG002
@@ -175,7 +175,7 @@ class LibraryTracker(GeneralTracker):
             table_name: The table's name.
             columns: The names of the columns.
             data: The rows.
-            dataframe: A data frame of pandas in place of ``columns`` and ``data``.
+            dataframe: A pandas data frame in place of ``columns`` and ``data``.
             step: The step.
             kwargs: Further arguments of the library's function.
         """
@@ -185,7 +185,7 @@ class LibraryTracker(GeneralTracker):
         self._lacks("tables")
 
     def _lacks(self, kind: str) -> None:
-        if not isinstance(self.run, Idle):  # on the other ranks there is nothing to say
+        if not isinstance(self.run, Idle):  # only the rank that writes warns
             warn_once(self, f"log_{kind}", NotImplementedError(f"it has no {kind}"))
 
 
@@ -325,15 +325,15 @@ class MLflowTracker(LibraryTracker):
     """MLflow. The run is in the experiment ``MLFLOW_EXPERIMENT_NAME``, or else in one with the project's name.
 
     Args:
-        experiment_name: The experiment, which is made if there is none of that name.
+        experiment_name: The experiment, which is created if there is none of that name.
         logging_dir: The folder of a new experiment's artifacts, by default the server's or the store's.
-        nested_run: Make the run a part of the active one.
+        nested_run: Nest the run in the active one.
         options: Arguments of ``mlflow.start_run``, such as ``run_name``.
     """
 
     name = module = "mlflow"
-    _PARAMETERS = 100  # that a store takes at once
-    _CHARACTERS = 6000  # of a parameter
+    _PARAMETERS = 100  # the most that a store takes at once
+    _CHARACTERS = 6000  # the longest parameter
 
     def __init__(
         self,
@@ -527,7 +527,7 @@ def _titled(name: str) -> dict[str, str]:
 
 
 class DVCLiveTracker(LibraryTracker):
-    """DVCLive; ``options`` are those of ``dvclive.Live``, or ``live``, an object that exists already."""
+    """DVCLive; ``options`` are those of ``dvclive.Live``, or ``live``, an existing ``Live`` object."""
 
     name = module = "dvclive"
 
@@ -538,7 +538,7 @@ class DVCLiveTracker(LibraryTracker):
         self.run.log_params(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write the values, and begin the next step."""
+        """Write the values, and start the next step."""
         if step is not None:
             self.run.step = step
         for name, value in values.items():

@@ -1,4 +1,4 @@
-"""The trackers of an Accelerator: which there are, which are asked for, and how all of them are called on rank 0."""
+"""An Accelerator's trackers: the known classes, the choice by ``log_with``, and calls to all of them on rank 0."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class LoggerType(str, enum.Enum):
 
 
 _KNOWN: dict[str, Any] = {kind.name: kind for kind in (JSONLinesTracker, *LIBRARIES)}
-_PACKAGES = {"comet_ml": "comet-ml"}  # where pip has another name for it
+_PACKAGES = {"comet_ml": "comet-ml"}  # where pip's name differs
 
 
 def on_main_process(method: Callable[_P, _R]) -> Callable[_P, _R | None]:
-    """Decorate a tracker's method, to run it on rank 0 only and return ``None`` on the others."""
+    """Decorate a tracker's method to run on rank 0 only and return ``None`` on the others."""
 
     @functools.wraps(method)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
@@ -48,7 +48,7 @@ def on_main_process(method: Callable[_P, _R]) -> Callable[_P, _R | None]:
 
 
 def register_tracker_class(tracker: type) -> None:
-    """Register a class of trackers, so that ``log_with`` accepts its ``name``.
+    """Register a tracker class, so that ``log_with`` accepts its ``name``.
 
     ``init_trackers`` calls the class with the run's name and, if ``requires_logging_directory``, with the folder.
 
@@ -70,7 +70,7 @@ def resolve(log_with: Any, logging_dir: str | os.PathLike[str] | None) -> list[A
     asked = [] if log_with is None else list(log_with) if isinstance(log_with, (list, tuple)) else [log_with]
     found: list[Any] = []
     for item in asked:
-        name = getattr(item, "value", item)  # of an enumeration
+        name = getattr(item, "value", item)  # of an enum member
         found += _usable_names(logging_dir) if name == "all" else [name]
     found = [item for number, item in enumerate(found) if item not in found[:number]]
     for item in found:
@@ -116,7 +116,7 @@ def _check(item: Any, logging_dir: str | os.PathLike[str] | None) -> None:
 
 
 def _is_installed(kind: Any) -> bool:
-    """Return whether a class of trackers has its library. A class that was registered by the user has."""
+    """Return whether a tracker class's library is installed; true for classes that need none or are the user's."""
     return kind not in LIBRARIES or importlib.util.find_spec(kind.name) is not None
 
 
@@ -131,9 +131,9 @@ def start(
     options: Mapping[str, Mapping[str, Any]],
     config: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Return the trackers of a run, after they have begun it and stored its ``config``.
+    """Start the trackers of a run, store its ``config`` in them, and return them.
 
-    Those given by name are created, with the ``options`` under that name.
+    Trackers given by name are created, with the ``options`` under that name.
     """
 
     def create(name: str) -> Any:
@@ -148,7 +148,7 @@ def start(
 
 
 def call(trackers: Sequence[Any], method: str, *args: Any, **kwargs: Any) -> None:
-    """Call a method of each tracker. One that fails warns once, and the others and training go on."""
+    """Call a method of each tracker. A tracker that fails warns once, and the others and training go on."""
     for tracker in trackers:
         try:
             getattr(tracker, method)(*args, **kwargs)

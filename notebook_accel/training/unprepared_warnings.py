@@ -1,4 +1,4 @@
-"""Rank 0's warnings of unprepared objects and fast schedules, with which training runs but not as the user expects."""
+"""Rank 0's warnings about unprepared objects and fast schedules, with which training runs, but not as expected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _logger = logging.getLogger("notebook_accel")
 
 
 def warn(prepared: Sequence[Any], *, ranks: int, window: int, scales: bool) -> None:
-    """Warn, at the first backward pass, of each kind of object that should be prepared and isn't.
+    """Warn, at the first backward pass, about each kind of object that should be prepared and isn't.
 
     Args:
         prepared: All prepared objects.
@@ -52,7 +52,7 @@ def warn(prepared: Sequence[Any], *, ranks: int, window: int, scales: bool) -> N
 
 
 def _unprepared_shapes(optimizer: torch.optim.Optimizer, prepared: Sequence[Any]) -> str:
-    """Describe what an optimizer moves and nobody has prepared beside what was, such as the parameters of a loss."""
+    """Return the shapes of an optimizer's unprepared parameters, such as a loss's; ``""`` if none or all are."""
     known = {id(item) for item in [*prepared, *gradients.followed_parameters()]}
     for item in prepared:
         if isinstance(item, torch.nn.Module):

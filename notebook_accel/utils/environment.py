@@ -45,7 +45,7 @@ def clear_environment() -> Iterator[None]:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of some modules that this process has imported."""
+    """Return the given modules that this process has imported."""
     return [name for name in library_names if name in sys.modules]
 
 
@@ -82,5 +82,5 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first number from 0 among some variables; ``default`` if none is set."""
+    """Return the first variable that holds a number from 0; ``default`` if there is none."""
     return next((int(os.environ[key]) for key in env_keys if int(os.environ.get(key, "-1")) >= 0), default)

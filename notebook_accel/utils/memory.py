@@ -117,7 +117,7 @@ def release_memory(*objects: Any) -> list[None]:
     """Release unused device memory.
 
     Returns:
-        As many ``None`` as there are arguments, to overwrite the caller's names with: ``a, b = release_memory(a, b)``.
+        One ``None`` per argument, to overwrite the caller's variables: ``a, b = release_memory(a, b)``.
     """
     clear_device_cache(garbage_collection=True)
     return [None] * len(objects)
@@ -147,12 +147,12 @@ def _refuse_given_size(function: Callable[..., Any], args: tuple[Any, ...], own:
 
 
 def _attempt_on_all(function: Callable[[], Any]) -> tuple[bool, Any]:
-    """Call a function as all ranks do. Return whether memory ran out on any of them, and the value if it didn't."""
+    """Call a function on all ranks; return whether memory ran out on any of them, and the value if it didn't."""
     _free_memory()
     member = _join_existing()
     with _giving_up_with_others():
         value, error = _attempt(function)
-    outcome, error = _Outcome(error), None  # an exception holds the frames, and these hold the tensors
+    outcome, error = _Outcome(error), None  # an exception references frames, which reference tensors
     runs_out = _runs_out_anywhere(outcome)
     del member
     return runs_out, None if runs_out else value
@@ -198,11 +198,11 @@ def _runs_out_anywhere(outcome: _Outcome) -> bool:
         exchange.announce_out_of_memory()
     is_over = outcome.runs_out or (outcome.error is not None and exchange.has_memory_run_out())
     if is_over and group is not None:
-        group.give_up()  # ends the waiting of the other ranks, which then read the announcement
+        group.give_up()  # frees the waiting ranks, which then read the announcement
     if outcome.error is not None and not is_over:
         exchange.report(f"{type(outcome.error).__name__}: {outcome.error}", rejoins=False)
         raise outcome.error
-    outcome.error = None  # an error here came from a peer without memory that gave up its group
+    outcome.error = None  # caused by a peer that ran out of memory and gave up its group
     gc.collect()  # so that objects of the failed attempt aren't reconnected
     texts, rejoins = exchange.exchange_reports(rejoins=group is not None and bool(group.members))
     for rank, text in enumerate(texts):
@@ -228,7 +228,7 @@ def _giving_up_with_others() -> Iterator[None]:
         announced = None
         while not is_over.wait(_WATCH_PERIOD_S):
             group = torch_group.made_here()
-            if group is None:  # the function may make it
+            if group is None:  # the function may create it
                 continue
             with contextlib.suppress(RuntimeError):  # the store ends with rank 0
                 announced = announced or _Exchange.next_announcement(process_group.rank_place().rank)
@@ -272,7 +272,7 @@ class _Exchange:
         self._store.set("memory", "")
 
     def has_memory_run_out(self) -> bool:
-        """Return whether any rank has announced it."""
+        """Return whether any rank has announced that memory ran out."""
         return bool(self._store.check(["memory"]))
 
     def report(self, text: str, *, rejoins: bool) -> None:

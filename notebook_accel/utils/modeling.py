@@ -48,6 +48,6 @@ def get_max_memory(max_memory: dict[int | str, int | str] | None = None) -> dict
 
 
 def is_peft_model(model: torch.nn.Module) -> bool:
-    """Return whether a model, prepared or not, is one of the package peft."""
-    peft = sys.modules.get("peft")  # as long as it isn't imported, no model is
+    """Return whether a model, prepared or not, is a ``PeftModel`` of the package peft."""
+    peft = sys.modules.get("peft")  # there is no such model unless peft is imported
     return peft is not None and isinstance(unwrap_model(model, keep_torch_compile=False), peft.PeftModel)

@@ -55,7 +55,7 @@ def save(
     Args:
         obj: The object; for safetensors a state dict.
         f: The file.
-        save_on_each_node: Write it on the first rank of each machine.
+        save_on_each_node: Write the object on the first rank of each machine.
         safe_serialization: Write safetensors rather than torch's own format.
 
     Raises:
@@ -81,7 +81,7 @@ def convert_bytes(size: float) -> str:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the name of a function or class, of another object the name of its class."""
+    """Return the name of a function or class; for another object, the name of its class."""
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     name: str = getattr(named, "__qualname__", None) or named.__name__
     return name
@@ -109,7 +109,7 @@ def is_port_in_use(port: int | None = None) -> bool:
 
 
 def get_free_port() -> int:
-    """Return a TCP port that is free now. A launch needs none: it finds its own."""
+    """Return a TCP port that is free now. A launch doesn't need it: it finds its own port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -45,7 +45,7 @@ class Backend(Protocol):
     def compares_calls(self) -> bool:
         """True if ranks should compare their calls before each collective.
 
-        This is so where a mismatch would end the process instead of raising, and another small message costs little.
+        That is so where a mismatch would end the process instead of raising, and a small extra message is cheap.
         """
 
     @property
@@ -65,10 +65,10 @@ class Backend(Protocol):
         """Move a model to the device, in place, so that its optimizers stay valid."""
 
     def place_leaf(self, leaf: torch.Tensor) -> None:
-        """Move a learning tensor to the device, in place."""
+        """Move a trainable tensor to the device, in place."""
 
     def to_host(self, state: Any) -> Any:
-        """Return a state dict that can be written to a file. Every rank calls it, even if only one writes."""
+        """Return a state dict that can be written to a file. Every rank calls this, even if only one writes."""
 
     def uploader(self, *, non_blocking: bool) -> Uploader | None:
         """Return an uploader for one iteration, ``None`` where a plain copy is enough.
@@ -101,7 +101,7 @@ class Backend(Protocol):
         """Set the device's generators to a state from ``generator_state``. Other entries are ignored."""
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Block until every rank has called this method."""
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Concatenate the ranks' tensors of shape ``(n, ...)``, in order of rank: ``(world_size * n, ...)``."""
@@ -129,7 +129,7 @@ class Backend(Protocol):
         """
 
     def mesh(self, sizes: Mapping[str, int] | None = None, joint: Mapping[str, tuple[str, ...]] | None = None) -> Any:
-        """Return a ``DeviceMesh`` of all ranks, for sharded models. All ranks call it.
+        """Return a ``DeviceMesh`` of all ranks, for sharded models. All ranks call this.
 
         Args:
             sizes: The sizes of its dimensions, by name. By default it has one dimension.
@@ -140,10 +140,10 @@ class Backend(Protocol):
         """
 
     def background_group(self) -> Any:
-        """Return a process group over which a thread can send objects meanwhile. All ranks call it.
+        """Return the process group over which background threads exchange objects; ``None`` for one rank.
 
-        ``None`` for one rank. It is the same group each time.
+        All ranks call this. It is the same group each time.
         """
 
     def leave(self) -> None:
-        """Leave the other ranks. Later calls fail."""
+        """Leave the group. Later calls fail."""

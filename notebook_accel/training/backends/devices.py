@@ -60,8 +60,8 @@ class TorchDevice:
 class CudaUploader:
     """An ``Uploader`` that copies in a CUDA stream of its own while the GPU computes in another.
 
-    It allocates a batch's memory when the backward pass before it begins, or else when the batch is taken. By then the
-    loop has released the batch before the current one, so that at most two are on the GPU.
+    A batch's memory is allocated when the previous batch's backward pass begins, or else when the batch is taken. By
+    then the loop has released the batch before the previous one, so at most two are on the GPU.
     """
 
     def __init__(self, device: torch.device, *, non_blocking: bool) -> None:

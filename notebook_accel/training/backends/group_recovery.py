@@ -1,8 +1,8 @@
 """Replace a broken process group by a new one, as a session does after an interrupt.
 
-Prepared objects keep their identity. All ranks go on from rank 0's weights, as after ``prepare``. An interrupt can come
-between one rank's step and another's, so all ranks also get rank 0's state of optimizers, schedulers, windows, loaders'
-epochs and the loss scale, and the interrupted step begins anew.
+Prepared objects keep their identity. All ranks continue from rank 0's weights, as after ``prepare``. An interrupt can
+come between one rank's step and another's, so all ranks also get rank 0's state of optimizers, schedulers, windows,
+loaders' epochs and the loss scale, and the interrupted step starts over.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def collective_counts() -> list[int] | None:
     """Return the number of collectives that each group has run, ``None`` without a group.
 
     The first item is 1 if this package uses the default group, else 0. A group that carries CPU and GPU tensors by
-    different backends has a number for each. Ranks whose lists differ would wait for each other in vain.
+    different backends has a number for each. Ranks whose lists differ would hang.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -63,27 +63,27 @@ def _call_counts(group: Any) -> Iterator[int]:
 
 
 def renew_group(renewals: int | None, *, rejoins: bool, namespace: Mapping[str, Any]) -> list[str]:
-    """Leave the process group and make another. All ranks call it at once.
+    """Leave the process group and create another. All ranks call this at once.
 
     Args:
         renewals: Number of this renewal, which gives the new group its own prefix in the store. ``None`` where this
-            package made the group: each of its groups has a prefix anyway.
-        rejoins: Make the new group now, since all ranks had a group of the same origin. Otherwise the next object that
-            needs a group makes it.
+            package created the group: each of its groups has a prefix anyway.
+        rejoins: Create the new group now, since all ranks had a group of the same origin. Otherwise the next object
+            that needs a group creates it.
         namespace: The rank's variables, to name those that are lost.
 
     Returns:
         Descriptions, for the user, of the objects that were lost.
 
     Raises:
-        TrainingError: The other ranks didn't come in time.
+        TrainingError: The other ranks didn't join in time.
     """
     if renewals is not None:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(renewals)
     if not (dist.is_available() and dist.is_initialized()):
         _forget_all()
         return []
-    # Libraries ask for the name: Lightning takes another way to a mean if it is "gloo". torch's own choice has none.
+    # Libraries check this name: Lightning computes a mean differently with "gloo". torch's default has no name.
     backend = None if dist.get_backend() == "undefined" else dist.get_backend()
     members, others = torch_group.break_up()
     groups = "a process group" if others == 1 else f"{others} process groups"
@@ -106,15 +106,15 @@ def renew_group(renewals: int | None, *, rejoins: bool, namespace: Mapping[str, 
 
 
 def _forget_all() -> None:
-    """Forget prepared objects: they have to be prepared again, perhaps with other ranks."""
+    """Forget prepared objects, which have to be prepared again, perhaps with other ranks."""
     _parallels.clear()
     _states.clear()
 
 
 def _rejoin(members: Sequence[torch_group.Member], backend: str | None) -> list[str]:
-    """Make the new group, connect prepared objects to it, and return descriptions of those that were lost."""
+    """Create the new group, connect prepared objects to it, and return descriptions of those that were lost."""
     if not members:
-        # A session compares the calls of cells with each other; this one isn't a cell's.
+        # Not ``dist.init_process_group``, which a session replaces to compare the cells' calls of it.
         dist.distributed_c10d.init_process_group(backend)
         return []
     for member in members:
@@ -129,7 +129,7 @@ def _rejoin(members: Sequence[torch_group.Member], backend: str | None) -> list[
 
 
 class _Counterparts(Generic[_T, _U]):
-    """Objects that all ranks made in the same order, held weakly, each with an associated value."""
+    """Objects that all ranks created in the same order, held weakly, each with an associated value."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -139,13 +139,13 @@ class _Counterparts(Generic[_T, _U]):
         return any(ref() is obj for ref, _ in self._entries.values())
 
     def add(self, obj: _T, description: str, value: _U) -> None:
-        """Track an object. Its ``description`` is equal for counterparts and differs for other kinds of objects."""
+        """Track an object. ``description`` is equal for its counterparts, and differs for other kinds of objects."""
         key = next(self._numbers), zlib.crc32(description.encode())
         entries = self._entries
         entries[key] = weakref.ref(obj, lambda _: entries.pop(key, None)), value
 
     def clear(self) -> None:
-        """Forget all objects and count from 0 again, since a new rank does so too."""
+        """Forget all objects and count from 0 again, as a new rank does."""
         self._numbers = itertools.count()
         self._entries = {}
 
@@ -171,18 +171,18 @@ def track_parallel(parallel: torch.nn.Module, connect: _Connect) -> None:
 
     Args:
         parallel: The module.
-        connect: A function of the emptied module and the model in it that connects them to the present group.
+        connect: Called with the emptied module and its model, to connect them to the current group.
     """
     _parallels.add(parallel, "\n".join(f"{name} {tuple(p.shape)}" for name, p in parallel.named_parameters()), connect)
 
 
 def reconnect(parallel: Any, connect: _Connect, kept: Iterable[str] = ()) -> None:
-    """Connect a module to the present group, in place: variables that refer to it, such as ``model``, stay valid.
+    """Connect a module to the current group, in place: variables that refer to it, such as ``model``, stay valid.
 
     Args:
         parallel: The module.
-        connect: A function of the emptied module and the model in it that connects them.
-        kept: Names of attributes that the module keeps, beside its hooks.
+        connect: Called with the emptied module and its model, to connect them.
+        kept: Names of attributes that the module keeps, besides its hooks.
     """
     before = dict(vars(parallel))
     hooks = {
@@ -199,13 +199,13 @@ def reconnect(parallel: Any, connect: _Connect, kept: Iterable[str] = ()) -> Non
         vars(parallel).clear()
         vars(parallel).update(before)  # so that a retry is possible
         raise
-    kept = ("training", "require_backward_grad_sync", *_COUNTS, *kept)  # the second one is False within ``no_sync``
+    kept = ("training", "require_backward_grad_sync", *_COUNTS, *kept)  # False only within ``no_sync``
     vars(parallel).update(hooks, **{name: before[name] for name in kept if name in before})
 
 
 @contextlib.contextmanager
 def _learning(model: torch.nn.Module, learned: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Unfreeze what has learned before, for the body, if a model is frozen as a whole: torch refuses such models."""
+    """Unfreeze ``learned`` in the body if the whole model is frozen, since torch refuses to wrap a frozen model."""
     frozen = [] if any(parameter.requires_grad for parameter in model.parameters()) else list(learned)
     for parameter in frozen:
         parameter.requires_grad_(True)
@@ -217,12 +217,12 @@ def _learning(model: torch.nn.Module, learned: Iterable[torch.nn.Parameter]) -> 
 
 
 def track_state(stateful: Stateful) -> None:
-    """Track an object whose state has to be equal on all ranks. All ranks do so in the same order."""
+    """Track an object whose state has to be equal on all ranks. All ranks call this in the same order."""
     _states.add(stateful, type(stateful).__name__, None)
 
 
 def _copy_state_of_rank_0(backend: Backend) -> bool:
-    """Give all ranks rank 0's state wherever theirs differ, and abandon the interrupted step. All ranks call it.
+    """Broadcast rank 0's state of objects that differ, and abandon the interrupted step. All ranks call this.
 
     If ranks differ or a window had begun, gradients are cleared.
 
@@ -249,7 +249,7 @@ def _copy_state_of_rank_0(backend: Backend) -> bool:
 
 
 def _is_of_shards(stateful: Any) -> bool:
-    """Return whether this is the optimizer of a sharded model, which is lost with its group."""
+    """Return whether an object is the optimizer of a sharded model, which is lost with its group."""
     groups = stateful.param_groups if isinstance(stateful, torch.optim.Optimizer) else []
     return any(is_sharded_tensor(parameter) for group in groups for parameter in group["params"])
 

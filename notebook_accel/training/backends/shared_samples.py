@@ -1,7 +1,7 @@
 """A view of a backend in which ranks that work on the same samples count as one, for loaders and metrics.
 
-Tensor parallelism cuts a model's layers into parts, one a rank, and all of these ranks need the same batch. They have
-consecutive numbers: the ranks 0 and 1 with two parts, then 2 and 3, and so on.
+Tensor parallelism splits a model's layers over ranks, all of which need the same batch. These ranks have consecutive
+numbers: with groups of two, ranks 0 and 1, then 2 and 3, and so on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from notebook_accel.training.backends.backend import Backend
 class SharedSamples:
     """The backend of a group of ranks that work on the same samples.
 
-    Its place is that of the group among all groups, and what it gathers has each group's part once. It doesn't change
-    what a broadcast or a barrier does. Each rank of all calls its methods.
+    Gathered results have each group's part once; a broadcast or a barrier is as in ``backend``. All ranks of all groups
+    call the methods.
 
     Args:
         backend: The backend of this rank.
@@ -53,13 +53,13 @@ class SharedSamples:
         return self.all_ranks.scatter_object(each)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "all_ranks":  # not set yet: the object is being made
+        if name == "all_ranks":  # not set yet: the object is being created
             raise AttributeError(name)
         return getattr(self.all_ranks, name)
 
 
 def sharing(backend: Backend, parts: int) -> Backend:
-    """Return the backend in which each group of so many consecutive ranks counts as one."""
+    """Return the backend in which each group of ``parts`` consecutive ranks counts as one."""
     return backend if parts == 1 else cast(Backend, SharedSamples(backend, parts))
 
 

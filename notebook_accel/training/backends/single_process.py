@@ -14,7 +14,7 @@ from notebook_accel.training.handlers import DistributedDataParallelKwargs
 
 
 class _Alone(TorchDevice):
-    """The part of a ``Backend`` that doesn't depend on what a process without a group does in collectives."""
+    """The part of a ``Backend`` that processes without a group have in common: everything but collectives."""
 
     compares_calls = False
 

@@ -34,10 +34,10 @@ _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_ten
 
 
 class TorchDistributed(TorchDevice):
-    """A ``Backend`` that uses torch's default process group, made with ``options`` if there is none.
+    """A ``Backend`` that uses torch's default process group, and creates it with ``options`` if there is none.
 
     Raises:
-        TrainingError: The other ranks, or the store where ranks meet, weren't there in time.
+        TrainingError: The other ranks, or their store, weren't there in time.
     """
 
     def __init__(self, place: RankPlace, device: torch.device, options: InitProcessGroupKwargs) -> None:
@@ -45,8 +45,8 @@ class TorchDistributed(TorchDevice):
         self.device = device
         self._enter(options)
         self._has_left = False
-        # gloo ends the process when sizes don't match. On a GPU the host would have to wait for a further message. The
-        # comparison goes through gloo, so that it can't meet another rank's gradients.
+        # Ranks on CPUs compare calls, since gloo ends the process when sizes differ. On a GPU the host would have to
+        # wait for a further message. The comparison uses gloo, so that it isn't matched with another rank's gradients.
         is_asked = device.type == "cpu" or environment.is_debugging()
         self.compares_calls = place.world_size > 1 and is_asked and self._group.has_gloo_for(torch.device("cpu"))
 
@@ -54,7 +54,7 @@ class TorchDistributed(TorchDevice):
         self._group = torch_group.enter(self.place, self.device, options)
         self._group.members.add(self)
         cpu = torch.device("cpu")
-        # The device of tensors with which the host itself communicates.
+        # The device of tensors that the host itself sends.
         self._host_device: torch.device = cpu if self._group.has_gloo_for(cpu) else self.device
         self._scatter = ObjectScatter(self._host_device)
 
@@ -76,8 +76,8 @@ class TorchDistributed(TorchDevice):
             ) from error
 
     def barrier(self) -> None:
-        # Not dist.barrier, which has to guess the device if one group has several backends. gloo is better where there
-        # is gloo: a rank that waits in NCCL keeps its GPU busy, and ends when another exceeds NCCL's deadline.
+        # Not dist.barrier, which has to guess the device if one group has several backends. gloo is preferred: a rank
+        # that waits in NCCL keeps its GPU busy, and ends when another rank exceeds NCCL's deadline.
         ticket = torch.ones((), device=self._host_device)
         with self._explained():
             dist.all_reduce(ticket)
@@ -170,26 +170,24 @@ class TorchDistributed(TorchDevice):
 class _DataParallel(AveragingWrapper, DistributedDataParallel):
     """torch's ``DistributedDataParallel``, with errors that say what every rank was doing.
 
-    A forward pass waits for other ranks where it broadcasts buffers.
-
-    torch averages the gradients of those parameters that learned when the class was made. Here a forward pass notices
-    when layers were frozen, unfrozen, added or replaced. For ``gradients.UncalledModels`` it counts the forward passes
-    whose backward passes average gradients, and those in ``no_sync``.
+    A forward pass waits for other ranks where it broadcasts buffers, so it explains errors too. torch fixes the set of
+    averaged parameters at construction; here a forward pass updates it when layers were frozen, unfrozen, added or
+    replaced. For ``gradients.UncalledModels``, forward passes outside of ``no_sync`` and in it are counted.
     """
 
     _explain: Callable[[RuntimeError], None]
     _connect: Callable[..., None]
     _followed: LearningParameters
-    _calls: int = 0  # -1 if ``torch.compile`` runs them
+    _calls: int = 0  # -1 if ``torch.compile`` runs the forward passes
     _local_calls: int = 0
     _has_said_uncalled: bool = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # which can't follow changes of the model
+        if torch.compiler.is_compiling():  # a compiled graph can't follow changes of the model
             self._calls = -1
         elif torch.is_grad_enabled():
             if not self._follow_changes():
-                return self.module(*inputs, **kwargs)  # as a discriminator that is frozen for the other's step
+                return self.module(*inputs, **kwargs)  # such as a discriminator during the generator's step
             if self.require_backward_grad_sync:
                 self._calls += 1
             else:
@@ -203,7 +201,7 @@ class _DataParallel(AveragingWrapper, DistributedDataParallel):
             raise
 
     def _follow_changes(self) -> bool:
-        """Have torch average the gradients of what learns now. Return False if nothing does."""
+        """Update the parameters whose gradients torch averages. Return False if none requires a gradient."""
         if not self._followed.have_changed():
             return True
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
@@ -236,11 +234,11 @@ class _DataParallel(AveragingWrapper, DistributedDataParallel):
         )
 
     def _own_parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters whose gradients it averages, or would if they required one."""
+        """Return the parameters whose gradients are averaged when they require one."""
         return [p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore]
 
     def _average(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Average gradients of some of these parameters over the ranks, in place. All ranks call it."""
+        """Average the gradients of some parameters over the ranks, in place. All ranks call this."""
         if self._join_config.enable:
             raise TrainingError(
                 f"{type(self.module).__name__} is trained by calls of its methods or layers within join_uneven_inputs.",
@@ -263,10 +261,10 @@ class _DataParallel(AveragingWrapper, DistributedDataParallel):
             raise
 
     def no_sync(self) -> Any:
-        """Leave gradients local, as torch's ``no_sync`` does.
+        """Keep gradients local, as torch's ``no_sync`` does.
 
         Raises:
-            TrainingError: ``static_graph`` is set, with which torch can't leave gradients local.
+            TrainingError: ``static_graph`` is set, with which torch can't keep gradients local.
         """
         if self.static_graph:
             raise TrainingError(
@@ -283,7 +281,7 @@ class _DataParallel(AveragingWrapper, DistributedDataParallel):
         """Average gradients in the body's backward pass, although the forward pass was in ``no_sync``.
 
         Raises:
-            TrainingError: torch learns which parameters take part from a forward pass outside of ``no_sync`` only.
+            TrainingError: An option is set with which torch has to see the forward pass outside of ``no_sync``.
         """
         if self.find_unused_parameters or self.static_graph:
             raise TrainingError(
@@ -342,8 +340,8 @@ _FIRST_CAPACITY_BYTES = 1 << 12
 class ObjectScatter:
     """Sends each rank an object from rank 0, in one message.
 
-    torch's own function takes three messages, since ranks first have to learn the size of the object. Here all ranks
-    expect a size that grows with the objects sent so far, and only an object that exceeds it takes a second message.
+    torch's own function needs three messages, since ranks first have to learn the object's size. Here all ranks expect
+    a size that grows with the objects sent so far, and only a larger object needs a second message.
 
     Args:
         device: A device whose tensors the group can send.
@@ -354,7 +352,7 @@ class ObjectScatter:
         self._capacity_bytes = _FIRST_CAPACITY_BYTES
 
     def __call__(self, values: Sequence[Any] | None) -> Any:
-        """Return this rank's item of rank 0's ``values``. All ranks call it; others give ``None``."""
+        """Return this rank's item of rank 0's ``values``. All ranks call this; the others pass ``None``."""
         pickled = None if values is None else [pickle.dumps(value, pickle.HIGHEST_PROTOCOL) for value in values]
         received = self._exchange(pickled)
         longest, length = _HEADER.unpack_from(received)

@@ -1,6 +1,6 @@
-"""torch's default process group: how it is made, which backends use it, and how its errors are explained.
+"""torch's default process group: its creation, the backends that use it, and explanations of its errors.
 
-The first backend to need the group makes it. A group that the user's code made is used as it is and never destroyed.
+The first backend that needs the group creates it. A group of the user's code is used as it is and never destroyed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CLOSED = ("Failed to recv", "reset by peer", "Broken pipe")  # torch's errors w
 _RETRY_PERIOD = datetime.timedelta(seconds=0.2)
 _COLLECTIVE_DEADLINE_S = {"cpu": 1800.0, "cuda": 600.0}  # torch's defaults for gloo and NCCL
 _mesh_numbers = itertools.count()
-BACKGROUND = "notebook_accel: in the background"  # the description of a group whose calls come at any time
+BACKGROUND = "notebook_accel: in the background"  # the description of the group that background threads use
 _MAX_GRADIENT_GROUPS = 4  # each has connections and threads of its own
 
 # A store can outlive a group and keep its keys, or those of an earlier start of these ranks. So each group has its own
@@ -50,7 +50,7 @@ class Member(Backend, Protocol):
     """A ``Backend`` that communicates through the default group."""
 
     def rejoin(self) -> None:
-        """Use the present default group; make it with the options of the last one if there is none."""
+        """Join the current default group, or create it with the previous one's options if there is none."""
 
 
 class Group:
@@ -60,14 +60,14 @@ class Group:
         place: This rank's place in the group.
         sockets: The connections that this package opened for the group.
         store: The store where the ranks meet.
-        deadline: The deadline of a collective if this package made the group; gloo's, if it has gloo.
-        nccl_deadline: NCCL's deadline of a collective if this package made the group and it has NCCL.
+        deadline: The deadline of a collective if this package created the group; gloo's, if it has gloo.
+        nccl_deadline: NCCL's deadline of a collective if this package created the group and it has NCCL.
         options: The options of the group if this package made it.
 
     Attributes:
         members: The backends that use the group.
         gradient_groups: Groups for the gradients of models.
-        mesh_groups: Number of the groups of meshes.
+        mesh_groups: Number of groups that meshes have created.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Group:
             atexit.register(self._watchdog.close)
 
     def has_gloo_for(self, device: torch.device) -> bool:
-        """Return whether tensors on ``device`` travel by gloo."""
+        """Return whether gloo transfers tensors on ``device``."""
         return f"{device.type}:gloo" in dist.get_backend_config()
 
     @property
@@ -113,11 +113,11 @@ class Group:
 
     @property
     def was_made_here(self) -> bool:
-        """True if this package made the group, False if the user's code did."""
+        """True if this package created the group, False if the user's code did."""
         return self._deadline is not None
 
     def remove(self, member: Member) -> None:
-        """Remove a member. If it was the last one and this package made the group, destroy the group."""
+        """Remove a member. If it was the last one and this package created the group, destroy the group."""
         self.members.discard(member)
         if self.members:
             return
@@ -126,7 +126,7 @@ class Group:
             dist.destroy_process_group()
 
     def give_up(self) -> None:
-        """Make waits for other ranks fail. Only ``break_up`` may follow.
+        """Make this rank's waits for other ranks fail. Afterwards only ``break_up`` may be called.
 
         With gloo, ranks that wait for this one fail as well. With NCCL, they have to give up the group themselves.
         """
@@ -142,15 +142,15 @@ class Group:
             self._watchdog = None
 
     def for_gradients(self, device: torch.device) -> dist.ProcessGroup | None:
-        """Return a group for the gradients of one more model, ``None`` for the default group. All ranks call it.
+        """Return a group for the gradients of one more model, ``None`` for the default group. All ranks call this.
 
-        In gloo, two collectives of different sizes that meet end the process, and two of one size give wrong numbers.
-        In a group of their own, gradients meet neither another model's nor the calls of a rank that has left its loop.
-        The other ranks wait for that rank, and the watchdog can name it.
+        If gloo matches two unrelated collectives, the process ends if their sizes differ, and the numbers are wrong if
+        not. In their own group, gradients can't be matched with another model's or with the calls of a rank that has
+        left its loop: the other ranks wait for that rank, and the watchdog can name it.
 
-        A group lives as long as this object. After a backward pass gloo's thread may still have to release Python
-        objects. Destroying its group at that moment would wait for the thread forever while holding the GIL. So the
-        number of groups is limited, and further models share them in turn.
+        A group lives as long as this object: after a backward pass gloo's thread may still need the GIL to release
+        Python objects, and destroying its group then would wait for the thread while holding the GIL. So the number of
+        groups is limited, and further models share them in turn.
         """
         if not self.has_gloo_for(device):
             return None
@@ -161,10 +161,10 @@ class Group:
         return self.gradient_groups[number]
 
     def mesh(self, device: torch.device) -> Any:
-        """Return the ``DeviceMesh`` of all ranks, for sharded models. All ranks call it.
+        """Return the ``DeviceMesh`` of all ranks, for sharded models. All ranks call this.
 
-        Its name differs from those of other groups' meshes. torch keeps operations' results by their mesh, and takes
-        meshes of the same ranks and names for one, even if the group of one of them has ended.
+        Its dimension's name is unique to this group, since torch caches results by mesh and considers meshes with the
+        same ranks and names equal, even if the group of one of them was destroyed.
         """
         if self._mesh is None:
             from torch.distributed.device_mesh import DeviceMesh
@@ -176,9 +176,9 @@ class Group:
         return self._mesh
 
     def mesh_of(self, device: torch.device, sizes: Mapping[str, int], joint: Mapping[str, tuple[str, ...]]) -> Any:
-        """Return the ``DeviceMesh`` of all ranks with these dimensions, which programs know by name. All ranks call it.
+        """Return the ``DeviceMesh`` of all ranks with these named dimensions. All ranks call this.
 
-        These names come again in a later group, so what torch has kept of an earlier mesh is cleared.
+        The meshes of a later group have the same names, so torch's caches for earlier meshes are cleared.
         """
         key = tuple(sizes.items())
         if key not in self._meshes:
@@ -195,7 +195,7 @@ class Group:
         return self._meshes[key]
 
     def for_background(self) -> dist.ProcessGroup:
-        """Return the group for objects that a thread of each rank sends meanwhile. All ranks call it."""
+        """Return the group over which the ranks' background threads exchange objects. All ranks call this."""
         if self._background is None:
             self._background = self._new_gloo_group(BACKGROUND)
         return self._background
@@ -220,7 +220,7 @@ class Group:
 
 
 def _forget_earlier_meshes() -> None:
-    """Clear the results that torch keeps by mesh: in Python, and in releases after 2.9 in C++ too."""
+    """Clear torch's caches by mesh: the one in Python and, in releases after 2.9, the one in C++."""
     from torch.distributed.tensor import DTensor
 
     dispatcher: Any = DTensor._op_dispatcher
@@ -235,14 +235,14 @@ _broken: Group | None = None
 
 
 def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwargs) -> Group:
-    """Return the group of this process; make it if there is none.
+    """Return the group of this process; create it if there is none.
 
     Raises:
-        ConfigError: The environment doesn't say where ranks meet.
-        TrainingError: The other ranks, or the store where ranks meet, weren't there in time.
+        ConfigError: ``MASTER_PORT`` isn't set.
+        TrainingError: The other ranks, or their store, weren't there in time.
     """
     global _current
-    if _current is not None and not _current.is_current:  # the user's code has ended it
+    if _current is not None and not _current.is_current:  # the user's code has destroyed it
         _current.stop_watchdog()
         _current = None
     if not dist.is_initialized():
@@ -260,23 +260,23 @@ def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
 
 
 def made_here() -> Group | None:
-    """Return the default group if this package made it, else ``None``."""
+    """Return the default group if this package created it, else ``None``."""
     return _current if _current is not None and _current.is_current and _current.was_made_here else None
 
 
 def is_ours() -> bool:
-    """Return whether backends of this package use the present default group."""
+    """Return whether backends of this package use the current default group."""
     return _current is not None and _current.is_current and bool(_current.members)
 
 
 def break_up() -> tuple[list[Member], int]:
-    """End the default group although it is in use, and every other group.
+    """Destroy the default group and every other group, even while they are in use.
 
-    The ``Group`` object is kept until the next call, because destroying the groups of gradients at once could wait
-    forever, as ``Group.for_gradients`` explains.
+    The ``Group`` object is kept until the next call, because destroying its gradient groups at once could deadlock, as
+    ``Group.for_gradients`` explains.
 
     Returns:
-        The members of the group, and the number of torch's groups that this package didn't make.
+        The members of the group, and the number of torch's groups that this package didn't create.
     """
     global _broken, _current
     _broken, _current = _current, None
@@ -296,7 +296,7 @@ def break_up() -> tuple[list[Member], int]:
 
 
 def current_place() -> RankPlace | None:
-    """Return this rank's place in the present group, ``None`` if there is none."""
+    """Return this rank's place in the current group, ``None`` if there is none."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     place = RankPlace.from_environment()
@@ -338,9 +338,9 @@ def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
 
 
 def _lengthen_gloo() -> datetime.timedelta | None:
-    """Give gloo the longer deadline of CPUs instead of NCCL's; return it, or ``None`` without gloo.
+    """Set gloo's deadline to the longer one of CPUs instead of NCCL's; return it, or ``None`` without gloo.
 
-    The host's own calls, such as waiting for a rank that prepares the data, go through gloo.
+    Calls of the host, such as waiting for a rank that prepares the data, go through gloo.
     """
     group: Any = dist.group.WORLD
     try:
@@ -355,7 +355,7 @@ def _lengthen_gloo() -> datetime.timedelta | None:
 def _meet(place: RankPlace, prefix: str, timeout: datetime.timedelta) -> Store:
     """Return the store that rank 0 serves, once all ranks have connected to it.
 
-    A rank may still find the store of the previous group, which ends with that group a moment later. Then it retries.
+    A rank retries if it connected to the previous group's store, which closes a moment later with that group.
     """
     deadline_s = time.monotonic() + timeout.total_seconds()
     while True:
@@ -373,7 +373,7 @@ def _meet(place: RankPlace, prefix: str, timeout: datetime.timedelta) -> Store:
 
 
 def _wait_for_all(store: Store, place: RankPlace, timeout: datetime.timedelta) -> None:
-    """Wait until every rank has connected to the store; the error names those that haven't."""
+    """Wait until every rank has connected to the store; the error names the missing ranks."""
     keys = [f"rank {rank}" for rank in range(place.world_size)]
     store.set(keys[place.rank], "here")
     try:
@@ -388,9 +388,9 @@ def _wait_for_all(store: Store, place: RankPlace, timeout: datetime.timedelta) -
 
 
 class GlooSockets:
-    """The connections through which gloo reaches other ranks. Shutting them down frees a rank that waits in vain.
+    """gloo's connections to other ranks. Shutting them down frees a rank that hangs in a collective.
 
-    gloo can't abandon a collective, but every wait on a closed connection raises.
+    gloo can't abort a collective, but every wait on a closed connection raises.
 
     Args:
         store_port: Port of the ranks' store, whose connections stay open.
@@ -402,7 +402,7 @@ class GlooSockets:
 
     @contextlib.contextmanager
     def opened_inside(self) -> Iterator[None]:
-        """Remember the sockets that the body opens while it makes a group."""
+        """Record the sockets that the body opens while it creates a group."""
         before = _open_sockets()
         try:
             yield

@@ -1,7 +1,7 @@
-"""A watchdog that reports what the ranks of a group are doing when one of them waits in vain.
+"""A watchdog that reports what the ranks of a group are doing when one of them hangs in a collective.
 
-It costs training nothing: on each rank, a thread checks the store once a second for trouble or a question. Only when a
-rank has failed, has ended, or asks, do the other ranks' threads write to the store where their training thread is.
+On each rank a thread checks the store once a second for trouble or a question, which costs training nothing. Only when
+a rank has failed, has ended, or asks, do the other ranks' threads write to the store where their training thread is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _POLL_S = 0.1
 
 
 class CollectiveWatchdog:
-    """Reports what every rank was doing when this one waits in vain, and frees it when a peer has failed or ended.
+    """Reports what every rank was doing when this one hangs, and frees this rank when a peer has failed or ended.
 
     Args:
         store: The ranks' store, under a prefix of this group's own.
@@ -115,14 +115,12 @@ class CollectiveWatchdog:
                 return
 
     def _is_in_a_collective(self, frame: types.FrameType | None) -> bool:
-        """Return whether the watched thread waits for other ranks, or for a GPU that waits for them.
-
-        A stack doesn't show which calls wait for a GPU, but NCCL knows whether it has completed all enqueued work.
-        """
+        """Return whether the watched thread waits for other ranks, or for a GPU that waits for them."""
         if code_places.runs_only_ours(frame):  # as between two cells of a session
             return False
         if any(map(code_places.waits_for_ranks, code_places.library_calls(frame))):
             return True
+        # A stack doesn't show which calls wait for a GPU, but NCCL knows whether it has completed all enqueued work.
         changed = _nccl_status().items() - self._initial_status.items()
         return any(enqueued != completed for _, (enqueued, completed) in changed)
 
@@ -163,7 +161,7 @@ class CollectiveWatchdog:
         self._answered = question + 1
 
     def _collect(self, kind: str) -> str:
-        """Return a line for each rank that says what it is doing, after waiting for keys of this kind for a while."""
+        """Wait some seconds for the ranks' keys of this kind, and return a line for each rank with its activity."""
         deadline = time.monotonic() + _ANSWER_DEADLINE_S
         ranks = range(self._place.world_size)
         texts: dict[int, str] = {}

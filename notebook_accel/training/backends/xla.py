@@ -1,6 +1,6 @@
 """The backend for XLA devices, TPUs or the CPU in place of one, through torch_xla and PJRT.
 
-Only this module and ``xla_collectives`` use torch_xla, and they import it at its first use.
+Only this module and ``xla_collectives`` use torch_xla, and they import it on first use.
 
 XLA computes a step as a whole: it records operations, and compiles and runs them when the step ends. Here a step ends
 when the loop asks the prepared loader for its next batch, or, outside of such a loop, after the optimizer's step.
@@ -46,11 +46,11 @@ def is_asked_for() -> bool:
 class XlaDevice:
     """A ``Backend`` on one XLA device.
 
-    Tensors on the host travel between ranks by gloo, in a group with ``options``; tensors on devices travel directly if
-    PJRT has joined the devices.
+    Host tensors are exchanged through gloo, in a group with ``options``; device tensors directly if PJRT has joined the
+    devices, otherwise through the host.
 
     Raises:
-        TrainingError: The other ranks didn't come in time, or PJRT gives this process no device of its own.
+        TrainingError: The other ranks didn't join in time, or PJRT gives this process no device of its own.
     """
 
     def __init__(self, place: RankPlace, options: InitProcessGroupKwargs) -> None:
@@ -92,7 +92,7 @@ class XlaDevice:
 
         try:
             used_and_total()
-        except RuntimeError:  # the CPU in place of a TPU has none of its own
+        except RuntimeError:  # the CPU in place of a TPU reports no memory
             return None
         return used_and_total
 
@@ -140,11 +140,10 @@ class XlaDevice:
         reporter().release_metrics()
 
     def _compute(self) -> None:
-        """Have the device compute all recorded work, in the middle of a step or outside of one."""
+        """Run all recorded operations on the device, within a step or outside of one."""
         import torch_xla.core.xla_model as xm
 
-        # At the end of a step torch_xla changes the state of random numbers. But random numbers shouldn't depend on
-        # when ranks wait for each other or save something.
+        # torch_xla changes the random state at the end of a step. A barrier or a checkpoint must not change it.
         state = xm.get_rng_state(str(self.device))
         self.mark_step()
         xm.set_rng_state(state, str(self.device))
@@ -239,9 +238,9 @@ class XlaDevice:
 
 
 class _XlaUploader:
-    """An ``Uploader`` that uses torch_xla's parallel loader, which works in a thread of its own.
+    """An ``Uploader`` that uses torch_xla's parallel loader, which runs in its own thread.
 
-    It reports the batches' shapes to ``compilations``, and calls ``mark_step`` before it takes a batch and at the end.
+    It reports the batches' shapes to ``compilations``, and calls ``mark_step`` before it takes a batch and on close.
     """
 
     _DEADLINE_S = 600.0
@@ -337,7 +336,7 @@ class Compilations:
             reporter().set_compiling(True)
 
     def step_ended(self) -> None:
-        """Record the end of a step, by which it is compiled."""
+        """Report whether the step that ends here was compiled."""
         before, self._count = self._count, self._compiled()
         reporter().set_compiling(self._count > before)
 
@@ -355,7 +354,7 @@ def _shown(shapes: _Shapes) -> str:
 
 _VISIBLE = "TPU_VISIBLE_CHIPS"
 _ADDRESSES = "TPU_PROCESS_ADDRESSES"
-# If a key isn't set, torch_xla takes the machine's shape from its value, and sets the key to one process's part of it.
+# torch_xla sets a missing key, for one process, from the variable that its value names, for the whole machine.
 # https://github.com/pytorch/xla/blob/v2.9.0/torch_xla/_internal/tpu.py
 _SHAPE = {
     "TPU_PROCESS_BOUNDS": "TPU_HOST_BOUNDS",
@@ -371,7 +370,7 @@ def _join_devices(place: RankPlace) -> tuple[torch.device, bool]:
     """Return this process's device, and True if PJRT has joined the devices of all ranks.
 
     PJRT reads the environment once, after torch_xla has added missing variables. But notebook services set some of them
-    for a single process that has the whole TPU. Ranks that follow these wait for each other in vain, or fail.
+    for a single process that has the whole TPU, with which ranks hang or fail.
 
     PJRT joins TPU chips of one core. It doesn't join CPUs in place of TPUs. On chips of two cores it would join both
     cores, while each rank computes on one.
@@ -410,7 +409,7 @@ def take_one_chip(place: RankPlace, environ: MutableMapping[str, str]) -> None:
 
 
 def forget_whole_machine(place: RankPlace, environ: MutableMapping[str, str]) -> None:
-    """Remove variables that were set for one process with the whole TPU, unless they are for as many as the ranks."""
+    """Remove variables that describe one process with the whole TPU, unless they describe one process per rank."""
     is_one_machine = place.world_size == place.local_world_size
     if not is_one_machine or environ.get(_ADDRESSES, "").count(",") + 1 == place.world_size:
         return
@@ -427,7 +426,7 @@ _LOCKED_FOLDER = pathlib.Path(__file__).parent
 
 
 def is_memory_short(size_bytes: int, ranks: int) -> bool:
-    """Return whether there is too little memory for the ranks of this machine to take this much at the same time."""
+    """Return whether the ranks of this machine lack the memory to each take ``size_bytes`` at the same time."""
     return ranks > 1 and ranks * size_bytes > _MEMORY_SHARE * host_memory.available_bytes()
 
 
@@ -437,10 +436,10 @@ def one_at_a_time() -> Iterator[None]:
 
     It is not a collective: ranks move models in their own time. If a process dies, the system releases its lock.
     """
-    fcntl = importlib.import_module("fcntl")  # here, since this module can also be imported on other systems
+    fcntl = importlib.import_module("fcntl")  # here, since other systems import this module too
     common = os.open(_LOCKED_FOLDER, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # A folder mounted from another machine may have no locks. Then ranks go on at the same time.
+        # A folder mounted from another machine may have no locks. Then ranks run the body at the same time.
         with contextlib.suppress(OSError):
             fcntl.flock(common, fcntl.LOCK_EX)
         yield

@@ -1,8 +1,8 @@
 """Collectives of XLA devices, and data parallelism that uses them.
 
-If PJRT has joined the devices, collectives become parts of a graph, which is computed when a step ends. All ranks'
-graphs have to be the same program, or ranks wait for each other forever. So values that differ between ranks, such as
-the source of a broadcast, enter the graph as data, never as a constant, a shape, or a further operation.
+If PJRT has joined the devices, collectives become parts of a graph, which runs when a step ends. All ranks' graphs have
+to be the same program, or the ranks deadlock. So values that differ between ranks, such as the source of a broadcast,
+enter the graph as data, never as a constant, a shape, or a further operation.
 
 Otherwise values go through the host's memory, by gloo. A step then has two graphs: all operations before its
 collective, and the rest.
@@ -48,8 +48,8 @@ class BetweenDevices:
         xm.all_reduce(xm.REDUCE_SUM, list(tensors), scale=scale, pin_layout=False)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Each rank adds its tensor to zeros in the places of the others, because torch_xla's own all_gather has the
-        # order of the devices, which may differ from that of the ranks.
+        # All-reduce each rank's tensor with zeros in the other ranks' places: torch_xla's own all_gather uses the order
+        # of the devices, which may differ from that of the ranks.
         own = torch.arange(self._world_size) == self._rank
         mask = own.reshape(-1, *[1] * tensor.ndim).to(tensor.device)
         places = _summable(tensor).unsqueeze(0) * mask.to(_summable(tensor).dtype)
@@ -77,7 +77,7 @@ def _summable(tensor: torch.Tensor) -> torch.Tensor:
 class ThroughHost:
     """``Collectives`` of devices that PJRT hasn't joined, through the host's memory.
 
-    ``host`` is the backend of tensors on the host; ``compute`` has the device compute all recorded work.
+    ``host`` is the backend of host tensors; ``compute`` runs all recorded operations on the device.
     """
 
     def __init__(self, host: Backend, compute: Callable[[], None]) -> None:
@@ -133,7 +133,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 class XlaDataParallel(AveragingWrapper):
     """Averages a model's gradients over the ranks at the end of each backward pass, in one collective.
 
-    Parameters that begin to learn later, such as those of added layers, are averaged too.
+    Parameters that become trainable later, such as those of added layers, are averaged too.
     """
 
     def __init__(self, model: torch.nn.Module, world_size: int, collectives: Collectives) -> None:
@@ -163,7 +163,7 @@ class XlaDataParallel(AveragingWrapper):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave this rank's gradients local in the body."""
+        """Keep this rank's gradients local in the body."""
         before, self._syncs = self._syncs, False
         try:
             yield
