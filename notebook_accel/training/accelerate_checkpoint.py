@@ -116,7 +116,7 @@ class AccelerateCheckpoint:
             state["cuda"] = gpus[device.index or 0]
         if device.type == "xla" and "xm_seed" in saved:
             state["xla"] = saved["xm_seed"]
-        return random_state.plain(state)
+        return random_state.to_loadable(state)
 
     def _epoch_of(self, number: int, loader: Any) -> int:
         """Return the next epoch of a loader's saved sampler, or the loader's own if none was saved."""

@@ -328,7 +328,7 @@ class Accelerator(ProcessState):
             prepared = tuple(prepare_one(item, placement) if is_kind(item) else item for item, placement in pairs)
         if any(isinstance(item, torch.nn.Module) or models.is_leaf(item) for item in prepared):
             optimizers.refuse_unrelated(prepared, self._all_prepared)
-        self._memory_reports.follow(self._models, [prepared.optimizer for prepared in self._optimizers])
+        self._memory_reports.track(self._models, [prepared.optimizer for prepared in self._optimizers])
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_model(
@@ -344,7 +344,7 @@ class Accelerator(ProcessState):
             self._groups,
             self._precision,
             device_placement=self._is_placed(device_placement),
-            learns=not evaluation_mode,
+            averages=not evaluation_mode,
             parallel=self._handlers.ddp,
             before_training_pass=self.gradient_state.refuse_missing_ranks,
             sharding=self._sharding,

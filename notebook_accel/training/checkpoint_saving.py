@@ -139,7 +139,7 @@ def save(
 
 def _norms_of_copies(models: Sequence[torch.nn.Module]) -> dict[str, float]:
     """Return by name the norm of each parameter that should be equal on all ranks."""
-    copied: list[Any] = [model for model in map(fsdp.plain, models) if isinstance(model, DistributedDataParallel)]
+    copied: list[Any] = [model for model in map(fsdp.uncompiled, models) if isinstance(model, DistributedDataParallel)]
     return {
         f"{type(model.module).__name__}.{name}": _norm(parameter.detach())
         for model in copied

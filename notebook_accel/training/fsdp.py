@@ -26,17 +26,17 @@ from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.trees import map_leaves
 
 # Prepared sharded models, each with pairs of an original parameter and its replacement.
-_replaced: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = (
+_sharded_models: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def is_sharded(model: object) -> bool:
     """Return whether a model was prepared and is sharded by ``fully_shard``."""
-    return isinstance(model, torch.nn.Module) and plain(model) in _replaced
+    return isinstance(model, torch.nn.Module) and uncompiled(model) in _sharded_models
 
 
-def plain(model: torch.nn.Module) -> torch.nn.Module:
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside a ``torch.compile`` wrapper, or the model itself."""
     while "_orig_mod" in model._modules:
         model = cast(torch.nn.Module, model._modules["_orig_mod"])
@@ -65,9 +65,9 @@ def data_mesh(model: torch.nn.Module) -> Any:
     return None
 
 
-def take(model: torch.nn.Module, before_forward: Callable[[], None]) -> None:
+def register(model: torch.nn.Module, before_forward: Callable[[], None]) -> None:
     """Register a sharded model, and call ``before_forward`` before each forward pass, which waits for all ranks."""
-    _replaced.setdefault(model, [])
+    _sharded_models.setdefault(model, [])
     is_left_whole = False
 
     def before_gathering(*_: object) -> None:
@@ -138,10 +138,10 @@ def shard(
         kept = _named(model, ignored)
     for tensor in kept:
         tensor.data = tensor.data.to(backend.device)
-    take(model, before_forward)
+    register(model, before_forward)
     new = dict(model.named_parameters(remove_duplicate=False))
-    _replaced[model] = [(old, new[name]) for name, old in named if new[name] is not old]
-    for old, _ in _replaced[model]:
+    _sharded_models[model] = [(old, new[name]) for name, old in named if new[name] is not old]
+    for old, _ in _sharded_models[model]:
         _release(old)
     return kept
 
@@ -430,8 +430,8 @@ def empty_like(own: Any, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 def remap(optimizer: torch.optim.Optimizer) -> None:
     """Replace an optimizer's original parameters by those of the sharded models, and shard its state."""
-    new = {id(old): parameter for pairs in _replaced.values() for old, parameter in pairs}
-    for model in _replaced:
+    new = {id(old): parameter for pairs in _sharded_models.values() for old, parameter in pairs}
+    for model in _sharded_models:
         new.update(reshard(model))
     for group in optimizer.param_groups:
         group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
@@ -539,7 +539,7 @@ def on_host(value: Any) -> Any:
 def state_of(model: torch.nn.Module) -> dict[str, Any]:
     """Return a model's state dict, in which a tensor with several names is one object."""
     once: dict[int, Any] = {}
-    state: dict[str, Any] = plain(model).state_dict(keep_vars=True)
+    state: dict[str, Any] = uncompiled(model).state_dict(keep_vars=True)
     return {
         name: once.setdefault(id(value), value.detach()) if isinstance(value, torch.Tensor) else value
         for name, value in state.items()

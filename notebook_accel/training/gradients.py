@@ -68,11 +68,11 @@ class AveragingWrapper(torch.nn.Module):
         return operator.itemgetter(0), ((self.module,),)
 
 
-class LearningParameters:
+class TrainableParameters:
     """A snapshot of which parameters of a model require gradients.
 
     Attributes:
-        learning: The parameters that required gradients at that time.
+        trainable: The parameters that required gradients at that time.
     """
 
     _registrations: ClassVar[int] = 0  # of parameters and modules, in any module of this process
@@ -87,7 +87,7 @@ class LearningParameters:
         self._seen = self._registrations
         self._all = list(model.parameters())
         self._frozen = [parameter for parameter in self._all if not parameter.requires_grad]
-        self.learning = [parameter for parameter in self._all if parameter.requires_grad]
+        self.trainable = [parameter for parameter in self._all if parameter.requires_grad]
 
     @classmethod
     def _count(cls, module: torch.nn.Module, *_: object) -> None:
@@ -98,7 +98,7 @@ class LearningParameters:
         """Return whether layers have been frozen, unfrozen, added or replaced since the snapshot."""
         if self._seen != self._registrations and self._are_others():
             return True
-        return not all(map(_requires_grad, self.learning)) or any(map(_requires_grad, self._frozen))
+        return not all(map(_requires_grad, self.trainable)) or any(map(_requires_grad, self._frozen))
 
     def _are_others(self) -> bool:
         if any(self._latest.get(id(module), 0) > self._seen for module in self._model.modules()):
@@ -117,16 +117,16 @@ class LearningParameters:
         return [parameter for parameter in self._model.parameters() if id(parameter) not in known]
 
 
-def follow(model: torch.nn.Module) -> None:
+def register(model: torch.nn.Module) -> None:
     """Register a wrapper whose gradients ``UncalledModels`` averages in steps in which the wrapper wasn't called."""
     if hasattr(type(model), "_own_parameters"):  # XLA's wrapper averages even if it isn't called
-        UncalledModels.followed += 1
-        _averaging[UncalledModels.followed] = model
+        UncalledModels.registered += 1
+        _averaging[UncalledModels.registered] = model
 
 
-def follow_frozen(model: torch.nn.Module, backend: Backend) -> None:
+def register_frozen(model: torch.nn.Module, backend: Backend) -> None:
     """Register a fully frozen model, whose gradients ``UncalledModels`` averages if it is unfrozen later."""
-    UncalledModels.followed += 1
+    UncalledModels.registered += 1
     _frozen[model] = _FrozenModel(model, backend)
 
 
@@ -147,7 +147,7 @@ class UncalledModels:
         optimizer: The optimizer whose parameters are averaged.
     """
 
-    followed: ClassVar[int] = 0  # number of models registered so far; equal on all ranks
+    registered: ClassVar[int] = 0  # number of models registered so far; equal on all ranks
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -189,7 +189,7 @@ class UncalledModels:
 
     def _find(self) -> None:
         groups = self._optimizer.param_groups
-        among = self.followed, [len(group["params"]) for group in groups]
+        among = self.registered, [len(group["params"]) for group in groups]
         if among == self._found_among:
             return
         self._found_among = among

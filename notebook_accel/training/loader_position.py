@@ -258,7 +258,7 @@ class LoaderPosition:
                 self.epoch,
                 step,
                 running.total,
-                begun=random_state.plain(self._begun),
+                begun=random_state.to_loadable(self._begun),
                 generators=self._generators,
                 ahead=[_plain(self.ahead)] if _is_plain(self.ahead) else [],
                 samples=deal.samples_after(step, running.undealt),
@@ -327,7 +327,7 @@ class LoaderPosition:
         try:
             yield
         finally:
-            random_state.restore(random_state.plain(now))
+            random_state.restore(random_state.to_loadable(now))
 
     @contextlib.contextmanager
     def running(self, current: LoaderIteration) -> Iterator[None]:

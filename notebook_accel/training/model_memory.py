@@ -26,7 +26,7 @@ class ModelMemoryReports:
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
-    def follow(self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def track(self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Report the memory now and after the first steps. Outside a launched rank, do nothing."""
         if not reporter().is_connected:
             return

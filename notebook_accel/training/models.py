@@ -26,7 +26,7 @@ from notebook_accel.training.backends.shared_samples import all_ranks
 from notebook_accel.training.collectives import verify_model
 from notebook_accel.training.compiling import without_own_wrapper
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
-from notebook_accel.training.gradients import LearningParameters
+from notebook_accel.training.gradients import TrainableParameters
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.trees import to_float32
@@ -68,7 +68,7 @@ def prepare_model(
     precision: Precision,
     *,
     device_placement: bool = True,
-    learns: bool = True,
+    averages: bool = True,
     parallel: DistributedDataParallelKwargs | None = None,
     before_training_pass: Callable[[], None] | None = None,
     sharding: FullyShardedDataParallelPlugin | None = None,
@@ -80,7 +80,7 @@ def prepare_model(
     With one rank this is ``model`` itself. The model keeps its parameters, so existing optimizers still work. Autocast
     also applies when another module calls the model.
 
-    Gradients are averaged only if the model ``learns``: those of the parameters that require one in a forward pass.
+    With ``averages``, gradients are averaged over the ranks: those of the parameters that require one in a forward pass.
     ``before_training_pass`` is called before each forward pass that trains together with other ranks.
 
     With ``sharding`` the model is sharded over several ranks instead, which replaces its parameters: see ``fsdp``.
@@ -105,12 +105,12 @@ def prepare_model(
         )
         model = model.module
     if fsdp.was_fully_sharded(model):
-        return _taken(model, backend, precision, before_sharded_pass)
+        return _sharded_before(model, backend, precision, before_sharded_pass)
     _end_autocasting(model)
     if sharding is not None and backend.place.world_size > 1 and not isinstance(model, DistributedDataParallel):
         _refuse_other_mesh(model, mesh)
         later = _LateAveraging(model, backend, before_sharded_pass)
-        ignored = fsdp.shard(fsdp.plain(model), backend, sharding, precision.dtype, later, mesh)
+        ignored = fsdp.shard(fsdp.uncompiled(model), backend, sharding, precision.dtype, later, mesh)
         for parameter in ignored:
             if parameter.requires_grad:
                 _average(parameter, backend)
@@ -121,16 +121,16 @@ def prepare_model(
     if precision.dtype is not None:
         _begin_autocasting(model, precision.autocast)
     if any(map(is_sharded_tensor, model.parameters())):
-        return _with_parts(model, groups, before_sharded_pass)
-    if backend.place.world_size == 1 or not learns or isinstance(model, DistributedDataParallel):
+        return _tensor_parallel(model, groups, before_sharded_pass)
+    if backend.place.world_size == 1 or not averages or isinstance(model, DistributedDataParallel):
         return model
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        gradients.follow_frozen(model, backend)
+        gradients.register_frozen(model, backend)
         return model
     verify_model(backend, model)
     distributed = backend.data_parallel(model, parallel or DistributedDataParallelKwargs())
     _made_here.add(distributed)
-    gradients.follow(distributed)
+    gradients.register(distributed)
     if before_training_pass is not None:
         # The backward pass checks too, but a forward pass can also wait for the other ranks.
         distributed.register_forward_pre_hook(functools.partial(_before_forward, before_training_pass))
@@ -151,7 +151,7 @@ def _has_its_place(model: torch.nn.Module) -> bool:
     return False
 
 
-def _taken(
+def _sharded_before(
     model: torch.nn.Module, backend: Backend, precision: Precision, before_sharded_pass: Callable[[], None]
 ) -> torch.nn.Module:
     """Register and return a model that an earlier ``prepare`` or the user's code has sharded by ``fully_shard``.
@@ -166,7 +166,7 @@ def _taken(
                 stacklevel=2,
             )
         later = _LateAveraging(model, backend, before_sharded_pass)
-        fsdp.take(fsdp.plain(model), later)
+        fsdp.register(fsdp.uncompiled(model), later)
         for parameter in model.parameters():
             if parameter.requires_grad and not is_sharded_tensor(parameter):
                 prepare_leaf(parameter, backend)
@@ -174,7 +174,7 @@ def _taken(
     return model
 
 
-def _with_parts(model: torch.nn.Module, backend: Backend, before_pass: Callable[[], None]) -> torch.nn.Module:
+def _tensor_parallel(model: torch.nn.Module, backend: Backend, before_pass: Callable[[], None]) -> torch.nn.Module:
     """Register and return a tensor-parallel model, after broadcasting the weights that ranks have in common."""
     if backend.place.world_size > 1:
         raise TrainingError(
@@ -185,7 +185,7 @@ def _with_parts(model: torch.nn.Module, backend: Backend, before_pass: Callable[
         )
     verify_model(all_ranks(backend), model)
     fsdp.share_weights(model, all_ranks(backend))
-    fsdp.take(fsdp.plain(model), before_pass)
+    fsdp.register(fsdp.uncompiled(model), before_pass)
     return model
 
 
@@ -202,16 +202,16 @@ class _LateAveraging:
 
     def begin(self) -> None:
         """Record which parameters are trainable now."""
-        self._parameters = LearningParameters(self._model)
-        self._averaged = {id(parameter): parameter for parameter in self._parameters.learning}
+        self._parameters = TrainableParameters(self._model)
+        self._averaged = {id(parameter): parameter for parameter in self._parameters.trainable}
 
     def __call__(self) -> None:
         self._before_pass()
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self._parameters.have_changed():
             return
         fsdp.reshard(self._model)
-        self._parameters = LearningParameters(self._model)
-        for parameter in self._parameters.learning:
+        self._parameters = TrainableParameters(self._model)
+        for parameter in self._parameters.trainable:
             if id(parameter) not in self._averaged and not is_sharded_tensor(parameter):
                 self._averaged[id(parameter)] = parameter
                 prepare_leaf(parameter, self._backend)

@@ -284,7 +284,7 @@ def clip_grad_norm(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if state.sync_gradients:
-        _complete(parameters, optimizers, scaler)
+        _finish_gradients(parameters, optimizers, scaler)
         if any(map(is_sharded_tensor, parameters)):
             return fsdp.clip_grad_norm(parameters, max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
@@ -304,12 +304,12 @@ def clip_grad_value(
     """Clip each gradient of a complete window to ``[-clip_value, clip_value]``; within a window clip nothing."""
     if state.sync_gradients:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        _complete(parameters, optimizers, scaler)
+        _finish_gradients(parameters, optimizers, scaler)
         for group in fsdp.by_mesh(parameters):
             torch.nn.utils.clip_grad_value_(group, clip_value)
 
 
-def _complete(
+def _finish_gradients(
     parameters: Sequence[torch.Tensor], optimizers: Iterable[AcceleratedOptimizer], scaler: LossScaler | None
 ) -> None:
     """Bring gradients to the values that the step uses: averaged over the ranks, and unscaled."""

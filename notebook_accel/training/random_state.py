@@ -62,7 +62,7 @@ def snapshot() -> dict[str, Any]:
     return state
 
 
-def plain(state: dict[str, Any]) -> dict[str, Any]:
+def to_loadable(state: dict[str, Any]) -> dict[str, Any]:
     """Return a snapshot in a form that ``torch.load(weights_only=True)`` reads."""
     version, words, gauss = state["python"]
     made = {**state, "python": (version, torch.tensor(words, dtype=torch.int64), gauss)}
@@ -73,12 +73,12 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def capture(backend: Backend) -> dict[str, Any]:
-    """Return the state of this rank's generators, including its device's, in the form of ``plain``."""
-    return {**plain(snapshot()), **backend.generator_state()}
+    """Return the state of this rank's generators, including its device's, in the form of ``to_loadable``."""
+    return {**to_loadable(snapshot()), **backend.generator_state()}
 
 
 def restore(state: dict[str, Any], backend: Backend | None = None) -> None:
-    """Set the generators to a state from ``capture`` or ``plain``, including the device's if ``backend`` is given."""
+    """Set the generators to a state from ``capture`` or ``to_loadable``, including the device's if ``backend`` is given."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
@@ -144,16 +144,16 @@ def agree(backend: Backend) -> None:
 
 def drawn_apart(items: Iterable[_T]) -> Iterator[_T]:
     """Yield items that draw random numbers when they are created, without a change of the generators outside."""
-    iterator, state = iter(items), plain(snapshot())
+    iterator, state = iter(items), to_loadable(snapshot())
     while True:
-        outside = plain(snapshot())
+        outside = to_loadable(snapshot())
         restore(state)
         try:
             item = next(iterator)
         except StopIteration:
             return
         finally:
-            state = plain(snapshot())
+            state = to_loadable(snapshot())
             restore({**state, **outside})
         yield item
 

@@ -70,7 +70,7 @@ class Stopping:
         self._is_time = False
         self._first_yes = 0
         self._is_agreed = threading.Event()
-        self._is_told = False
+        self._has_reported = False
 
     def begin(self, owner: object) -> None:
         """Start the thread, which ends when the time has come or ``owner`` is garbage-collected."""
@@ -88,8 +88,8 @@ class Stopping:
         self._is_agreed.wait(2 * _ANSWER_DEADLINE_S)
         if number < self._first_yes:
             return False
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_reported:
+            self._has_reported = True
             self._tell()
         return True
 

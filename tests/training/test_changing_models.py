@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from notebook_accel import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from notebook_accel.errors import TrainingError
 from notebook_accel.training import models
-from notebook_accel.training.gradients import LearningParameters
+from notebook_accel.training.gradients import TrainableParameters
+from notebook_accel.utils import extract_model_from_parallel
 from tests.training.ranks import Ranks, running
 
 pytestmark = pytest.mark.timeout(120)
@@ -380,6 +381,7 @@ def test_a_prepared_model_has_the_methods_of_the_model_in_it(two_ranks: Ranks) -
 
 def data_parallel() -> tuple[str, list[str]]:
     net = torch.nn.DataParallel(Net())
+    assert type(extract_model_from_parallel(net)).__name__ == "Net"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = Accelerator(cpu=True).prepare(net)
@@ -481,7 +483,7 @@ def test_tensors_in_the_places_of_parameters_are_no_change() -> None:
             return super().forward(x)
 
     net = Looks(2, 1)
-    followed = LearningParameters(net)
+    followed = TrainableParameters(net)
     torch.nn.Sequential(torch.nn.Tanh())  # something was registered somewhere
     changed: list[bool] = []
     others = {name: 2 * parameter for name, parameter in net.named_parameters()}

@@ -152,7 +152,7 @@ def names(api: str) -> Any:
     found.append(gradients.active_dataloader)
     before = model.weight.detach().clone()
     for sync in (False, True):
-        gradients._set_sync_gradients(sync)
+        accelerator.sync_gradients = sync
         accelerator.backward(net(torch.ones(1, 2)).sum())
         optimizer.step()
         optimizer.zero_grad()

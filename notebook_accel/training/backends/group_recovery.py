@@ -128,7 +128,7 @@ def _rejoin(members: Sequence[torch_group.Member], backend: str | None) -> list[
     return lost
 
 
-class _Counterparts(Generic[_T, _U]):
+class _TrackedObjects(Generic[_T, _U]):
     """Objects that all ranks created in the same order, held weakly, each with an associated value."""
 
     def __init__(self) -> None:
@@ -162,8 +162,8 @@ class _Counterparts(Generic[_T, _U]):
         return [alive[key] for key in sorted(common)], [alive[key][0] for key in sorted(alive) if key not in common]
 
 
-_parallels: _Counterparts[torch.nn.Module, _Connect] = _Counterparts()
-_states: _Counterparts[Any, None] = _Counterparts()
+_parallels: _TrackedObjects[torch.nn.Module, _Connect] = _TrackedObjects()
+_states: _TrackedObjects[Any, None] = _TrackedObjects()
 
 
 def track_parallel(parallel: torch.nn.Module, connect: _Connect) -> None:
@@ -193,7 +193,7 @@ def reconnect(parallel: Any, connect: _Connect, kept: Iterable[str] = ()) -> Non
     module = parallel.module
     vars(parallel).clear()
     try:
-        with _learning(module, before["_followed"].learning if "_followed" in before else ()):
+        with _temporarily_unfrozen(module, before["_watched"].trainable if "_watched" in before else ()):
             connect(parallel, module)
     except BaseException:
         vars(parallel).clear()
@@ -204,9 +204,9 @@ def reconnect(parallel: Any, connect: _Connect, kept: Iterable[str] = ()) -> Non
 
 
 @contextlib.contextmanager
-def _learning(model: torch.nn.Module, learned: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Unfreeze ``learned`` in the body if the whole model is frozen, since torch refuses to wrap a frozen model."""
-    frozen = [] if any(parameter.requires_grad for parameter in model.parameters()) else list(learned)
+def _temporarily_unfrozen(model: torch.nn.Module, unfrozen: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Unfreeze ``unfrozen`` in the body if the whole model is frozen, since torch refuses to wrap a frozen model."""
+    frozen = [] if any(parameter.requires_grad for parameter in model.parameters()) else list(unfrozen)
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:

@@ -20,7 +20,7 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training.backends import group_recovery, torch_group
 from notebook_accel.training.backends.devices import TorchDevice
-from notebook_accel.training.gradients import AveragingWrapper, LearningParameters, average
+from notebook_accel.training.gradients import AveragingWrapper, TrainableParameters, average
 from notebook_accel.training.handlers import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -143,7 +143,7 @@ class TorchDistributed(TorchDevice):
                 **options.options(),
             )
         parallel._explain = self.explain
-        parallel._followed = LearningParameters(model)
+        parallel._watched = TrainableParameters(model)
         parallel._connect = functools.partial(self._connect, options=options)
         if not again:
             _register_hook(parallel, options)
@@ -177,7 +177,7 @@ class _DataParallel(AveragingWrapper, DistributedDataParallel):
 
     _explain: Callable[[RuntimeError], None]
     _connect: Callable[..., None]
-    _followed: LearningParameters
+    _watched: TrainableParameters
     _calls: int = 0  # -1 if ``torch.compile`` runs the forward passes
     _local_calls: int = 0
     _has_said_uncalled: bool = False
@@ -202,11 +202,11 @@ class _DataParallel(AveragingWrapper, DistributedDataParallel):
 
     def _follow_changes(self) -> bool:
         """Update the parameters whose gradients torch averages. Return False if none requires a gradient."""
-        if not self._followed.have_changed():
+        if not self._watched.have_changed():
             return True
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             return False
-        added, hooks = self._followed.added(), self._comm_hooks
+        added, hooks = self._watched.added(), self._comm_hooks
         connect = functools.partial(self._connect, again=True)
         group_recovery.reconnect(self, connect, kept=("_join_config",))
         for hook, state in hooks:
@@ -221,10 +221,10 @@ class _DataParallel(AveragingWrapper, DistributedDataParallel):
         return True
 
     def _unused_parameters_error(self, error: RuntimeError) -> TrainingError:
-        learning = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        trainable = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         numbers = [int(number) for number in found[1].split()] if found else []
-        names = [learning[number] for number in numbers if number < len(learning)]
+        names = [trainable[number] for number in numbers if number < len(trainable)]
         shown = f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" if names else "some parameters"
         return TrainingError(
             f"In its last step, {type(self.module).__name__} didn't use {shown} on this rank.",

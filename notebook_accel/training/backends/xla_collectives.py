@@ -19,7 +19,7 @@ import torch
 
 from notebook_accel.errors import CollectiveError
 from notebook_accel.training.backends.backend import Backend
-from notebook_accel.training.gradients import AveragingWrapper, LearningParameters
+from notebook_accel.training.gradients import AveragingWrapper, TrainableParameters
 
 
 class Collectives(Protocol):
@@ -144,22 +144,22 @@ class XlaDataParallel(AveragingWrapper):
         self._syncs = True
         self._is_queued = False
         self._hooks: list[Any] = []
-        self._follow()
+        self._register_hooks()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self._followed.have_changed():
-            added = self._followed.added()
+        if torch.is_grad_enabled() and self._watched.have_changed():
+            added = self._watched.added()
             if added:
                 self._collectives.broadcast(added, source=0)
-            self._follow()
+            self._register_hooks()
         return self.module(*inputs, **kwargs)
 
-    def _follow(self) -> None:
+    def _register_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._followed = LearningParameters(self.module)
-        learning: list[Any] = self._followed.learning
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._queue) for parameter in learning]
+        self._watched = TrainableParameters(self.module)
+        trainable: list[Any] = self._watched.trainable
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._queue) for parameter in trainable]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -178,5 +178,5 @@ class XlaDataParallel(AveragingWrapper):
 
     def _average(self) -> None:
         self._is_queued = False
-        gradients = [parameter.grad for parameter in self._followed.learning if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._watched.trainable if parameter.grad is not None]
         self._collectives.all_reduce(gradients, scale=1 / self._world_size)
