@@ -80,7 +80,7 @@ def prepare_model(
     With one rank this is ``model`` itself. The model keeps its parameters, so existing optimizers still work. Autocast
     also applies when another module calls the model.
 
-    With ``averages``, gradients are averaged over the ranks: those of the parameters that require one in a forward pass.
+    With ``averages``, the gradients of parameters that require one in a forward pass are averaged over the ranks.
     ``before_training_pass`` is called before each forward pass that trains together with other ranks.
 
     With ``sharding`` the model is sharded over several ranks instead, which replaces its parameters: see ``fsdp``.

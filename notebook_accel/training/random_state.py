@@ -78,7 +78,7 @@ def capture(backend: Backend) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], backend: Backend | None = None) -> None:
-    """Set the generators to a state from ``capture`` or ``to_loadable``, including the device's if ``backend`` is given."""
+    """Set the generators, with ``backend`` also the device's, to a state from ``capture`` or ``to_loadable``."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))

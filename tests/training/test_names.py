@@ -53,7 +53,7 @@ MISSING = {
 }
 MISSING_ATTRIBUTES = {
     "Accelerator": "context_parallel_rank deepspeed_ulysses_dl_adapter fp8_backend lomo_backward "
-    "maybe_context_parallel pipeline_parallel_rank verify_device_map",
+    "pipeline_parallel_rank verify_device_map",
     "PartialState": "set_device",
     "AcceleratorState": "fork_launched get_deepspeed_plugin is_fsdp2 select_deepspeed_plugin",
     "GradientState": "dataloader_references is_xla_gradients_synced num_steps",  # the last is an instance's here

@@ -374,7 +374,8 @@ def test_sizes_that_do_not_fit(two_ranks: Ranks) -> None:
     with pytest.raises(ConfigError, match="leaves no ranks for that"):
         two_ranks.run(sharded_and_cut)
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig())
-    assert accelerator.parallelism_config is accelerator.torch_device_mesh is accelerator.state.device_mesh is None
+    assert accelerator.parallelism_config == ParallelismConfig(1, 1, 1)
+    assert accelerator.torch_device_mesh is accelerator.state.device_mesh is None
     with pytest.raises(TrainingError, match="have no mesh"):
         _ = accelerator.tensor_parallel_rank
 
