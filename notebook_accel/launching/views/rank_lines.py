@@ -54,29 +54,37 @@ class _RankValue:
         written: A function that formats a value.
         before: Text before the value.
         after: Text after the value.
+        total: A function that returns the total that a rank's value counts up to, ``None`` if it isn't known.
     """
 
     value: Callable[[RankState], float | None]
     written: Callable[[float], str]
     before: str = ""
     after: str = ""
+    total: Callable[[RankState], int | None] = lambda _: None
 
     def of_rank(self, rank: RankState) -> str:
         value = self.value(rank)
-        return "" if value is None else f"{self.before}{self.written(value)}{self.after}"
+        return "" if value is None else f"{self.before}{self.written(value)}{self._of_total([rank])}{self.after}"
 
     def of_all(self, ranks: Sequence[RankState]) -> str:
         values = [value for rank in ranks if (value := self.value(rank)) is not None]
         if not values:
             return ""
         least, most = self.written(min(values)), self.written(max(values))
-        return f"{self.before}{least if least == most else f'{least}..{most}'}{self.after}"
+        value = least if least == most else f"{least}..{most}"
+        return f"{self.before}{value}{self._of_total(ranks)}{self.after}"
+
+    def _of_total(self, ranks: Sequence[RankState]) -> str:
+        """Return the largest total, such as ``/50``; empty if no rank knows it."""
+        known = [total for total in map(self.total, ranks) if total]
+        return f"/{max(known)}" if known else ""
 
 
 def _columns(ranks: Sequence[RankState], now_s: float) -> list[_RankValue]:
     columns = [
-        _RankValue(lambda rank: rank.epoch, "{:.0f}".format, "epoch ", _of(rank.epochs for rank in ranks)),
-        _RankValue(lambda rank: rank.step, "{:.0f}".format, "step ", _of(rank.total for rank in ranks)),
+        _RankValue(lambda rank: rank.epoch, "{:.0f}".format, "epoch ", total=lambda rank: rank.epochs),
+        _RankValue(lambda rank: rank.step, "{:.0f}".format, "step ", total=lambda rank: rank.total),
         _RankValue(lambda rank: _rate(rank, now_s), "{:.1f}".format, "", " steps/s"),
     ]
     if not any(rank.silent for rank in ranks):  # the wait for a silent rank may take any time
@@ -107,12 +115,6 @@ def _rate(rank: RankState, now_s: float) -> float | None:
 
 def _metric(name: str) -> Callable[[RankState], float | None]:
     return lambda rank: rank.metrics.get(name)
-
-
-def _of(totals: Iterable[int | None]) -> str:
-    """Return the total, such as ``/50``; empty if no rank knows it."""
-    known = [total for total in totals if total]
-    return f"/{max(known)}" if known else ""
 
 
 def _place(rank: RankState) -> tuple[int, int]:

@@ -184,6 +184,15 @@ def test_last_lines_say_where_each_rank_ended() -> None:
     ]
 
 
+def test_each_rank_counts_up_to_a_total_of_its_own() -> None:
+    """One rank may write files, with a bar, while the others have only trained."""
+    progress = {0: events.Progress(step=1, total=2), 1: events.Progress(step=8, total=8, epoch=1)}
+    assert ended(make_job(), progress) == [
+        "rank 0  finished           step 1/2  memory 300 MiB",
+        "rank 1  finished  epoch 1  step 8/8  memory 301 MiB",
+    ]
+
+
 def test_many_ranks_are_one_line_with_the_slowest_named() -> None:
     job = make_job(world_size=8)
     out = io.StringIO()
