@@ -1,6 +1,6 @@
-"""The notebook's side: ``%load_ext notebook_accel`` (or ``kernel_ext``), the magics and the panel.
+"""The IPython extension, ``%load_ext notebook_accel`` (or ``kernel_ext``): the magics and the panel.
 
-Importing it touches no device and imports no torch.
+Importing this package touches no device and doesn't import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Remove the magics and stop what runs."""
+    """Remove the magics and stop all runs."""
     from kernel_ext import magics
 
     magics.unregister(shell)

@@ -1,4 +1,4 @@
-"""The line of a magic: parse and complete it."""
+"""Parses and completes the line of a magic."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def register(
     ``commands`` are the words that may come first.
     """
 
-    # IPython binds it to the shell like a method, and drops what doesn't begin as the last word does.
+    # IPython binds this to the shell like a method, and drops matches that don't begin with the last word.
     def complete(_: InteractiveShell, event: SimpleNamespace) -> list[str]:
         line, last = event.text_until_cursor, event.symbol
         before = line[: len(line) - len(last)].replace("=", " ").split()[1:]  # IPython splits words at "=" too
@@ -127,7 +127,7 @@ def register(
 
 
 def unregister(shell: InteractiveShell, magic: str) -> None:
-    """Remove the completion again. IPython has no function for that."""
+    """Remove a magic's completion, for which IPython has no function."""
     dispatcher = shell.strdispatchers.get("complete_command")
     if dispatcher is not None:
         dispatcher.strs.pop(magic, None)

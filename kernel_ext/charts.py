@@ -106,7 +106,7 @@ class _Drawing:
         )
 
     def _labels(self) -> str:
-        """Write the ranks' numbers at the ends of their curves, spread out where those are close together."""
+        """Write the ranks' numbers at the ends of their curves, spread out where the ends are close together."""
         if not self._has_labels:
             return ""
         ends = sorted((self._y(points[-1][1]), rank) for rank, points in self._ranks.items())
@@ -125,7 +125,7 @@ def ticks(low: float, high: float) -> list[float]:
     """Return up to five round numbers that span most of ``low`` to ``high``, from 0 where the curve comes near it."""
     if low >= 0 and low < 0.4 * high:
         low = 0.0
-    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-90):  # flat, as far as can be drawn
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-90):  # a flat curve
         low, high = low - max(abs(low), 1.0) / 2, low + max(abs(low), 1.0) / 2
     rough = (high - low) / _MOST_INTERVALS
     unit = 10.0 ** math.floor(math.log10(rough))
@@ -148,7 +148,7 @@ _Part: TypeAlias = tuple[float, float, Mapping[str, float] | None]
 
 
 def stacked_html(title: str, names: Sequence[str], parts: Sequence[_Part], limit_s: float) -> str:
-    """Draw what a duration consists of over the time of a run, as stacked areas of the classes ``nba-p-NAME``.
+    """Draw the parts of a duration over the time of a run, as stacked areas of the classes ``nba-p-NAME``.
 
     Args:
         title: The title above it.

@@ -1,7 +1,4 @@
-"""The line magic ``%distributed``: show, stop and inspect runs.
-
-Each command has a parser of its own, ``COMMANDS`` has them all.
-"""
+"""The line magic ``%distributed``: show, stop and inspect runs. Each command has a parser of its own."""
 
 from __future__ import annotations
 
@@ -97,7 +94,7 @@ def _status(given: argparse.Namespace) -> None:
 
 
 def _facts(entry: registry.Entry) -> dict[str, Any]:
-    """Return a run as JSON has it: times in seconds, those of day since the epoch, and memory in bytes."""
+    """Return a run's facts for JSON: durations in seconds, times in seconds since the epoch, memory in bytes."""
     job = entry.job
     ended = entry.ending.status  # read once, since the run may end meanwhile
     return {
@@ -168,7 +165,7 @@ def _interrupt(given: argparse.Namespace) -> None:
 def _running(name: str) -> Job:
     entry = registry.find(name, running=True)
     job = entry.job
-    if job is None:  # it ended between the two lines above
+    if job is None:  # the run ended between the two lines above
         raise NotebookAccelError(f"The run {entry.name!r} has just ended.")
     return job
 

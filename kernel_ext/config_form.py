@@ -1,7 +1,6 @@
 """The form that writes a configuration file: a field for each option, and a preview of the file.
 
-Only core ipywidgets, with the interface of 7.7, which Colab has. Where widgets aren't shown, a text says what to type
-instead.
+Only core ipywidgets, with the interface of 7.7, which Colab has. Without widgets, a text has the commands to type.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class _FormWidgets:
         return root
 
     def _offer_sources(self) -> None:
-        """List what the form can start from. The fields stay as they are."""
+        """List the sources that the form can start from. The fields keep their values."""
         self._filling = True
         self._sources = self._draft.sources()
         self._source.options = [(self._label(source), index) for index, source in enumerate(self._sources)]

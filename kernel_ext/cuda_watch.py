@@ -1,7 +1,7 @@
-"""Notes which cell initialised CUDA or XLA in the kernel, for CUDA with the line, so that errors can name it.
+"""Records which cell initialised CUDA or XLA in the kernel, for CUDA with the line, so that errors can name it.
 
-torch calls functions that were queued with it in the middle of its initialisation, with the guilty cell on the stack.
-Nothing is queued before somebody else imports torch. A finder in ``sys.meta_path`` notices that and removes itself.
+torch calls a queued function during CUDA's initialisation, with the guilty cell on the stack. The function is queued
+once the user's code imports torch: a finder in ``sys.meta_path`` notices the import and removes itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CudaWatch:
         self._was_cuda_initialized = self._was_xla_initialized = False
 
     def start(self) -> None:
-        """Begin to watch. An earlier initialisation can't be attributed any more."""
+        """Start watching. An earlier initialisation can't be attributed any more."""
         self._was_cuda_initialized = device_state.is_cuda_initialized()
         self._was_xla_initialized = device_state.is_xla_initialized()
         self._shell.events.register("post_run_cell", self._after_cell)
@@ -33,13 +33,13 @@ class CudaWatch:
             sys.meta_path.insert(0, self)
 
     def stop(self) -> None:
-        """Stop watching. The entry in torch's queue stays, and does no more than take a note."""
+        """Stop watching. The function in torch's queue stays, and does nothing but record a cell."""
         with contextlib.suppress(ValueError):
             self._shell.events.unregister("post_run_cell", self._after_cell)
         self._leave_imports()
 
     def find_spec(self, *_: object, **__: object) -> None:
-        """Look for torch, as an import finder that never finds anything itself."""
+        """Check for torch at each import. As an import finder, never find a module."""
         if self._queue():
             self._leave_imports()
 
@@ -48,11 +48,11 @@ class CudaWatch:
         sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
     def _queue(self) -> bool:
-        """Have torch call us when it initialises CUDA. Return whether that is arranged."""
+        """Register ``_initializing`` for torch's CUDA initialisation. Return whether it is registered."""
         cuda: Any = sys.modules.get("torch.cuda")
         if self._is_queued or cuda is None:
             return self._is_queued
-        # torch may be half imported, and the function is private: then the cell's number, without a line, has to do.
+        # torch may be half imported, and the function is private. On failure, only the cell is recorded, not the line.
         with contextlib.suppress(Exception):
             if not cuda.is_initialized():
                 cuda._lazy_call(self._initializing)
@@ -60,7 +60,7 @@ class CudaWatch:
         return self._is_queued
 
     def _initializing(self) -> None:
-        """Note the running cell. Torch calls this while it initialises CUDA, and would pass on an exception."""
+        """Record the running cell. torch calls this while it initialises CUDA, and would raise its exception there."""
         with contextlib.suppress(Exception):
             frame: FrameType | None = sys._getframe()
             while frame is not None and frame.f_globals is not self._shell.user_ns:

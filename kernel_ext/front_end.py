@@ -31,7 +31,7 @@ def kernel() -> Any:
 
 
 def is_watched(running: Any) -> bool:
-    """Return whether a user looks at a kernel's front end.
+    """Return whether a user watches a kernel's front end.
 
     Interactive front ends allow a cell to ask for input; nbclient, nbconvert and papermill don't. The kernel sees no
     other difference.
@@ -58,7 +58,7 @@ class LiveClicks:
         self._is_routed = False
 
     def attend(self, widget: Any) -> None:
-        """Have a widget's messages delivered while a cell runs, as far as this ipykernel can."""
+        """Route a widget's messages so that they arrive while a cell runs, if this ipykernel can."""
         if self._subshells() is None or not hasattr(widget.comm, _ROUTE):
             return
         made = _own_subshell(self._kernel)
@@ -92,7 +92,7 @@ def _own_subshell(kernel: Any) -> concurrent.futures.Future[str]:
     def create() -> None:  # subshells can only be made in that thread
         try:
             made.set_result(thread.manager._create_subshell())
-        except Exception:  # noqa: BLE001 - private, and so it may be called otherwise one day
+        except Exception:  # noqa: BLE001 - the method is private and may change
             made.set_result("")
 
     thread.io_loop.add_callback(create)

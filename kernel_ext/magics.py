@@ -195,7 +195,7 @@ class Magics:
         return value if isinstance(value, tuple) else (value,)
 
     def _define_here(self, cell: cells.Cell) -> None:
-        """Define the function that the cell launches in the notebook too, with what it needs.
+        """Define the function that the cell launches in the notebook too, with the definitions that it needs.
 
         Names that the notebook already has keep their values.
         """
@@ -212,7 +212,7 @@ class Magics:
 
 
 def register(shell: InteractiveShell) -> None:
-    """Register the magics in a shell, start warming the template, and import what the first launch will show."""
+    """Register the magics in a shell, start warming the template, and import the view of the first launch."""
     owner = shell.magics_manager.magics["cell"].get(_NAME)
     earlier = getattr(owner, "__self__", None)
     if owner is not None and not isinstance(earlier, Magics):

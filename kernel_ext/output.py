@@ -1,6 +1,6 @@
 """The ranks' output as plain text lines, and the panel's view of it, of their stacks and of their logs as HTML.
 
-A log's memory is bounded, however much the ranks write. Everything that a rank said is escaped.
+A log's memory is bounded, however much the ranks write. All text from ranks is escaped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class OutputLog:
         prefix: Returns the margin of a line of these ranks. Default: their numbers.
         count: Number of lines in all.
         error_count: Number of lines that looked like errors.
-        errors: The last of those, even if they are no longer in ``head`` or ``tail``.
+        errors: The last of these lines, even if they are no longer in ``head`` or ``tail``.
         head: The first lines. Later ones are in ``tail``.
     """
 
@@ -114,7 +114,7 @@ class OutputLog:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The reader's choice of what the panel shows below the table: a view, a rank if not all, and a text to search."""
+    """The reader's choice for the panel's part below the table: a view, a rank if not all, and a text to search."""
 
     view: Literal["output", "step", "stacks", "log"] = "output"
     rank: int | None = None
@@ -153,7 +153,7 @@ def errors_html(output: OutputLog, choice: Choice = Choice()) -> str:
 def stacks_html(stacks: Sequence[str], said: str, choice: Choice) -> str:
     """Show each rank's stack: its first line, with the rest folded below it where ranks are many.
 
-    ``said`` is a line above them, such as when they were asked.
+    ``said`` is a line above the stacks, such as the time of the request.
     """
     chosen = [text for rank, text in enumerate(stacks) if choice.rank in (None, rank) and choice.finds(text)]
     is_open = " open" if len(chosen) <= _MOST_OPEN_STACKS else ""

@@ -1,8 +1,8 @@
 """The live panel under a cell: a run's state in widgets that follow it.
 
 Only core ipywidgets, with the interface of 7.7, which Colab has. When the run has ended, plain HTML replaces the
-widgets, so that a saved notebook shows it without a kernel. A page that was reloaded meanwhile can't be made to replace
-them; for such a page the outermost widget stays open and shows that HTML too.
+widgets, so that a saved notebook shows the run without a kernel. A page that was reloaded during the run can't replace
+them, so the outermost widget stays open and shows the same HTML.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _MEAN, _EACH = "Mean", "Each rank"
 
 
 def open_view(job: Job) -> PanelView | _SummaryView | None:
-    """Open the panel of a run. Return ``None`` where nobody would see it.
+    """Open the panel of a run. Return ``None`` if no user watches the front end.
 
-    The option ``view="panel"`` overrides that. A run that has ended already gets no widgets, only its summary.
+    The option ``view="panel"`` skips this check. A run that has ended already gets no widgets, only its summary.
     """
     running = front_end.kernel()
     if running is None or (job.config.view != "panel" and not front_end.is_watched(running)):
@@ -82,7 +82,7 @@ class _SummaryView:
         self._profile: Profile | None = None
 
     def refresh(self) -> None:
-        """Take the events, so that they don't pile up."""
+        """Handle new events, so that they don't pile up."""
         self._take_events()
 
     def close(self) -> None:
@@ -91,11 +91,11 @@ class _SummaryView:
         self._show_summary()
 
     def _in_cell(self, act: Callable[[], None]) -> None:
-        """Call a function whose messages to front ends belong under the run's cell."""
+        """Call a function so that its messages to front ends appear under the run's cell."""
         self._cell_context.copy().run(act)
 
     def _take_events(self) -> set[type[events.Event]]:
-        """Take new events: keep output, and show what ranks display. Return the kinds of events."""
+        """Handle new events: keep output, and show the ranks' displays. Return the kinds of events."""
         kinds: set[type[events.Event]] = set()
         for rank, event in self._job.events():
             kinds.add(type(event))
@@ -107,7 +107,7 @@ class _SummaryView:
         return kinds
 
     def _facts(self, now_s: float, hint: str = "") -> render.RunFacts:
-        """Return what is shown besides the ranks' own state."""
+        """Return the facts that are shown besides the ranks' own state."""
         job = self._job
         end_s = now_s if job.ended_s is None else job.ended_s
         error = job.error
@@ -134,7 +134,7 @@ class _SummaryView:
         return self._diagnosis
 
     def _show(self, data: dict[str, Any]) -> None:
-        """Display a mime bundle in the run's place, replacing what is there."""
+        """Display a mime bundle in the run's place, replacing the previous one."""
         self._display(data, display_id=self._display_id, update=self._is_there)
         self._is_there = True
 
@@ -163,7 +163,7 @@ class PanelView(_SummaryView):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._has_changed = False  # something that people choose
+        self._has_changed = False  # True if a control was used since the last drawing
         self._clicked: Literal["", "stop", "interrupt"] = ""
         self._asking: threading.Thread | None = None
         self._stacks: tuple[str, ...] = ()
@@ -193,7 +193,7 @@ class PanelView(_SummaryView):
         self._show(front_end.widget_view(widgets.root, f"{job.name}: running on {job.devices}"))
 
     def refresh(self) -> None:
-        """Draw what is new. Without events only the clock moves, once a second."""
+        """Draw changes. Without events only the clock moves, once a second."""
         self._in_cell(self._refresh)
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class PanelView(_SummaryView):
         self._second = int(now_s - self._job.started_s)
 
     def _draw_state(self, facts: render.RunFacts, now_s: float, kinds: set[type[events.Event]]) -> None:
-        # Setting a widget to the value that it has sends nothing.
+        # Setting a widget to its present value sends nothing.
         widgets, state = self._widgets, self._job.state
         has_changed, self._has_changed = self._has_changed, False
         widgets.header.value = render.header_html(facts, state, now_s)
@@ -304,14 +304,14 @@ class PanelView(_SummaryView):
         self._has_changed = True
 
     def _on_ask(self) -> None:
-        """Ask for the ranks' stacks in the background, so that drawing never waits; unless that is under way."""
+        """Ask for the ranks' stacks in the background, unless a request is under way. Drawing never waits."""
         if self._asking is None or not self._asking.is_alive():
             self._stacks_said = "asking every rank …"
             self._asking = threading.Thread(target=self._ask, name="notebook-accel-stacks", daemon=True)
             self._asking.start()
 
     def _on_profile(self) -> None:
-        """Profile the next steps in the background, unless that is under way."""
+        """Profile the next steps in the background, unless a profile is under way."""
         if self._profiling is None or not self._profiling.is_alive():
             self._profile_said = f"profiling the next {_PROFILED_STEPS} steps …"
             self._profiling = threading.Thread(target=self._profile_steps, name="notebook-accel-profiles", daemon=True)
@@ -319,7 +319,7 @@ class PanelView(_SummaryView):
             self._on_change()
 
     def _on_detach(self) -> None:
-        """Let the run go on without the kernel, unless that is under way."""
+        """Detach the run in the background, unless it is being detached already."""
         if self._detaching is None or not self._detaching.is_alive():
             self._detach_said = "detaching …"
             self._detaching = threading.Thread(target=self._detach, name="notebook-accel-detach", daemon=True)
@@ -350,9 +350,9 @@ class PanelView(_SummaryView):
 
 
 class _PanelWidgets:
-    """The panel's widgets, in which people choose and click.
+    """The panel's widgets.
 
-    Each part is one widget, so that only changes are sent. Clicks may arrive in any thread: they are only noted there.
+    Each part is one widget, so that only changes are sent. Handlers of clicks may run in any thread and only set flags.
     Widgets change when the panel is drawn, in one thread.
     """
 
@@ -419,7 +419,7 @@ class _PanelWidgets:
 
     @property
     def choice(self) -> Choice:
-        """The choice of what is shown below the table."""
+        """The user's choice of the view below the table."""
         rank = None if self.rank.value == -1 else self.rank.value
         return Choice(_VIEWS[self.view.value], rank, self.search.value.strip())
 

@@ -1,4 +1,4 @@
-"""Draw a run's state as HTML and plain text. Pure functions; everything that a rank said is escaped.
+"""Draw a run's state as HTML and plain text. Pure functions; all text from ranks is escaped.
 
 Sanitizers may remove the style sheet, so the HTML reads well without it: a real table, words for states, text beside
 every bar. The live panel shows the parts (header, table, output, chart) in widgets; the summary that stays in the
@@ -59,7 +59,7 @@ class RunFacts:
         elapsed_s: The running time so far, or in all.
         hint: A hint for the reader, such as how to stop the run; may be empty.
         failed_rank: The rank whose traceback is shown, ``None`` if no rank has one.
-        traceback: That traceback.
+        traceback: The traceback of ``failed_rank``.
         is_background: Whether no cell waits for the run, so that only the panel reports a failure.
         log_folder: Folder of the ranks' whole output, empty if there is none.
         diagnosis: Where the time of the steps goes.
@@ -81,7 +81,7 @@ class RunFacts:
 
     @property
     def has_ended(self) -> bool:
-        """True if nothing will change any more."""
+        """True once the run has ended or was detached."""
         return self.status not in ("starting", "running")
 
     @property
@@ -142,7 +142,7 @@ def _profile_html(facts: RunFacts) -> str:
 
 
 def summary_text(facts: RunFacts, state: RunState, output: OutputLog, now_s: float) -> str:
-    """Return the summary as plain text, for where HTML isn't shown."""
+    """Return the summary as plain text, for front ends that show no HTML."""
     first = f"{facts.name}: {', '.join([facts.state, *_about_run(facts, state), _time(facts)])}"
     columns = _Table(state, now_s, facts.diagnosis.steps).columns
     rows = [["rank", *(column.head for column in columns)]]
@@ -192,7 +192,7 @@ def _traceback_html(facts: RunFacts) -> str:
         return ""
     lines = list(plain_lines(facts.traceback.strip()))
     left_out = len(lines) - _TRACEBACK_LINES
-    # Keep the last lines, which say what was raised, and where.
+    # Keep the last lines, which show the exception and its place.
     gap = [f"… {counted(left_out, 'line')} left out …"] if left_out > 0 else []
     body = scrolled(pre(html.escape("\n".join([*gap, *lines[-_TRACEBACK_LINES:]])), "Traceback"))
     is_open, said = (" open", " · job.results() raises it") if facts.is_background else ("", "")
@@ -204,16 +204,16 @@ def _traceback_html(facts: RunFacts) -> str:
 
 
 def table_html(state: RunState, now_s: float, steps: Mapping[int, Phases] = {}, *, is_folded: bool = True) -> str:
-    """Draw a row for each rank, and below it a row that says what happened to it.
+    """Draw a row for each rank, and below it a row with what happened to the rank, if anything.
 
-    Up to a screenful of ranks have a row each. Of more ranks, those in one state share a row (on several nodes, those
-    of one node), which shows their common values and their spread; a small cell below the table stands for each. Ranks
-    in a rare state, such as the one that failed, keep a row of their own.
+    Up to a screenful of ranks have a row each. With more ranks, all ranks in one state (on several nodes, of one node)
+    share a row, which shows their common values and their spread; below the table is a small cell for each rank. Ranks
+    in a rare state, such as a failed rank, keep a row of their own.
 
     Args:
         state: The run.
         now_s: The current time.
-        steps: The seconds of a step by phase, for the ranks where that was measured, by their number.
+        steps: The seconds of a step by phase, by the number of each measured rank.
         is_folded: Whether many ranks may share rows.
     """
     table = _Table(state, now_s, steps)
@@ -340,7 +340,7 @@ class _Table:
             columns.append(_number_column("busy", lambda rank: rank.utilisation, _percent))
         if not all(rank.has_ended or rank.last_event_s is None for rank in ranks):
             columns.append(_TableColumn("seen", self._seen, "nba-seen", together=self._seen_longest_ago))
-        # There from the start, since it takes the remaining width: other columns don't move when one is added.
+        # Shown from the start: it takes the remaining width, so that other columns don't move when one is added.
         if len(names) <= _MOST_METRICS_BESIDE_OUTPUT:
             columns.append(_TableColumn("last output", lambda rank: rank.last_line, "nba-last"))
         return columns
@@ -381,7 +381,7 @@ class _Table:
 
 
 def _note(rank: RankState, now_s: float) -> str:
-    """Say what happened to a rank; of a silent rank that others wait for, say where it is."""
+    """Return what happened to a rank, or where a silent rank is that others wait for; empty for other ranks."""
     if rank.note or rank.silent is None or rank.silent.waits_in:
         return rank.note
     at = f", at {plain_text(rank.silent.at)}" if rank.silent.at else ""
@@ -389,7 +389,7 @@ def _note(rank: RankState, now_s: float) -> str:
 
 
 def _shared_note(ranks: Sequence[RankState], now_s: float) -> str:
-    """Say what happened to the first rank of a group, and to how many of them."""
+    """Return the first note among several ranks, and the number of ranks that share it if not all do."""
     found = [note for rank in ranks if (note := _note(rank, now_s))]
     if not found:
         return ""
@@ -398,7 +398,7 @@ def _shared_note(ranks: Sequence[RankState], now_s: float) -> str:
 
 
 def _badge(word: str) -> str:
-    """Frame a word, in the colour of the state of that name."""
+    """Return a word as a badge in the colour of the state of that name."""
     return f'<span class="nba-badge nba-{html.escape(word)}">{html.escape(word)}</span>'
 
 

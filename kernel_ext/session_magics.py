@@ -1,8 +1,7 @@
 """The magics of a session: ``%distributed start | stop | restart | debug``, its cells, ``%push`` and ``%pull``.
 
-``%distributed attach`` and ``detach`` are here too where they concern a session that outlives its kernel.
-
-In its cells, completion and ``?`` are answered by rank 0.
+``%distributed attach`` and ``detach`` are here too where they concern a session that outlives its kernel. In a
+session's cells, rank 0 answers completion and ``?``.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ class SessionMagics:
     def handles(self, line: str) -> bool:
         """Return whether a ``%distributed`` line is for the session.
 
-        ``stop`` and ``detach`` are, unless they mean another run; ``attach`` is if it names a detached session.
-        ``detach`` may also give the session a new name.
+        ``stop`` and ``detach`` are, unless they name another run; ``attach`` is if it names a detached session.
+        ``detach`` may also rename the session.
         """
         command, *arguments = line.split() or [""]
         if command == "attach":
@@ -147,7 +146,7 @@ class SessionMagics:
         print(f"{self.session!r}\n{_HINT}")
 
     def _leave(self, name: str) -> None:
-        """Let the session go on without the kernel."""
+        """Detach the session from this kernel."""
         with held():
             session = self._needed("%distributed detach")
             session.leave(name)
@@ -185,7 +184,7 @@ class SessionMagics:
                 session.close()
 
     def release(self) -> None:
-        """End the session with what this kernel has of it: a detached one goes on."""
+        """End the session, or leave it if it was detached and can go on."""
         with held():
             if self.session is not None and self._may_leave:
                 session, self.session = self.session, None
@@ -307,7 +306,7 @@ class SessionMagics:
 
 
 def _describe(session: Session, asked: str) -> None:
-    """Print what rank 0 says about a name."""
+    """Print rank 0's description of a name."""
     lines = session.describe(asked, _ASKED_DEADLINE_S)
     print("\n".join(lines or [_why_nothing_is_known(session, asked, has_answered=lines is not None)]))
 
@@ -356,8 +355,8 @@ _ASKED = re.compile(r"\s*(?:\?\s*([\w.]+)|([\w.]+)\s*\?)\s*")
 class _CellHelp:
     """Answers a kernel's completion and inspection requests in cells of a session.
 
-    It wraps the kernel's two methods, since IPython's own completers aren't told which cell they complete. In a shell
-    without a kernel, such as a terminal's, it does nothing.
+    The kernel's two methods are wrapped, since IPython's own completers don't get the cell's text. In a shell without
+    a kernel, such as a terminal's, nothing is wrapped.
     """
 
     def __init__(self, shell: InteractiveShell, session: Callable[[], Session | None]) -> None:

@@ -45,7 +45,7 @@ def bar_html(phases: Phases | None) -> str:
 
 
 def verdict_html(diagnosis: Diagnosis) -> str:
-    """Return the answer in one line; nothing if nothing stands out."""
+    """Return the first reason and its fix in one line; empty if nothing stands out."""
     if not diagnosis.verdicts:
         return ""
     first = diagnosis.verdicts[0]
@@ -55,7 +55,7 @@ def verdict_html(diagnosis: Diagnosis) -> str:
 
 
 def step_html(diagnosis: Diagnosis) -> str:
-    """Return the tab: the answers, and the phases of a step of each rank, or of the mean and the latest rank."""
+    """Return the tab: the reasons, and the phases of a step of each rank, or of the mean and the last to arrive."""
     if not diagnosis.steps:
         return '<p class="nba-empty">Too few steps have been measured yet.</p>'
     verdicts = "".join(
@@ -76,14 +76,14 @@ def step_html(diagnosis: Diagnosis) -> str:
 
 
 def _columns(steps: Mapping[int, Phases]) -> dict[str, Phases]:
-    """Return the columns of the tab: a rank each, or the mean of many and the rank that waits least."""
+    """Return the columns of the tab: one for each rank, or the mean of many and the rank that waits least."""
     ranks = {f"rank {rank}": steps[rank] for rank in shown_ranks(steps)}
     mean = mean_of(list(steps.values())) if len(ranks) < len(steps) else None
     return ranks if mean is None else {f"mean of {len(steps)} ranks": mean, **ranks}
 
 
 def _over_time_html(diagnosis: Diagnosis) -> str:
-    """Return a chart for each column, on one scale; nothing until there is a course to draw."""
+    """Return a chart over time for each column, all on one scale; empty until there are measurements."""
     moments = diagnosis.over_time
     shown = shown_ranks(diagnosis.steps)
     charts = {f"rank {rank}": [moment.ranks.get(rank) for moment in moments] for rank in shown}

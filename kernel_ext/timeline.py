@@ -1,4 +1,4 @@
-"""Draw a profile: a lane with phases, collectives and operators for each rank, and what takes most below it.
+"""Draw a profile: a lane with phases, collectives and operators for each rank, and below it tables of what takes most.
 
 Pure functions of a ``Profile``. The text is complete without the style sheet, as in ``render``.
 """
@@ -41,13 +41,13 @@ def profile_html(profile: Profile) -> str:
 
 
 def latest_html(profile: Profile | None, said: str) -> str:
-    """Return the panel's latest profile, and a line above it such as that another one is being made."""
+    """Return the panel's latest profile, below a line of text about a profile that is being made or has failed."""
     above = f'<p class="nba-said" role="status">{html.escape(said)}</p>' if said else ""
     return above + ("" if profile is None else body_html(profile))
 
 
 def body_html(profile: Profile) -> str:
-    """Return the timeline, what takes most, and where the traces are, for an element of class ``nba-panel``."""
+    """Return the timeline, the tables and the path of the trace, for an element of class ``nba-panel``."""
     notes = "".join(f'<p class="nba-said">{html.escape(note)}</p>' for note in profile.notes)
     trace = ""
     if profile.trace is not None:
@@ -75,13 +75,13 @@ def _timeline_html(profile: Profile) -> str:
 
 
 def _label(index: int, ranks: Sequence[RankProfile]) -> str:
-    """Return a lane's label. Of many ranks, only some have one."""
+    """Return a lane's label; empty for most lanes if there are many."""
     is_labelled = len(ranks) <= _MOST_TITLED or index % _LABELLED_EVERY == 0
     return f"rank {ranks[index].rank}" if is_labelled else ""
 
 
 def _key_html(ranks: Iterable[RankProfile], kinds: Sequence[SpanKind]) -> str:
-    """Return the meaning of the colours and strips, as far as they occur."""
+    """Return a legend of the colours and strips that occur."""
     phases = {span.name for rank in ranks for span in rank.of_kind("phase")}
     colours = [(f"nba-p-{name}", name) for name in PHASES if name in phases and "phase" in kinds]
     colours += [(f"nba-k-{kind}", _STRIP_NAMES[kind]) for kind in kinds if kind in _STRIP_NAMES]
@@ -90,7 +90,7 @@ def _key_html(ranks: Iterable[RankProfile], kinds: Sequence[SpanKind]) -> str:
 
 
 def _ticks_html(end_us: float) -> str:
-    """Return round times along the lanes."""
+    """Return the labels of the time axis, at round times."""
     raw = end_us / _TICKS
     size = 10 ** math.floor(math.log10(raw))
     apart_us = next(factor * size for factor in (1, 2, 5, 10) if factor * size >= raw)
@@ -121,7 +121,7 @@ def _lane_html(rank: RankProfile, end_us: float, strips: Sequence[_Strip], label
 
 
 def _bar(begin_us: float, span: Span, end_us: float, top: int, height: int, *, is_titled: bool) -> str:
-    """Return a span as a rectangle; nothing for what nobody could see."""
+    """Return a span as a rectangle; empty if the span is too narrow to see."""
     width = span.took_us / end_us * _WIDTH
     if width < _LEAST_UNITS:
         return ""
@@ -148,7 +148,7 @@ def _tables_html(profile: Profile) -> str:
 
 
 def _table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int = 1) -> str:
-    """Return a table whose first columns, or one, have numbers; nothing without rows."""
+    """Return a table whose first ``numbers`` columns have numbers; empty without rows."""
     if not rows:
         return ""
     kinds = [' class="nba-number"' if index < numbers else "" for index in range(len(heads))]

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from notebook_accel.utils.imports import is_rich_available
     from notebook_accel.utils.memory import find_executable_batch_size
 
-# This package's own version, which people see: metadata, `notebook-accel --version` and `notebook-accel env` have it.
+# This package's own version, which its metadata, `notebook-accel --version` and `notebook-accel env` show.
 VERSION = "0.1.0"
 # The version that programs compare. Those written for Accelerate turn features on by
 # `version.parse(accelerate.__version__) >= version.parse("0.16.0")`, and they must not lose them when the import is
@@ -136,7 +136,7 @@ def __dir__() -> list[str]:
 
 
 def config_widget() -> Any:
-    """Return the form that writes a configuration file; text where no notebook shows widgets."""
+    """Return the form that writes a configuration file. Where no widgets are shown, it is printed as text."""
     return importlib.import_module("kernel_ext.config_form").ConfigForm()
 
 

@@ -1,4 +1,4 @@
-"""Makes ``python -m notebook_accel`` the same as ``notebook-accel``."""
+"""The entry point of ``python -m notebook_accel``, the same as ``notebook-accel``."""
 
 import sys
 

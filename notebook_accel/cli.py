@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("\nInterrupted.\n")
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # as of `notebook-accel env | head -1`
+    except BrokenPipeError:  # as in `notebook-accel env | head -1`
         launch_command.silence_closed_streams()
         return 128 + signal.SIGPIPE
     return status

@@ -1,4 +1,4 @@
-"""Places in the user's code, in the words of the notebook: ``In[3], line 7``."""
+"""Places in the user's code, with the notebook's names: ``In[3], line 7``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MEETING = (os.path.join(OURS, "training", "backends", "torch_group.py"), "_meet"
 _PATHS = sysconfig.get_paths()
 _INSTALLED = tuple(_PATHS[name] + os.sep for name in ("purelib", "platlib"))
 _PYTHONS = (*(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib")), "<frozen", "<string>")
-_LOGGER = os.path.join("torch", "distributed", "c10d_logger.py")  # it wraps torch's collectives
+_LOGGER = os.path.join("torch", "distributed", "c10d_logger.py")  # wraps torch's collectives
 _NOT_THE_USERS = (OURS, *_INSTALLED, *_PYTHONS)
-# Names for calls into a library whose own name says little.
+# Readable names for calls into libraries.
 _CALLS = {
     "__iter__": "the loader",
     "__next__": "the loader",
@@ -40,7 +40,7 @@ def name_files(labels: Mapping[str, str]) -> None:
 
 
 def describe(frame: types.FrameType | None) -> str:
-    """Describe what a thread with this innermost frame does: ``gather at In[3], line 7``.
+    """Describe a thread by its innermost frame: ``gather at In[3], line 7``.
 
     The text has the innermost line of the user's code, and the call that left the user's code there, if there is one.
     """
@@ -69,7 +69,7 @@ def waits_for_ranks(frame: types.FrameType) -> bool:
     """Return whether a frame is of a call that may wait for other ranks."""
     code = frame.f_code
     in_torch = "/torch/distributed/" in code.co_filename or "/torch/nn/parallel/" in code.co_filename
-    # DistributedDataParallel waits in a backward pass, and an Accelerator for the others to make theirs.
+    # DistributedDataParallel waits in a backward pass, and an Accelerator waits for those of the other ranks.
     return in_torch or code.co_name == "_engine_run_backward" or (code.co_filename, code.co_name) == MEETING
 
 

@@ -211,7 +211,7 @@ def mesh_sizes(config: LaunchConfig) -> dict[str, int]:
 
 
 class Option(msgspec.Struct, frozen=True):
-    """One option as flags and forms need it.
+    """An option, as flags and forms need it.
 
     Attributes:
         name: The field's name in ``LaunchConfig``.
@@ -381,7 +381,7 @@ def _checked(values: Mapping[str, Any]) -> LaunchConfig:
 
 
 def _refusal(given: Mapping[str, Any], text: str) -> ConfigError:
-    """Return the error for what msgspec says, such as "Expected `int` >= 1 - at `$.num_processes`"."""
+    """Return the error for msgspec's message, such as "Expected `int` >= 1 - at `$.num_processes`"."""
     known = {option.name: option for option in fields()}
     unknown = next((name for name in given if name not in known), "")
     if unknown:
@@ -425,19 +425,19 @@ def given_flags(namespace: argparse.Namespace) -> dict[str, Any]:
     return {option.name: value for option in fields() if (value := getattr(namespace, option.name, None)) is not None}
 
 
-# What other launchers call an option: torchrun, Lightning, mpirun, Accelerate.
+# Names of options in other launchers: torchrun, Lightning, mpirun, Accelerate.
 _NAMES_ELSEWHERE = {
     "--num_processes": ("np", "nproc", "nproc_per_node", "gpus", "num_gpus", "devices", "ranks", "workers"),
     "--num_nodes": ("nnodes", "num_machines"),
     "--mixed_precision": ("fp16", "bf16", "amp"),
 }
-_CLOSE = 0.7  # from here on difflib's ratio means a slip of the pen and not another word
+_CLOSE = 0.7  # difflib's ratio from which a word counts as a misspelt flag
 
 
 def closest_flag(word: str, flags: Iterable[str]) -> str:
     """Return the known flag that is closest to an unknown one; empty if none is close.
 
-    A flag that contains it, such as ``--use_cpu`` for Accelerate's ``--cpu``, is closer than one of similar spelling.
+    A flag that contains the word, as ``--use_cpu`` does ``--cpu``, is closer than one of similar spelling.
     """
     name = word.partition("=")[0]
     flags = list(flags)

@@ -1,8 +1,8 @@
 """Configuration files in YAML: reading with the line of each key, atomic writing, and checks of Accelerate's keys.
 
 Accelerate's files have keys that are no options of ``LaunchConfig``. A key without an effect on one machine is ignored.
-A key for an unsupported feature is a problem that is reported with its line, and so is an unknown key: silently
-training without the feature would be another training.
+A key for an unsupported feature is reported as a problem with its line, and so is an unknown key: silently training
+without the feature would give other results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SEQUENCE_SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class _ForeignKey:
-    """The feature that a key of Accelerate asks for, the values that don't, and the alternative here."""
+    """The feature that a key of Accelerate asks for, the values that don't ask for it, and the alternative here."""
 
     feature: str
     harmless: tuple[Any, ...] = ()
@@ -37,7 +37,7 @@ class _ForeignKey:
 
 
 _PLUGIN = "give the Accelerator a TorchDynamoPlugin"
-# The keys of Accelerate 1.15 besides those that are options here. Empty values and `no` are harmless for each.
+# The keys of Accelerate 1.15 that aren't options here. Empty values and `no` are harmless for each.
 _KEYS: Mapping[str, _ForeignKey] = {
     **dict.fromkeys(
         ("command_file", "commands", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone"),

@@ -1,4 +1,4 @@
-"""Environment variables of ranks, a rank's place in the run as they state it, and this machine's network addresses.
+"""Environment variables of ranks, the place that they give a rank in the run, and this machine's network addresses.
 
 The names are torchrun's (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables), so that code
 that reads them works inside a rank.
@@ -27,8 +27,8 @@ COMPAT = "NOTEBOOK_ACCEL_COMPAT"
 SESSION_FOLDER = "NOTEBOOK_ACCEL_SESSION_FOLDER"  # where ranks wait for a kernel, if their session was detached later
 OVERSUBSCRIBE = "NOTEBOOK_ACCEL_OVERSUBSCRIBE"
 PROFILE = "NOTEBOOK_ACCEL_PROFILE"
-# The settings of sharded models, by their names without ``fsdp_`` in Accelerate's flags and files, and what their
-# variables are called behind ``FSDP_`` where that isn't the name in capitals.
+# Settings of sharded models: their names in Accelerate's flags and files, without ``fsdp_``, and the names of their
+# variables, without ``FSDP_``.
 FSDP_OPTIONS = {
     **{
         name: name.upper()
@@ -181,7 +181,7 @@ def import_time_variables(environ: Mapping[str, str] = os.environ) -> dict[str, 
 def tasks_of_schedulers(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the scheduler's variables in ``environ`` with a rank's values, so that they agree with its ``RANK``."""
     tasks = {name: environ[same] for name, same in _TASKS.items() if name in environ and same in environ}
-    if _SLURM_JOB in environ:  # not all of them are set in a batch script, and a rank is a task
+    if _SLURM_JOB in environ:  # a batch script lacks some of these variables, but a rank is a task
         tasks |= {name: environ[_TASKS[name]] for name in _OF_EACH_SLURM_TASK if _TASKS[name] in environ}
     nodes, on_each = environ.get("GROUP_WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "")
     for name in ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"):
@@ -191,7 +191,7 @@ def tasks_of_schedulers(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def sendable(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that can be encoded, without those that Python shows with lone surrogates."""
+    """Return the variables that can be encoded in UTF-8, which excludes text with lone surrogates."""
     return {name: value for name, value in environ.items() if _is_text(name) and _is_text(value)}
 
 
@@ -212,7 +212,7 @@ def _is_text(value: str) -> bool:
 def fsdp_variables(options: Sequence[str]) -> dict[str, str]:
     """Return the variables of ranks that shard models, from settings such as ``min_num_params=1000``.
 
-    Of several values for one setting, such as names of classes, a list is made.
+    Several values for one setting, such as names of classes, are joined with commas.
 
     Raises:
         ConfigError: There is no such setting.
@@ -232,7 +232,7 @@ def fsdp_variables(options: Sequence[str]) -> dict[str, str]:
 
 
 def become(variables: Mapping[str, str]) -> None:
-    """Make these the only environment variables of this process, and touch only those that differ."""
+    """Make these the only environment variables of this process, changing only variables that differ."""
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
     for name, value in variables.items():
@@ -263,7 +263,7 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the way to another one; loopback if there is no way. Nothing is sent."""
+    """Return this machine's address on the route to another; loopback if there is no route. Nothing is sent."""
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sock:

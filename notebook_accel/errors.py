@@ -19,7 +19,7 @@
         ├── CheckpointError             a checkpoint can't be written or read, or doesn't fit
         └── CollectiveError             ranks disagree about a collective, or one didn't join it
 
-An error says what happened, why, and what to type. Its attributes have the context. Every error can be pickled, since
+A message has the event, the reason and a fix to type; attributes have the context. Every error can be pickled, since
 errors travel from ranks to the notebook.
 """
 
@@ -60,7 +60,7 @@ class NotebookAccelError(Exception):
 
     Args:
         what: The event, in one sentence.
-        why: The reason, where ``what`` doesn't tell.
+        why: The reason, where ``what`` doesn't have it.
         fix: The text to type, or the thing to change.
     """
 
@@ -79,7 +79,7 @@ class NotebookAccelError(Exception):
         return [coloured(text) if wants_colours() else text]
 
     def _advice_in_notebook(self) -> str:
-        """Return what to type next in a notebook; empty where the error itself tells."""
+        """Return the commands to type next in a notebook; empty where the error itself has them."""
         return ""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -166,13 +166,13 @@ class RunError(NotebookAccelError):
 
 
 class ResultError(PayloadError, RunError):
-    """A rank's result, or a pulled variable, can't be read. All others are in the error.
+    """A rank's result, or a pulled variable, can't be read. The error has all other values.
 
     Attributes:
         values: The values that could be read, by rank.
-        reasons: The reasons for the missing values, by the words that a message uses for these.
+        reasons: The reasons for the missing values, by their names in messages.
         pulled: The names that were bound in the notebook nevertheless.
-        job: The run, for asking again; ``None`` for a session's cell, and in a copy.
+        job: The run, to ask again; ``None`` for a session's cell, and in a copy.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class RankEnd:
 
 
 class RankFailedError(RunError):
-    """A rank failed; the first one in time is the one reported. Its exception, if it had one, is ``__cause__``.
+    """A rank failed. The first rank to fail is reported, and its exception, if it had one, is ``__cause__``.
 
     Attributes:
         rank: The rank that failed first.
@@ -250,7 +250,7 @@ class RankFailedError(RunError):
         remote_traceback: The rank's traceback as text, the user's frames only; empty if it died without one.
         last_output: The last lines that the rank wrote.
         local_rank: The rank's number on this node.
-        log_file: The file with all that it wrote, empty if there is none.
+        log_file: The file with the rank's whole output, empty if there is none.
         others: The ends of the other ranks.
         pulled: The names that were bound in the notebook nevertheless, with the values that rank 0 had then.
         not_pulled: The reasons for the names that could not be pulled.
@@ -323,7 +323,7 @@ class RunTimeoutError(RunError, TimeoutError):
 
 
 class NodeLostError(RunError):
-    """Another node of the run is gone, or somebody has ended the run there. The ranks here were stopped."""
+    """Another node of the run is gone, or a user has ended the run there. The ranks here were stopped."""
 
 
 class SupervisorLostError(RunError):
@@ -335,7 +335,7 @@ class TrainingError(NotebookAccelError):
 
 
 class CheckpointError(TrainingError):
-    """A checkpoint can't be written or read, or is of other ranks or another model. All ranks raise this."""
+    """A checkpoint can't be written or read, or doesn't fit the ranks or the model. All ranks raise this."""
 
 
 class CollectiveError(TrainingError):

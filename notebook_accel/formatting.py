@@ -98,7 +98,7 @@ _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def plain_lines(text: str) -> Iterator[str]:
-    """Return the lines of a text through ``plain_text``, none longer than a screen or two."""
+    """Yield the lines of a text, each cleaned by ``plain_text`` and ``clipped``."""
     return (clipped(plain_text(line)) for line in text.split("\n"))
 
 
@@ -108,7 +108,7 @@ def first_line(text: str) -> str:
 
 
 def plain_text(line: str) -> str:
-    """Return a line as a terminal shows it at last, without colours and overwritten text."""
+    """Return a line as a terminal finally shows it, without colours and overwritten text."""
     line = _ESCAPE_SEQUENCE.sub("", line).rstrip("\r")
     return _CONTROL_CHARACTER.sub("\N{REPLACEMENT CHARACTER}", line.rpartition("\r")[2])
 

@@ -25,7 +25,7 @@ _VMSTAT = pathlib.Path("/proc/vmstat")
 
 @dataclasses.dataclass(frozen=True)
 class _Files:
-    """The names of a control group's memory files, and of a row."""
+    """The names of a control group's memory files, and of the row with reclaimable memory."""
 
     limit: str
     used: str
@@ -160,7 +160,7 @@ _Sample: TypeAlias = tuple[MemoryLimit, dict[pathlib.Path, int]]
 class MemoryWatch:
     """Samples the host's memory once a second, as long as ``tick`` is called.
 
-    It keeps the samples of the last seconds, because memory is free again once Linux has killed a process.
+    The samples of the last seconds are kept, because memory is free again once Linux has killed a process.
     """
 
     def __init__(self) -> None:
@@ -183,12 +183,12 @@ class MemoryWatch:
         if room.free_bytes > _NEARLY_GONE * room.limit_bytes:
             if not was_seen:
                 return None
-            room = self._samples[-1][0]  # it was too fast for the samples, so the present limit counts
+            room = self._samples[-1][0]  # memory ran out between two samples, so the present limit counts
         return MemoryShortage(
             free_bytes=room.free_bytes, limit_bytes=room.limit_bytes, is_machine=room.is_machine, was_seen=was_seen
         )
 
 
 def _look() -> _Sample:
-    """Return the tightest limit, and how many processes the system has killed because memory ran out."""
+    """Return the limit with the least free memory, and the number of out-of-memory kills by control group."""
     return min(limits()), kills()

@@ -1,7 +1,7 @@
 """``notebook-accel launch``: run a script on every device, with the options of a notebook's launches.
 
 Command lines that were written for ``accelerate launch`` work where the same feature exists here. All other flags of
-Accelerate are known too, so that one error names all that can't be honoured. None is silently ignored.
+Accelerate are parsed too, so that one error names all flags that can't be honoured. None is silently ignored.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _ForeignFlag:
 
     Attributes:
         name: The flag's name, without the dashes in front.
-        instead: What to do instead.
-        harmless: The values that ask for nothing more than is done here; ``None`` if all do.
+        instead: The advice in the error.
+        harmless: The values that need nothing beyond the behaviour here; ``None`` if all values do.
         takes_value: Whether a value follows the flag.
         short: Another spelling.
     """
@@ -82,7 +82,7 @@ def _group(instead: str, names: str, *, switches: str = "") -> list[_ForeignFlag
 
 # Flags of Accelerate 1.15: https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch
 _FLAGS = (
-    # Done anyway: tracebacks are the ranks' own, all output is shown and kept, and one machine is one network.
+    # Harmless: tracebacks are the ranks' own, all output is shown and kept, and one machine is one network.
     _ForeignFlag("quiet", harmless=None, takes_value=False, short="-q"),
     _ForeignFlag("tee", harmless=None, short="-t"),
     _ForeignFlag("same_network", harmless=None, takes_value=False),
@@ -120,7 +120,7 @@ _FLAGS = (
         "fp8_override_linear_precision fp8_opt_level fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim",
         switches="fp8_use_autocast_during_eval",
     ),
-    # The sizes say all; settings of what they don't ask for do nothing, as with Accelerate.
+    # Only the sizes turn a kind of parallelism on; its other settings have no effect without, as with Accelerate.
     _ForeignFlag("use_parallelism_config", harmless=None, takes_value=False),
     *(_ForeignFlag(f"parallelism_config_{kind}_size", _PARALLEL, ("1",)) for kind in ("cp", "sp")),
     *(_ForeignFlag(f"parallelism_config_{name}", harmless=None) for name in config_file.SEQUENCE_SETTINGS),
@@ -251,7 +251,7 @@ def _options(parsed: argparse.Namespace) -> LaunchConfig:
 
 
 def _of_machines(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that Accelerate's flags about several machines mean."""
+    """Return the options for Accelerate's flags about several machines."""
     asked = {"num_nodes": parsed.num_machines, "node_rank": parsed.machine_rank, "master_addr": parsed.main_process_ip}
     given = {name: value for name, value in asked.items() if value is not None}
     if (parsed.num_machines or 1) > 1 and isinstance(parsed.num_processes, int):
@@ -280,7 +280,7 @@ class EndSignal:
 
     def _take(self, number: int, _: types.FrameType | None) -> None:
         has_closed = silence_closed_streams()
-        if number == signal.SIGPIPE and not has_closed:  # of a socket, whose writer gets an error
+        if number == signal.SIGPIPE and not has_closed:  # from a socket, whose writer gets an error too
             return
         if self.number == signal.SIGINT:
             self.number = signal.Signals(number)

@@ -1,8 +1,8 @@
-"""Aborting this process's NCCL communicators, so that waits for other ranks in them end.
+"""Aborts this process's NCCL communicators, to end its waits for other ranks.
 
-A process surely survives that where torch's watchdog ignores failed collectives, as torch's documentation of ``abort``
-requires. Otherwise it survives as long as no peer's abort reaches it over a network before its own (torch 2.13:
-``abort`` first tells the watchdog to look for errors no more).
+A process always survives an abort if torch's watchdog ignores failed collectives, as torch's documentation of ``abort``
+requires. Otherwise it survives unless a peer's abort reaches it over a network before its own (torch 2.13: ``abort``
+first makes the watchdog stop looking for errors).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def abort() -> None:
     first._group_start()  # otherwise several communicators wait for each other
     try:
         for backend in backends:
-            with contextlib.suppress(RuntimeError):  # it has failed already
+            with contextlib.suppress(RuntimeError):  # the backend has failed already
                 backend.abort()
     finally:
         first._group_end()
 
 
 def abort_soon(patience_s: float) -> None:
-    """Abort all communicators in another thread, if that is safe, and wait at most so long for it."""
+    """Abort all communicators in another thread, if that is safe, and wait for it up to ``patience_s``."""
     if can_abort():
         thread = threading.Thread(target=abort, name="notebook-accel-abort", daemon=True)
         thread.start()
@@ -71,7 +71,7 @@ def _backends() -> list[Any]:
     if torch is None or distributed is None:
         return found
     for group in reversed(list(distributed._world.pg_map)):
-        with contextlib.suppress(RuntimeError):  # it has none for this device
+        with contextlib.suppress(RuntimeError):  # the group has no backend for this device
             backend = group._get_backend(torch.device("cuda"))
             if backend.name() == "nccl":
                 found.append(backend)

@@ -3,8 +3,8 @@
 Training code counts with one attribute increment a step. A thread samples five times a second and sends the changes, so
 that neither the rate of steps nor a slow reader can slow down training.
 
-The sampling thread never calls CUDA. There it might wait for a GPU that waits for other ranks, or break the capture of
-a CUDA graph, during which CUDA forbids such calls to every thread. So the thread that reports a GPU tensor also starts
+The sampling thread never calls CUDA. A call might wait for a GPU that waits for other ranks, or break the capture of a
+CUDA graph, during which CUDA forbids such calls to every thread. So the thread that reports a GPU tensor also starts
 its copy to the host, at most five times a second, and the sampling thread checks whether the copy has arrived.
 
 Outside a launched rank everything here works and nothing is sent.
@@ -65,7 +65,7 @@ class Counter:
 
 
 class _Arrival:
-    """The latest number of one metric on its way from a GPU, one copy at a time.
+    """Copies the latest number of one metric from a GPU, one copy at a time.
 
     The reporting thread starts copies into pinned host memory, which the GPU writes by itself. The sampling thread
     reads that memory without a call to CUDA. Only the number itself shows that a copy has ended: its eight bytes arrive
@@ -74,7 +74,7 @@ class _Arrival:
 
     def __init__(self) -> None:
         torch: Any = sys.modules["torch"]
-        with torch.inference_mode(False):  # else the memory could be written to in inference mode only
+        with torch.inference_mode(False):  # otherwise only code in inference mode could write to this memory
             self._number = torch.empty(1, dtype=torch.float64, device="cpu", pin_memory=torch.cuda.is_available())
             self._bits = self._number.view(torch.int64)
         self._started_s = -_SAMPLE_PERIOD_S
@@ -87,7 +87,7 @@ class _Arrival:
         return self._is_coming or self._next is not None
 
     def report(self, tensor: Any) -> None:
-        """Take a newer value instead of one that hasn't left the GPU."""
+        """Set the next value to copy, replacing one whose copy hasn't started."""
         self._next = tensor
         if time.monotonic() - self._started_s >= _SAMPLE_PERIOD_S:
             self.start()
@@ -99,7 +99,7 @@ class _Arrival:
         if self._is_coming or tensor is None or torch.cuda.is_current_stream_capturing():
             return
         self._next, self._started_s = None, time.monotonic()
-        with contextlib.suppress(RuntimeError):  # it has several elements, or its device has failed
+        with contextlib.suppress(RuntimeError):  # the tensor has several elements, or its device has failed
             self._bits.fill_(_NOT_COME)
             self._number.copy_(tensor.detach().reshape(1).to(torch.float64), non_blocking=True)
             self._is_coming = True
@@ -132,13 +132,13 @@ class Reporter:
         self._lock = threading.Lock()
         self._sampling = threading.Lock()
         self._shown: Counter | None = None
-        self._steps_before = 0  # of this rank, by all counters, before the shown one's epoch
+        self._steps_before = 0  # the rank's steps before the shown counter's epoch
         self._outer: Counter | None = None
         self.has_own_loss = False
         self._values: dict[str, Any] = {}
         self._values_changed = False
         self._arrivals: dict[str, _Arrival] = {}
-        self._held: dict[str, Any] | None = None  # a dict where values exist only when a step ends
+        self._held: dict[str, Any] | None = None  # a dict on devices where values exist only when a step ends
         self._is_compiling = False
         self._last_progress: events.Progress | None = None
         self._posted: collections.deque[events.Event] = collections.deque(maxlen=1000)
@@ -175,7 +175,7 @@ class Reporter:
             self._shown = counter
 
     def show(self, counter: Counter) -> None:
-        """Show this counter in the rank's row. It goes on from its present count."""
+        """Show this counter in the rank's row, from its present count on."""
         with self._lock:
             self._steps_before = self._steps() - counter.step
             self._shown = counter
@@ -197,7 +197,7 @@ class Reporter:
 
         Args:
             name: The device's name.
-            memory: Function that returns the used and total bytes. It is called once a second, like the next one.
+            memory: Function that returns the used and total bytes. Called once a second, like ``utilisation``.
             utilisation: Function that returns the per cent of time in which the device computes, ``None`` if unknown.
         """
         self._device = name
@@ -213,7 +213,7 @@ class Reporter:
         self._held = self._held or {}
 
     def release_metrics(self) -> None:
-        """Read the held metrics: their step has been handed to the device."""
+        """Report the held metrics, once their step has been handed to the device."""
         if self._held:
             self._values.update(self._held)
             self._held = {}
@@ -254,7 +254,7 @@ class Reporter:
         self._arrivals = {}
 
     def post(self, event: events.Event) -> None:
-        """Send an event in its turn from the sampling thread, without a wait."""
+        """Queue an event, which the sampling thread sends. Never blocks."""
         self._posted.append(event)
 
     def send(self, event: events.Event) -> None:
@@ -264,11 +264,11 @@ class Reporter:
                 self._connection.send(events.encode(event))
 
     def report_model_memory(self, **fields: int) -> None:
-        """Send the memory that the rank's models take, with the fields of ``ModelMemory``, without a wait."""
+        """Queue an event of the memory that the rank's models take, with the fields of ``ModelMemory``."""
         self.post(events.ModelMemory(**fields))
 
     def report_time_limit(self, limit: float) -> None:
-        """Send that the rank was told to stop before its time limit, in seconds since the epoch, without a wait."""
+        """Queue an event that the rank was told to stop before its time limit, in seconds since the epoch."""
         self.post(events.TimeLimitReached(limit=limit))
 
     def position(self) -> str:
@@ -280,19 +280,19 @@ class Reporter:
         return f"step {progress.step}{of_total}" + ("" if progress.epoch is None else f", epoch {progress.epoch}")
 
     def at_close(self, function: Callable[[], None]) -> None:
-        """Call ``function`` when the rank's code has ended, while its process still lives."""
+        """Register ``function`` for the end of the user's code, while the process still lives."""
         self._at_close.append(function)
 
     def before_sample(self, function: Callable[[], None]) -> None:
-        """Call ``function`` before each look at the counters, in the sampling thread."""
+        """Register ``function`` to be called in the sampling thread before each sample."""
         self._before_sample.append(function)
 
     def at_tick(self, function: Callable[[], bool]) -> None:
-        """Call ``function`` in the sampling thread, twenty times a second while it returns true, else five times."""
+        """Register ``function`` for the sampling thread: 20 calls a second while it returns true, else 5."""
         self._at_tick.append(function)
 
     def not_at_close(self, function: Callable[[], None]) -> None:
-        """Take ``at_close`` back."""
+        """Unregister a function of ``at_close``."""
         self._at_close.remove(function)
 
     def close(self) -> None:
@@ -434,7 +434,7 @@ def connect(connection: Sender) -> Reporter:
 
 
 def disconnect() -> None:
-    """Undo ``connect``: this process reports to nobody any more."""
+    """Undo ``connect``: this process reports nothing any more."""
     global _reporter
     _reporter = Reporter()
 

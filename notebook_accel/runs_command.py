@@ -1,4 +1,4 @@
-"""The commands for detached runs: ``notebook-accel runs | attach | logs | stop``; notebooks show the same list."""
+"""The commands for detached runs: ``notebook-accel runs | attach | logs | stop``. Notebooks print the same list."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the commands' parsers.
 
     Args:
-        add: Adds one, as ``add_parser`` does.
+        add: Function that adds a parser, as ``add_parser`` does.
     """
     runs = add("runs", help="list your detached runs on this machine")
     runs.add_argument("--json", action="store_true", help="for programs: a list of objects")

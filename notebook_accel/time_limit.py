@@ -1,7 +1,7 @@
 """The time limit of a run: the time that ``end_at`` states, or the limit of a Slurm job.
 
-The machine or the notebook is gone then, whatever its processes do. Before that, ``Accelerator.should_stop`` becomes
-true, in time for a checkpoint. The kernel works out the time, and its ranks get it in an environment variable.
+At that time the machine or the notebook goes away. Before it, in time for a checkpoint, ``Accelerator.should_stop``
+becomes true. The kernel works out the time, and its ranks get it in an environment variable.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def end_of(end_at: str, environ: Mapping[str, str] = os.environ) -> float | None
     """Return a launch's time limit in seconds since the epoch, ``None`` if there is none.
 
     Args:
-        end_at: The option; if it is empty, the environment tells.
+        end_at: The option; if it is empty, the limit in the environment counts.
         environ: The environment.
     """
     if end_at:
@@ -77,7 +77,7 @@ def end_of(end_at: str, environ: Mapping[str, str] = os.environ) -> float | None
 
 
 def variables(end_at: str, margin_s: float) -> dict[str, str]:
-    """Return the environment variables from which ranks know the time limit."""
+    """Return the environment variables that tell ranks the time limit."""
     end_s = end_of(end_at)
     return {TIME_LIMIT: "" if end_s is None else f"{end_s:.3f}", END_MARGIN: f"{margin_s:g}"}
 

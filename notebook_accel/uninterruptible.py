@@ -45,7 +45,7 @@ class Latch:
         if not self._is_set:
             waiter.acquire(timeout=-1 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
         if not self._is_set:
-            with contextlib.suppress(ValueError, IndexError):  # it has just happened
+            with contextlib.suppress(ValueError, IndexError):  # the latch has been set just now
                 self._waiters.remove(waiter)
         return self._is_set
 
@@ -61,7 +61,7 @@ def call(
 
     Args:
         act: The action.
-        undo: Function that undoes the action's result after an interrupt, since nobody gets the result then.
+        undo: Function that undoes the action's result after an interrupt, since the caller doesn't get the result then.
         caller_lock: A lock that the caller holds, by ``with``, while it uses the result. Once the lock is free, the
             result is undone too. An interrupt can come between any two steps of the caller, even while it handles an
             earlier one; but no exception leaves the block without releasing the lock.
@@ -88,7 +88,7 @@ class _Action(Generic[_T]):
         self._act = act
         self._undo = undo
         self._caller_lock = caller_lock
-        self._context = contextvars.copy_context()  # it tells which cell prints
+        self._context = contextvars.copy_context()  # has the cell to which printed output belongs
         self._lock = threading.Lock()
         self._is_abandoned = False
         self._results: list[_T] = []

@@ -1,1 +1,1 @@
-"""A cell becomes a script that runs without its notebook."""
+"""Export of a cell as a script that runs without its notebook."""

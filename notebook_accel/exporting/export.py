@@ -263,7 +263,7 @@ _ADVICE = "make it inside the cell, or leave it out of what the cell uses"
 
 @dataclasses.dataclass
 class _DataContents:
-    """The script's functions and classes that a data file refers to by name, and the notebook's that it contains."""
+    """The functions and classes in a data file: references to the script's by name, and the notebook's by value."""
 
     by_name: dict[str, None] = dataclasses.field(default_factory=dict)
     by_value: dict[str, None] = dataclasses.field(default_factory=dict)

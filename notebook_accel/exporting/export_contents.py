@@ -79,7 +79,7 @@ class ScriptContents:
     def _define(self, name: str, value: Any) -> None:
         found = self._definition(name, value)
         if found is None and "<locals>" in getattr(value, "__qualname__", ""):
-            self.data[name] = value  # made by a function, so it goes by value
+            self.data[name] = value  # objects made inside a function go by value
             return
         if found is None:
             raise _without_source(name, value)
@@ -114,7 +114,7 @@ class ScriptContents:
         return self._sources.of_assigned(name)
 
     def require_all(self, names: Sequence[str], label: str, offset: int, nodes: Sequence[ast.stmt]) -> None:
-        """Add the names that a piece of source reads. ``label`` and ``offset`` tell its cell and line for errors."""
+        """Add the names that a piece of source reads. ``label`` and ``offset`` give its cell and line in errors."""
         known_here = self._cell.assigns or frozenset()
         for name in names:
             own = self._namespace.get(name, _NOTHING)
@@ -162,7 +162,7 @@ class ScriptContents:
         def visit(name: str) -> bool:
             """Add a definition after those that it needs, and return whether it needs data."""
             if name not in ordered:
-                ordered[name] = False  # ends a cycle: it may name itself
+                ordered[name] = False  # ends a cycle, since a definition may name itself
                 read = [
                     self.aliases.get(other, other) for other in plain_python.reads_at_once(self.definitions[name].node)
                 ]
@@ -216,7 +216,7 @@ def _is_code(value: Any) -> bool:
 def _is_literal(value: Any) -> bool:
     try:
         return _is_plain(value) and len(repr(value)) <= _LONGEST_LITERAL
-    except RecursionError:  # it contains itself
+    except RecursionError:  # the value contains itself
         return False
 
 
@@ -246,7 +246,7 @@ def _without_source(name: str, value: Any) -> CellError:
 
 
 def _renamed(found: Definition, name: str) -> Definition:
-    """Return a definition under another name, where its own name means another object by now."""
+    """Return a definition under another name, since its own name now means another object."""
     text = re.sub(rf"^((?:async )?def|class) {found.name}\b", rf"\1 {name}", found.text, count=1, flags=re.MULTILINE)
     return dataclasses.replace(found, name=name, text=text)
 

@@ -1,7 +1,7 @@
 """The statements in the notebook's cells that imported or defined its objects.
 
-A function's code knows the cell that it was compiled from, so its text is right whatever was edited or run since. A
-class is found through its methods. An import counts if it gives the object that the notebook has.
+A function's code has the name of its cell, so its text is right even if cells were edited or run since. A
+class is found through its methods. An import counts if it yields the object that the notebook has.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def _is_assigned(node: ast.Assign, name: str) -> bool:
 
 
 def _methods(kind: type) -> Iterator[types.FunctionType]:
-    """Return the functions in a class, unwrapped."""
+    """Yield the functions in a class, unwrapped."""
     for member in vars(kind).values():
         parts = [member.fget, member.fset, member.fdel] if isinstance(member, property) else [member]
         for part in parts:

@@ -1,6 +1,6 @@
 """A cell's source as plain Python text, without IPython's calls.
 
-The text stays the user's own, character by character. Syntax trees only tell where statements are.
+The text stays the user's own, character by character. Syntax trees only show where statements are.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _replacement(method: str, arguments: Sequence[ast.expr], where: str) -> str:
 
 
 def _line_magic(name: str, line: str) -> str:
-    if name == "matplotlib":  # it has no effect in a rank
+    if name == "matplotlib":  # the magic has no effect in a rank
         return "pass"
     if name == "pwd":
         return "os.getcwd()"

@@ -2,8 +2,8 @@
 
 kernel -> agent      Prepare, Launch, Interrupt, Respawn, End, Release, Inspect, Profile, Detach, Quit
 agent -> kernel      Said, Inspected, Starting, AboutNodes, RunEnded, Broken, Idle, Detached
-any kernel -> agent  Hello, and then Interrupt, End, Inspect, Profile; for a detached run
-agent -> any kernel  Attached, and then what the launching kernel hears too
+any kernel -> agent  Hello, then Interrupt, Respawn, End, Inspect, Profile; for a detached run
+agent -> any kernel  Attached, then the same messages as to the launching kernel
 agent -> template    Fork, ForkElastic
 template -> agent    Ready, Unusable, Forked, NotForked, Exited
 agent -> rank        Profile
@@ -36,7 +36,7 @@ class _AgentMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
-    """The place and the way in which the nodes of a run meet.
+    """Where and how the nodes of a run meet.
 
     Attributes:
         num_nodes: Number of nodes as the user gave it: a number, or a range such as ``2:4``.
@@ -47,7 +47,7 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
         host: Host of the rendezvous.
         port: Its TCP port.
         timeout_s: How long nodes wait for each other.
-        silence_s: A node that is silent for so long is taken as gone.
+        silence_s: Seconds of silence after which a node counts as gone.
         settings: Further settings of torch elastic's rendezvous.
     """
 
@@ -76,7 +76,7 @@ class Prepare(_AgentMessage, frozen=True, kw_only=True):
     """Get a template ready, started with this environment and import path. Later launches use it.
 
     Attributes:
-        preload: Modules that it imports besides those that every rank needs.
+        preload: Modules for the template to import, besides those that every rank needs.
         idle_timeout_s: Seconds after the last run, or after this message, until the agent reports that it is idle.
     """
 
@@ -89,13 +89,13 @@ class Prepare(_AgentMessage, frozen=True, kw_only=True):
 class Launch(_AgentMessage, frozen=True, kw_only=True):
     """Start a run. ``log_folder`` may be empty. ``idle_timeout_s`` replaces the earlier one.
 
-    The agent starts the ranks again after a failure, up to ``max_restarts`` times. In a run with ``elastic``, which is
-    this node's part of a run on several nodes, the elastic process decides that. A run with ``places`` is a part too:
-    its ranks have these places and variables, and stay until ``Release``. ``variables`` are for all ranks: those that
-    the payload can't have, since it may be launched once more.
+    The agent starts the ranks again after a failure, up to ``max_restarts`` times. With ``elastic``, this is one node's
+    part of a run on several nodes, and the elastic process decides about restarts. With ``places``, it is also a part
+    of a run: the ranks get these places and variables, and stay until ``Release``. ``variables`` are for all ranks;
+    they aren't in the payload, since the payload may be launched again.
 
-    Descriptors: the payload, then one result file for each rank. With a ``template_pid``, the process of a template for
-    this run alone, also a connection to that template and its pidfd. With ``places`` that include rank 0, also the
+    Descriptors: the payload, then one result file for each rank. With ``template_pid``, the process id of a template
+    for this run alone, also a connection to that template and its pidfd. With ``places`` that include rank 0, also the
     listening socket of the ranks' store.
     """
 
@@ -115,7 +115,7 @@ class Launch(_AgentMessage, frozen=True, kw_only=True):
 
 
 class Interrupt(_AgentMessage, frozen=True, kw_only=True):
-    """Raise KeyboardInterrupt in the ranks of a run, and do nothing more: what they do then is up to them."""
+    """Raise KeyboardInterrupt in the ranks of a run. No stronger signal follows."""
 
     job_id: str
 
@@ -128,7 +128,7 @@ class Respawn(_AgentMessage, frozen=True, kw_only=True):
 
 
 class End(_AgentMessage, frozen=True, kw_only=True):
-    """End a run by SIGINT, SIGTERM or SIGKILL. The stronger signals follow by themselves after the grace."""
+    """End a run by SIGINT, SIGTERM or SIGKILL. After the grace the agent sends the stronger signals by itself."""
 
     job_id: str
     how: How
@@ -141,7 +141,7 @@ class Release(_AgentMessage, frozen=True):
 
 
 class Inspect(_AgentMessage, frozen=True):
-    """Ask the ranks of a run for their stacks. One answer may serve several questions."""
+    """Ask the ranks of a run for their stacks. One answer may serve several requests."""
 
     job_id: str
 
@@ -156,7 +156,7 @@ class Profile(_AgentMessage, frozen=True, kw_only=True):
             that all profile the same steps. Ranks on another machine, with another clock, begin soon.
         deadline_s: Seconds after which a rank that has not done these steps gives up.
         trace: Path of the rank's trace file, filled in by the agent; empty for none.
-        memory: True to find out what holds memory, in place of where time goes. That makes no trace.
+        memory: True to profile memory instead of time, without a trace.
     """
 
     job_id: str
@@ -169,15 +169,15 @@ class Profile(_AgentMessage, frozen=True, kw_only=True):
 
 
 class PeersFinished(_AgentMessage, frozen=True, kw_only=True):
-    """Other ranks of the run have finished. They stay until all have, and take part in nothing any more."""
+    """Other ranks of the run have finished. They stay until all have, but join no more collectives."""
 
     ranks: list[int]
 
 
 class Detach(_AgentMessage, frozen=True, kw_only=True):
-    """Go on without the kernel, for a run that is the agent's only one, as the agent of a detached run does.
+    """Detach the agent's only run, so that it goes on without the kernel.
 
-    Descriptors: the one that holds the lock of the run's folder, then each rank's result file.
+    Descriptors: the lock of the run's folder, then each rank's result file.
     """
 
     job_id: str
@@ -185,10 +185,10 @@ class Detach(_AgentMessage, frozen=True, kw_only=True):
 
 
 class Detached(_AgentMessage, frozen=True, kw_only=True):
-    """The answer to ``Detach``: the agent's last word to the kernel, unless ``why`` tells why it stays.
+    """The answer to ``Detach``: the agent's last message to the kernel, unless ``why`` has the reason of a refusal.
 
     Attributes:
-        told_bytes: The part of each rank's log that the kernel has been told.
+        told_bytes: Length of the part of each rank's log that the kernel has received.
     """
 
     job_id: str
@@ -197,15 +197,15 @@ class Detached(_AgentMessage, frozen=True, kw_only=True):
 
 
 class Quit(_AgentMessage, frozen=True):
-    """Stop all runs, with their grace, and end."""
+    """Stop all runs, with their grace, and exit."""
 
 
 class Hello(_AgentMessage, frozen=True, kw_only=True):
     """The first message to the agent of a detached run.
 
     Attributes:
-        who: The sender in words, for the others: they are told who has stopped the run.
-        follows: True if the sender wants to hear of the run, and not only to give orders.
+        who: The sender in words, to tell other kernels who has stopped the run.
+        follows: True if the sender wants the run's messages, not only to give orders.
     """
 
     who: str
@@ -213,7 +213,7 @@ class Hello(_AgentMessage, frozen=True, kw_only=True):
 
 
 class Attached(_AgentMessage, frozen=True, kw_only=True):
-    """The agent takes orders from the sender of ``Hello``, who hears all messages from now on if it ``follows``.
+    """The agent takes orders from the sender of ``Hello``, and sends it all further messages if it ``follows``.
 
     Each message after this one is preceded by its number, in eight bytes: see ``launching/journal.py``. The messages
     before it are in the journal, up to ``size_bytes``.
@@ -237,9 +237,9 @@ class RankDump(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rank: The rank.
-        pid: Its process, ``None`` before it was forked.
-        condition: ``said``: it has answered. ``stopped``: it has no stack until it continues. ``mute``: it has not
-            answered in time. ``unarmed``: it can't be asked yet, or no longer. ``ended``: it is gone.
+        pid: Its process id, ``None`` before it was forked.
+        condition: ``said``: the rank has answered. ``stopped``: it has no stack until it continues. ``mute``: it has
+            not answered in time. ``unarmed``: it can't be asked yet, or no longer. ``ended``: it is gone.
         text: The stacks of its threads, in the format of Python's fault handler.
     """
 
@@ -257,15 +257,15 @@ class Inspected(_AgentMessage, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's failure in words, which is all that another node hears of it.
+    """A rank's failure in words, as other nodes receive it.
 
     Attributes:
         where: The node's name in messages, which the receiver fills in.
         rank: The rank among all nodes; ``None`` if the node itself has gone.
         what: The exception with its message, or how the process ended.
         traceback: Its traceback; empty if it has none.
-        lost_peer: True if it only says that another rank has gone.
-        is_wanted: True if somebody has ended the run there, so that nothing is started again.
+        lost_peer: True if the exception only reports that another rank has gone.
+        is_wanted: True if a user has ended the run there, so that nothing is started again.
     """
 
     what: str
@@ -283,13 +283,13 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Starting(_AgentMessage, frozen=True, kw_only=True):
-    """The ranks of a run are started again, or those of a run on several nodes for the first time; none is left.
+    """All ranks of a run are started again or, on several nodes, for the first time. No earlier rank is left.
 
     Attributes:
         restarts: Number of restarts so far that a failure caused.
         first_rank: The number of this node's first rank among all.
         world_size: Number of ranks on all nodes.
-        cause: The failure on another node that caused this restart, if it was there.
+        cause: The failure that caused this restart, if it was on another node.
     """
 
     job_id: str
@@ -315,8 +315,8 @@ class RunEnded(_AgentMessage, frozen=True, kw_only=True):
     """Every process of the run is gone, and all its events and output were sent.
 
     Attributes:
-        elsewhere: The failure on another node that has ended it, if one has.
-        by: The one of several attached kernels or commands that has ended a detached run, in words; else empty.
+        elsewhere: The failure on another node that has ended the run, if there is one.
+        by: The attached kernel or command that has ended a detached run, in words; else empty.
     """
 
     job_id: str
@@ -329,7 +329,7 @@ class Broken(_AgentMessage, frozen=True, kw_only=True):
     """There is no template, or a run couldn't be started or go on. ``why`` and ``fix`` are those of an error.
 
     Attributes:
-        was_running: True if ranks had come to the user's code.
+        was_running: True if ranks had reached the user's code.
     """
 
     text: str
@@ -350,7 +350,7 @@ class Fork(_AgentMessage, frozen=True, kw_only=True):
     ``listens``.
 
     Attributes:
-        rank: Its number in this run's messages, which is its local rank.
+        rank: Its local rank, as in all messages of this run.
         place: Its place among all ranks.
         variables: Its further environment variables.
     """

@@ -1,7 +1,7 @@
 """Framed messages, and file descriptors with them, over a Unix stream socket.
 
-Kernel, agent, template and ranks talk over these sockets only. Both ends are made by ``socketpair`` and inherited or
-passed on, so there is no address to which a stranger could connect.
+Kernel, agent, template and ranks exchange messages over these sockets only. Both ends are made by ``socketpair`` and
+inherited or passed on, so there is no address to which a stranger could connect.
 
 A frame is a header (body length and number of descriptors), the body, and the descriptors as ancillary data of the
 header's first byte.
@@ -125,7 +125,7 @@ class Connection:
                 written = self._send_first(header, descriptors)
                 self._keep(header[written:] + body)
                 self._write_outbox()
-            except BlockingIOError as error:  # how the system says that SO_SNDTIMEO has run out
+            except BlockingIOError as error:  # SO_SNDTIMEO has run out
                 raise TimeoutError("the other end of a connection doesn't read") from error
 
     def queue(self, body: bytes) -> None:
@@ -183,7 +183,7 @@ class Connection:
         return frames
 
     def receive_bytes(self) -> bytes:
-        """Return what has come, whole frames or parts of them, to forward them unread; none if reading would block.
+        """Return the received bytes, to forward them unparsed; none if reading would block.
 
         Raises:
             ClosedError: The other end has gone and everything that it sent has been returned.
@@ -223,7 +223,7 @@ class Connection:
 
 
 def take_frames(received: bytearray) -> list[tuple[bytes, int]]:
-    """Take the complete frames off the start of what was received; return each one's body and number of descriptors."""
+    """Remove the complete frames from the start of ``received``; return each one's body and number of descriptors."""
     frames: list[tuple[bytes, int]] = []
     start = 0
     while len(received) - start >= _HEADER.size:
@@ -254,7 +254,7 @@ class EventLoop:
         self._selector.register(descriptor, selectors.EVENT_READ, handler)
 
     def unwatch(self, descriptor: int) -> None:
-        """Stop watching a descriptor. It may be unwatched already."""
+        """Stop watching a descriptor, if it is watched."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(descriptor)
 

@@ -4,8 +4,8 @@ agent -> elastic process    RanksStand, RanksEnded, RanksFinished, Leave
 elastic process -> agent    StartRanks, StopRanks, AboutNodes, Over
 
 Both send at any time, so two messages can cross. Each message about ranks therefore has the number of the attempt, and
-its reader drops a message about another attempt than the present one, because it is outdated. The agent answers every
-StartRanks with RanksStand or Leave, and every StopRanks of the present attempt with RanksEnded.
+its reader drops outdated messages, of another attempt than the present one. The agent answers every StartRanks with
+RanksStand or Leave, and every StopRanks of the present attempt with RanksEnded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StartRanks(_OfAttempt, frozen=True, kw_only=True):
     Attributes:
         places: Each rank's place and further environment variables.
         restarts: Number of restarts so far that a failure caused.
-        cause: The failure on another node that caused this restart, if it was there.
+        cause: The failure that caused this restart, if it was on another node.
     """
 
     places: list[tuple[RankPlace, dict[str, str]]]
@@ -52,7 +52,7 @@ class Over(_ElasticMessage, frozen=True, kw_only=True):
     """The elastic process ends and starts nothing more.
 
     Attributes:
-        has_succeeded: True if every rank on all nodes has finished, so that those here may go.
+        has_succeeded: True if every rank on all nodes has finished, so that the ranks here may exit.
         refusal: The reason why the run couldn't be started, if that ends it.
         failure: The failure on another node, if that ends it.
     """
@@ -83,7 +83,7 @@ class RanksEnded(_OfAttempt, frozen=True, kw_only=True):
 
 
 class Leave(_ElasticMessage, frozen=True, kw_only=True):
-    """End, because somebody ends the run here, and tell the other nodes why."""
+    """Tell the other nodes why the run ends here, and exit."""
 
     why: str
 

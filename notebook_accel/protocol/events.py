@@ -1,7 +1,7 @@
-"""Events that a rank sends while it runs, which is all that its watchers hear of it.
+"""Events of a run, from which all views and errors derive. Ranks send most of them, the agent and the job a few.
 
 Events are small, typed and encoded with msgpack, never pickled, so reading them executes nothing. The only pickle,
-``Failed.exception``, stays bytes until the job that owns the rank opens it.
+``Failed.exception``, stays bytes until the job that owns the rank unpickles it.
 
 Times are seconds of ``time.monotonic()``, which on Linux is one clock for all processes of a machine, so that events of
 different ranks can be ordered. The kernel converts the times of ranks on another machine to its own clock.
@@ -25,7 +25,7 @@ class Started(_Event, frozen=True, kw_only=True):
     """The rank is about to run the user's code.
 
     Attributes:
-        pid: Its process.
+        pid: The rank's process id.
         node: Number of its node in the run, from 0.
     """
 
@@ -33,7 +33,7 @@ class Started(_Event, frozen=True, kw_only=True):
     node: int = 0
 
 
-_MOST_LINES = 100  # of several events that became one
+_MOST_LINES = 100  # of several merged events
 EVALUATION = "evaluation"
 """The label of a loop that takes batches and doesn't train."""
 
@@ -49,7 +49,7 @@ class Progress(_Event, frozen=True, kw_only=True):
         steps: Steps since the rank was started, over all epochs and loaders. The rate comes from this.
         label: Name of the counted thing, such as a bar's description; ``EVALUATION`` for a loop that doesn't train.
         device: The device on which the rank computes, such as ``cpu`` or ``cuda:0``; empty if unknown yet.
-        compiling: True while the device's compiler works on the running step, which says nothing about later steps.
+        compiling: True while the device's compiler works on the running step, so that its duration is unusual.
     """
 
     step: int
@@ -67,14 +67,14 @@ PHASES = ("data", "copy", "forward", "backward", "communication", "optimizer", "
 
 
 class SampledLine(msgspec.Struct, frozen=True):
-    """A line of the user's code that ran when the rank's main thread was looked at.
+    """A line of the user's code that was running when the rank's main thread was sampled.
 
     Attributes:
         phase: The phase of the step.
-        activity: The library's work: ``communication``, ``copy``, ``compiling`` or ``saving``; else empty.
+        activity: The work of a library: ``communication``, ``copy``, ``compiling`` or ``saving``; else empty.
         place: The line, such as ``In[7], line 12``; empty if none of the user's code ran.
         text: The line's text.
-        samples: How often it was seen.
+        samples: Number of samples of this line.
     """
 
     phase: str
@@ -89,7 +89,7 @@ class StepTimes(_Event, frozen=True, kw_only=True):
 
     Attributes:
         steps: Number of training steps. An event has at least one.
-        seconds: The time of each phase in ``PHASES``. They add up to the wall time since the last event.
+        seconds: The time of each phase in ``PHASES``. The times add up to the wall time since the last event.
         evaluations: Number of evaluations that began.
         collecting_s: Time of Python's garbage collections, in whichever phase they were.
         compilations: Number of graphs that ``torch.compile`` has compiled.
@@ -101,8 +101,8 @@ class StepTimes(_Event, frozen=True, kw_only=True):
         cores: Number of processor cores that this rank's processes can use, together with other ranks'.
         gradient_bytes: Size of the gradients that ``DistributedDataParallel`` exchanges, 0 if unknown.
         is_on_device: True if CUDA has measured the phases.
-        samples: Number of looks at the main thread.
-        lines: The lines that were seen most.
+        samples: Number of samples of the main thread.
+        lines: The lines sampled most often.
     """
 
     steps: int
@@ -130,7 +130,7 @@ class StepTimes(_Event, frozen=True, kw_only=True):
             seen[key] = seen.get(key, 0) + line.samples
         most_seen = sorted(seen.items(), key=lambda item: -item[1])[:_MOST_LINES]
         return msgspec.structs.replace(
-            later,  # what doesn't add up is that of the later one
+            later,  # fields that can't be added keep the later event's value
             steps=steps,
             seconds={
                 phase: self.seconds.get(phase, 0.0) + later.seconds.get(phase, 0.0)
@@ -152,12 +152,12 @@ SpanKind: TypeAlias = Literal["step", "phase", "operator", "collective", "kernel
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a profile's time.
+    """A named interval of a profile.
 
     Attributes:
-        kind: What ran.
+        kind: The kind of work.
         name: Its name, such as ``aten::mm``.
-        begin_us: Its begin in microseconds, from the begin of the profile.
+        begin_us: Its start in microseconds, from the start of the profile.
         took_us: Its duration in microseconds.
     """
 
@@ -173,7 +173,7 @@ class OperatorTime(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         name: Its name.
         calls: How often it ran.
-        self_us: Its microseconds without those of the operators that it called.
+        self_us: Its own microseconds, without the operators that it called.
         is_kernel: True for a kernel of the device.
     """
 
@@ -184,12 +184,12 @@ class OperatorTime(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
-    """The memory of the tensors that one line had made and that were there when a profile's memory was at its peak.
+    """Memory that the tensors made by one line held when a profile's memory was at its peak.
 
     Attributes:
-        place: The user's line, such as ``In[7], line 12``; empty for what was made before the profile.
+        place: The user's line, such as ``In[7], line 12``; empty for tensors made before the profile.
         text: The line's text.
-        size_bytes: Their size.
+        size_bytes: The tensors' size.
     """
 
     place: str
@@ -204,14 +204,14 @@ class Profiled(_Event, frozen=True, kw_only=True):
         number: The number of the request.
         why: The reason why there are fewer steps than were asked for; empty if there is none.
         steps: Number of profiled steps, 0 if there are none.
-        age_s: Seconds from the begin of the profile to this event.
-        spans: The parts of its time. Of each kind only the longest are here.
-        operators: The operators and kernels that took most.
-        lines: The lines of the user's code that were seen most.
-        samples: Number of looks at the main thread.
+        age_s: Seconds from the start of the profile to this event.
+        spans: Its spans; of each kind only the longest.
+        operators: The operators and kernels that took most time.
+        lines: The lines of the user's code sampled most often.
+        samples: Number of samples of the main thread.
         trace: Path of the trace on the rank's machine; empty if there is none.
-        peak_bytes: Most bytes that tensors took at one time, where memory was asked for.
-        held: The lines that held most of them at that time.
+        peak_bytes: Peak memory of all tensors, if memory was asked for.
+        held: The lines whose tensors held most memory at the peak.
     """
 
     number: str
@@ -239,7 +239,7 @@ class Output(_Event, frozen=True, kw_only=True):
 
     Attributes:
         text: The lines.
-        left_out: Number of lines before them that are in the rank's log only, because a notebook couldn't take so many.
+        left_out: Number of earlier lines that are only in the rank's log, because a notebook couldn't take so many.
     """
 
     text: str
@@ -285,7 +285,7 @@ class ModelMemory(_Event, frozen=True, kw_only=True):
 
     Attributes:
         parameters: Number of all parameters of the models.
-        held_parameters: Number of those that the rank holds; fewer where models are sharded.
+        held_parameters: Number of parameters that the rank holds; fewer where models are sharded.
         parameter_bytes: Bytes of the parameters that the rank holds.
         gradient_bytes: Bytes of their gradients, 0 before the first step.
         optimizer_bytes: Bytes of the optimizers' state, 0 before the first step.
@@ -312,7 +312,7 @@ class ModelMemory(_Event, frozen=True, kw_only=True):
 
     @property
     def in_words(self) -> str:
-        """All of it in one line. The peak's rest are activations and what the program holds besides."""
+        """The memory in one line. The rest of the peak is activations and other tensors of the program."""
         known_bytes = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
         parts = {
             "parameters": self.parameter_bytes,
@@ -332,7 +332,7 @@ class Failed(_Event, frozen=True, kw_only=True):
         traceback: The formatted traceback, the user's frames only.
         line: The user's innermost line, such as ``In[7], line 12``; empty if there is none.
         exception: The pickled exception; empty if it can't be pickled.
-        lost_peer: True if it only says that another rank has gone, so that the cause is elsewhere.
+        lost_peer: True if the exception only reports that another rank has gone, so the cause is elsewhere.
         saved: True if the rank's result file has the variables to pull, with their values at the failure.
     """
 
@@ -368,7 +368,7 @@ class MemoryShortage(msgspec.Struct, frozen=True, kw_only=True):
         free_bytes: The fewest free bytes.
         limit_bytes: The limit.
         is_machine: True if the limit is the machine's memory, false if it is the container's.
-        was_seen: True if the system has counted a process that it killed because memory ran out.
+        was_seen: True if the system has counted an out-of-memory kill.
     """
 
     free_bytes: int
@@ -378,12 +378,12 @@ class MemoryShortage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(_Event, frozen=True, kw_only=True):
-    """The rank's process is gone. The agent sends it, since a killed rank can't.
+    """The rank's process is gone. The agent sends this, since a killed rank can't.
 
     Attributes:
         exit_code: Its exit status, ``None`` if a signal ended it.
         signal: The signal's number, ``None`` if it exited.
-        stopped: True if the agent had sent the signal to end the run.
+        stopped: True if the agent sent the signal, to end the run.
         peak_bytes: Its peak host memory, 0 if unknown.
         shortage: The shortage of memory, if there was one.
     """
@@ -396,12 +396,12 @@ class Ended(_Event, frozen=True, kw_only=True):
 
 
 class Silent(_Event, frozen=True, kw_only=True):
-    """The rank has done no step for long, and ranks wait for each other. The job sends it, having asked for stacks.
+    """The rank has done no step for long, and ranks wait for each other. The job sends this after reading stacks.
 
     Attributes:
         since_s: Time of its last step.
         at: Its position, such as ``In[7], line 12 in evaluate``; empty if unknown.
-        waits_in: The collective in which it waits for the others; empty if others wait for it.
+        waits_in: The collective in which it waits for other ranks; empty if others wait for it.
     """
 
     since_s: float
@@ -410,7 +410,7 @@ class Silent(_Event, frozen=True, kw_only=True):
 
 
 class Restarting(_Event, frozen=True, kw_only=True):
-    """All ranks are started again because this one has failed. The job sends it.
+    """All ranks are started again because this one has failed. The job sends this.
 
     Attributes:
         number: Number of this restart, from 1; 0 if no rank has failed, so that it doesn't count.
@@ -441,11 +441,11 @@ class Nodes(_Event, frozen=True, kw_only=True):
 
 
 class Respawning(_Event, frozen=True, kw_only=True):
-    """A dead rank is started once more while the others go on. The job, which orders that, sends it."""
+    """A dead rank is started once more while the others go on. The job, which orders the start, sends this."""
 
 
 class Numbered(_Event, frozen=True, kw_only=True):
-    """The place of this node's ranks among all. The job sends it when the nodes have agreed on it.
+    """The place of this node's ranks among all ranks. The job sends it once the nodes have agreed.
 
     Attributes:
         first_rank: The number of this node's first rank.
@@ -457,7 +457,7 @@ class Numbered(_Event, frozen=True, kw_only=True):
 
 
 class Working(_Event, frozen=True, kw_only=True):
-    """The ranks that have something to do from now on; the others wait for work. A session's job sends it.
+    """The ranks that have work from now on; the others wait for work. A session's job sends this.
 
     Attributes:
         ranks: Their numbers on this node.

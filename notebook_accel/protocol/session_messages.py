@@ -4,7 +4,7 @@ kernel -> rank       Welcome, Execute, Call, Push, Pull, LookUp, Debug, Input, I
                      Detach, Leave
 rank -> kernel       Hello, Displayed, Prompt, Reply
 
-Each side unpickles only what the other has sealed, in a memory file. A rank opens nothing before the kernel has
+Each side unpickles only memory files that the other has sealed. A rank opens nothing before the kernel has
 accepted its ``Hello``, and the kernel opens nothing before it has checked the ``Hello``.
 """
 
@@ -27,7 +27,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         shared: Numbers of the objects that are listed in the file, in order.
         by_value: Numbers of the functions and classes that travel in it by value, in order.
-        by_force: Names that replace whatever the rank has under them.
+        by_force: Names whose values replace the rank's own.
         forgotten: Numbers of earlier objects that the notebook no longer has.
         sources: Source texts by the file name in their code, each with its label for tracebacks.
     """
@@ -53,7 +53,7 @@ class Welcome(_SessionMessage, frozen=True, kw_only=True):
 class _Request(_SessionMessage, frozen=True, kw_only=True):
     """A request, which the rank answers with a ``Reply`` of the same number.
 
-    ``sent_s`` is the time of sending, in seconds of ``time.monotonic()``: earlier interrupts are for something else.
+    ``sent_s`` is the time of sending, in seconds of ``time.monotonic()``. Earlier interrupts don't concern the request.
     """
 
     number: int
@@ -132,7 +132,7 @@ class RenewGroup(_Request, frozen=True, kw_only=True):
     """Leave the process group, which is broken.
 
     Attributes:
-        renewals: Number of groups given up, with this one. The next group's keys in the store have it as their prefix.
+        renewals: Number of groups given up, with this one. It is the prefix of the next group's keys in the store.
         rejoins: Whether to form a new group now. Otherwise the next code that needs one forms it.
     """
 
@@ -141,13 +141,13 @@ class RenewGroup(_Request, frozen=True, kw_only=True):
 
 
 class Settle(_Request, frozen=True, kw_only=True):
-    """Do nothing but answer: interrupts that were sent earlier have arrived by then, and can't hit later requests."""
+    """Do nothing but answer. By then earlier interrupts have arrived, so that they can't hit later requests."""
 
 
 class Detach(_Request, frozen=True, kw_only=True):
-    """Outlive this kernel: when it has gone, wait for the next one in ``folder``. ``name`` is the session's then.
+    """Outlive this kernel: once it has gone, wait for the next kernel in ``folder``, under the session's new ``name``.
 
-    An empty ``folder`` takes that back.
+    An empty ``folder`` cancels an earlier ``Detach``.
     """
 
     folder: str
@@ -155,7 +155,7 @@ class Detach(_Request, frozen=True, kw_only=True):
 
 
 class Leave(_SessionMessage, frozen=True):
-    """End: the session is over. Without it, a detached session's rank waits for another kernel."""
+    """Exit, since the session is over. Without this message, a detached session's rank waits for another kernel."""
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,8 +168,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
         renewals: Number of process groups given up so far.
         group: ``unchecked`` if code has failed since the process group was last inspected; ``broken`` if the group
             can't be trusted any more.
-        failed: The failure of its last request, which perhaps no kernel has heard of.
-        title: That request in words.
+        failed: The failure of its last request, which may have reached no kernel.
+        title: The last request in words.
     """
 
     own: list[str]
@@ -187,7 +187,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         secret: The session's secret, from a file in a folder that only this user can open.
         rank: The rank's number.
-        kept: What it has from earlier kernels; ``None`` for a fresh process.
+        kept: The state from earlier kernels; ``None`` for a fresh process.
     """
 
     secret: bytes

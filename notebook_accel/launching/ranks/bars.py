@@ -91,9 +91,9 @@ class _OpenBars:
         self._shown: reporting.Counter | None = None
 
     def enter_loop(self) -> None:
-        """Take note of a loop over a loader that begins inside the innermost bar.
+        """Count a loop over a loader that begins inside the innermost bar.
 
-        Only a bar over a sequence, such as a range, can be one over epochs. Others go over a loader, or count by hand.
+        Only a bar over a sequence, such as a range, can count epochs. Others go over a loader, or are updated by hand.
         """
         if self._open and isinstance(self._open[-1].bar.iterable, Sequence):
             self._open[-1].inner_bars += 1
@@ -107,7 +107,7 @@ class _OpenBars:
         return isinstance(shown, _BarCounter) and isinstance(shown.bar, _RichTask) and not shown.bar.task.finished
 
     def add(self, bar: Any) -> None:
-        """Count a bar that opens, inside those that are open."""
+        """Add a bar that opens inside the open ones."""
         if self._open:
             self._open[0].inner_bars += 1
         counter = _BarCounter(bar)
@@ -120,13 +120,13 @@ class _OpenBars:
         closed = [counter for counter in self._open if counter.bar is bar]
         if closed:
             self._open = [counter for counter in self._open if counter.bar is not bar]
-            if self._open or not closed[0].counts_epochs:  # that all epochs are done can stay in the row
+            if self._open or not closed[0].counts_epochs:  # a complete count of epochs can stay in the row
                 self._show(self._shown)
             self.refresh()
             loops.loops().decide_again()
 
     def refresh(self) -> None:
-        """Show the bar around the last one, if it counts by itself. Called before each look at the counters."""
+        """Show the innermost open bar if it counts steps. Called before each sample."""
         current = self._open[-1] if self._open else None
         shown = reporting.reporter().shown
         if isinstance(shown, loops.LoopCounter) and self.count_steps:  # the bar counts these steps after all
@@ -134,7 +134,7 @@ class _OpenBars:
             return
         is_another_shown = self._shown is not shown
         if current is None and is_another_shown:
-            reporting.reporter().show_outer(None)  # it has nothing to do with the counter that is shown now
+            reporting.reporter().show_outer(None)  # the epochs don't belong to the counter that is shown now
         if current is None or current is self._shown or is_another_shown:
             return
         if not (current is self._open[0] and current.counts_epochs):
@@ -180,7 +180,7 @@ def _patch_tqdm(bar_class: Any, bars: _OpenBars) -> None:
 
 
 def _redirected(file: Any) -> Any:
-    """Return the file for a bar in place of the rank's output. A file of the user's own stays."""
+    """Return the null file in place of the rank's output, and the user's own file unchanged."""
     standard = (None, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     return _NULL_FILE if any(file is stream for stream in standard) else file
 
@@ -261,7 +261,7 @@ def _patch_rich(module: types.ModuleType) -> None:
 
 
 def _show_task(task: Any) -> None:
-    """Show the task that has just counted in the row, unless a prepared loader counts there."""
+    """Show a task that was just updated in the rank's row, unless a prepared loader has the row."""
     reporter = reporting.reporter()
     shown = reporter.shown
     if task is None or not task.visible or type(shown) not in (type(None), _BarCounter, loops.LoopCounter):

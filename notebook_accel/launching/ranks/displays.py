@@ -60,15 +60,14 @@ class DisplayHandle:
         display(obj, display_id=self.display_id, **options)
 
     def update(self, obj: object, **options: Any) -> None:
-        """Replace what is displayed."""
+        """Replace the displayed object."""
         display(obj, display_id=self.display_id, update=True, **options)
 
 
 class _Screen:
-    """The places in the notebook that show something of this rank, by their display ids.
+    """This rank's displays in the notebook, by their display ids.
 
-    A notebook can change a display but not remove it. So clearing makes the displays empty, and the next ones reuse
-    their places.
+    A notebook can change a display but not remove it. So clearing makes the displays empty, and later ones reuse them.
     """
 
     def __init__(self) -> None:
@@ -101,7 +100,7 @@ class _Screen:
 
 
 _screen: _Screen | None = None  # of rank 0
-_show: Callable[[events.Display], None] | None = None  # takes displays instead of the run's reporter
+_show: Callable[[events.Display], None] | None = None  # receives displays instead of the run's reporter
 _at_end: list[Callable[[], None]] = []
 
 
@@ -166,19 +165,19 @@ def publish(
 
 
 def clear_output(wait: bool = False) -> None:
-    """Clear this rank's displays; with ``wait``, when the next one comes. Printed text stays."""
+    """Clear this rank's displays; with ``wait``, only when the next display comes. Printed text stays."""
     screen = _shown_screen()
     if screen is not None:
         screen.clear(waits=wait)
 
 
 def at_end(function: Callable[[], None]) -> None:
-    """Call ``function`` when the user's code has ended."""
+    """Register ``function`` for the end of the user's code."""
     _at_end.append(function)
 
 
 def end() -> None:
-    """Show and close figures that are left open.
+    """Call the functions of ``at_end``, which show and close open figures.
 
     Called before the results are pickled: a figure that is pickled open is shown again where it is unpickled.
     """
@@ -198,11 +197,11 @@ def _send(data: Mapping[str, Any], metadata: dict[str, Any], display_id: str, *,
     event = events.Display(
         data=dict(data), metadata=metadata, display_id=display_id, is_update=is_update, log_bytes=streams.log_bytes()
     )
-    (_show or reporting.reporter().send)(event)  # before this returns, and so before anything that is printed later
+    (_show or reporting.reporter().send)(event)  # at once, and so before anything that is printed later
 
 
 def redirect(show: Callable[[events.Display], None] | None) -> None:
-    """Pass all displays to ``show`` from now on, on a new screen, as for a cell. ``None`` ends that."""
+    """Pass all displays to ``show``, on a new screen, as for a session's cell. ``None`` ends the redirection."""
     global _screen, _show
     _show = show
     if _screen is not None:
@@ -222,7 +221,7 @@ def install(rank: int) -> None:
         when_imported("matplotlib_inline.backend_inline", lambda module: at_end(module.flush_figures))
     elif os.environ.get("MPLBACKEND", "").startswith(_KERNEL_BACKENDS):
         os.environ["MPLBACKEND"] = _OUR_BACKEND
-        if "matplotlib" in sys.modules:  # it has read the variable already
+        if "matplotlib" in sys.modules:  # matplotlib has read the variable already
             sys.modules["matplotlib"].use(_OUR_BACKEND)
 
 
@@ -265,13 +264,13 @@ def sendable(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_figure(obj: object) -> bool:
-    """Return whether the object is a matplotlib figure. It has no method of the rich display protocol."""
+    """Return whether the object is a matplotlib figure, which has no method of the rich display protocol."""
     module = sys.modules.get("matplotlib.figure")
     return module is not None and isinstance(obj, module.Figure)
 
 
 def _call(obj: object, name: str, **arguments: Any) -> tuple[Any, Any]:
-    """Return what a method offers and its metadata, ``None`` where there is none."""
+    """Return the data and the metadata that a method offers, ``None`` where there is none."""
     method = getattr(obj, name, None)
     if not callable(method):
         return None, None

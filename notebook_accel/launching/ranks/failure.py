@@ -20,13 +20,13 @@ from notebook_accel.launching.spec import JobSpec
 from notebook_accel.payload import serialization
 from notebook_accel.protocol import events
 
-# torch's messages in a rank whose peer has gone. The peer's own end explains more.
+# torch's messages in a rank whose peer has gone. The peer's own failure explains more.
 _LOST_PEER = re.compile(
     r"connection (closed|reset) by|connection reset|broken pipe|recvvalue failed|failed to recv|unexpected eof|"
     r"remote process exited|socket timeout|wait timeout after|nccl.*(abort|remote)|process group.*abort",
     re.IGNORECASE,
 )
-# Stands in a traceback for frames that were left out.
+# The file name, in a traceback, of a frame that replaces several.
 _FOLDED = "<folded>"
 _FOLDED_LINE = re.compile(rf'^  File "{_FOLDED}", line (\d+), in (.*)$', re.MULTILINE)
 _FEWEST_FOLDED = 3
@@ -41,10 +41,10 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class _Forwarded:
-    """An exception that torch raises again in the rank, with the text of a worker's traceback for its message.
+    """An exception that torch raises again in the rank, with a worker's traceback as its message.
 
     Attributes:
-        message: The original message, and a line that says where it was raised.
+        message: The original message, and a line about the place where it was raised.
         frames: The worker's frames.
     """
 
@@ -53,7 +53,7 @@ class _Forwarded:
 
     @classmethod
     def read(cls, error: BaseException) -> _Forwarded | None:
-        """Return the exception that torch has raised again as this one, ``None`` if this one is raised for itself."""
+        """Return the worker's exception that torch has raised again as ``error``; ``None`` for any other error."""
         found = _FORWARDED.fullmatch(_message(error))
         if found is None:
             return None
@@ -72,7 +72,7 @@ class _Forwarded:
         return cls("\n\n".join([f"{said}\nIt was raised {where}.", *causes]), summaries)
 
     def stand_in(self, error: BaseException) -> BaseException:
-        """Return an exception that a traceback shows as the one that was raised again, with the original message."""
+        """Return an exception that a traceback shows like ``error``, but with the original message."""
         kind = type(error)
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         stand_in: Exception = type(kind.__name__, (Exception,), names)(self.message)
@@ -107,7 +107,7 @@ def describe(
 
 
 def end_fork(error: BaseException | None, spec: JobSpec) -> NoReturn:
-    """End a process that the user's code has forked and not ended, since it must not answer for its rank.
+    """Exit from a process that the user's code has forked and not ended, since it must not report for its rank.
 
     As at the end of any Python process, its error goes to standard error and into the exit status.
     """
@@ -142,7 +142,7 @@ def _fold_calls_between_users_lines(text: traceback.TracebackException) -> None:
     """Replace the frames through which a library called the user's code by one that counts them.
 
     A trainer has dozens of them between the user's call and the user's callback or dataset. The frames below the
-    user's last line stay: there a library has failed.
+    user's last line stay, since the library has failed there.
     """
     for part in _chain(text):
         folded: list[traceback.FrameSummary] = []
@@ -178,7 +178,7 @@ def look_up(namespace: dict[str, Any], name: str) -> Any:
     """Return a name's value in a rank's ``__main__``.
 
     Raises:
-        NameError: There is no such name. The message speaks of ``--pull``.
+        NameError: There is no such name. The message names ``--pull``.
     """
     try:
         return namespace[name]
@@ -196,12 +196,12 @@ def without_our_frames(tb: types.TracebackType | None) -> types.TracebackType | 
 
 
 def _is_raised_by_us(text: traceback.TracebackException) -> bool:
-    """Return whether a ``raise`` statement of this package raised the error, and not something that it called."""
+    """Return whether a ``raise`` statement of this package raised the error, and not code that it called."""
     return bool(text.stack) and _is_ours(text.stack[-1].filename) and (text.stack[-1].line or "").startswith("raise ")
 
 
 def _end_at_the_users_line(text: traceback.TracebackException) -> None:
-    """Cut an error of ours at the user's line. Its text says what happened, and our frames would add nothing."""
+    """Cut the traceback of this package's error at the user's line: our frames add nothing to the message."""
     text.__cause__ = text.__context__ = None
     while text.stack and (_is_ours(text.stack[-1].filename) or text.stack[-1].filename == contextlib.__file__):
         text.stack.pop()
@@ -211,7 +211,7 @@ def _fold_our_frames(text: traceback.TracebackException) -> None:
     """Leave out this package's frames between the user's line and the library's line that failed."""
     for part in _chain(text):
         last = len(part.stack) - 1
-        while last >= 0 and _is_ours(part.stack[last].filename):  # the place where it was raised stays
+        while last >= 0 and _is_ours(part.stack[last].filename):  # the place where the error was raised stays
             last -= 1
         if last > 0:
             part.stack[:last] = [frame for frame in part.stack[:last] if not _is_ours(frame.filename)]
@@ -225,7 +225,7 @@ def _with_cell_names(text: traceback.TracebackException, spec: JobSpec) -> trace
     """Replace the file names that the kernel gave the cells' code by the cells' names."""
     for part in _chain(text):
         for frame in part.stack:
-            frame.line  # noqa: B018 - reads the source line while the file name is still the one it is filed under
+            frame.line  # noqa: B018 - loads the source line, which linecache has under the present file name
             source = spec.sources.get(frame.filename)
             if source is not None:
                 frame.filename = source.label

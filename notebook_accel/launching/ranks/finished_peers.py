@@ -1,12 +1,12 @@
-"""Ends a rank's wait for ranks that have finished.
+"""Ends a rank's wait for finished ranks.
 
-A rank that has finished stays until all have, since a group breaks when one of its ranks leaves. So a rank that waits
-for it in a collective would wait until torch's deadline, half an hour with gloo. The agent tells each rank which others
-have finished. If this rank then stands in one collective for long, and each of its process groups has a rank that has
-finished, that collective can't complete: the rank's connections to the others are shut down, so that it raises. The
-making of a group, or of an ``Accelerator``, waits for the others too, in the store.
+A finished rank stays until all have finished, since a group breaks when one of its ranks leaves. A collective that
+needs a finished rank would wait until torch's deadline, half an hour with gloo. The agent tells each rank which others
+have finished. If this rank then stays in one collective for long, and each of its process groups has a finished rank,
+the collective can't complete: the rank's connections to the others are shut down, so that the call raises. Making a
+group or an ``Accelerator`` waits for the others too, in the store.
 
-A group of an ``Accelerator`` does this by itself, and sooner (``training.backends.watchdog``).
+The group of an ``Accelerator`` does this by itself, and sooner (``training.backends.watchdog``).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from notebook_accel.launching.ranks import interruption
 
 _PATIENCE_S = 10.0  # the last bytes of a collective may still be on their way
 _PERIOD_S = 1.0
-_ASLEEP = {"S", "D"}  # states of a process, and those are the main thread's
-_BETWEEN_TWO = {"send", "recv", "send_object_list", "recv_object_list"}  # the other one may not have finished
+_ASLEEP = {"S", "D"}  # states of a process, which are those of its main thread
+_BETWEEN_TWO = {"send", "recv", "send_object_list", "recv_object_list"}  # the other rank may not have finished
 
 
 class FinishedPeers:
-    """The ranks that have finished, as far as this rank knows."""
+    """The finished ranks that this rank knows, and the thread that ends waits for them."""
 
     def __init__(self) -> None:
         self._finished: set[int] = set()
@@ -40,14 +40,14 @@ class FinishedPeers:
         self._waited_in = ""  # the collective whose wait was ended
 
     def take(self, ranks: Sequence[int]) -> None:
-        """Note ranks that have finished, and look from now on whether this rank waits for one."""
+        """Add finished ranks, and watch from now on whether this rank waits for one."""
         self._finished.update(ranks)
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="notebook-accel-finished", daemon=True)
             self._thread.start()
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the error to report for one that has ended the user's code: why it waited in vain, if it did."""
+        """Return a ``CollectiveError`` if ``error`` is from a wait that was ended here, else ``error`` itself."""
         if not self._waited_in or not isinstance(error, (RuntimeError, TrainingError)):
             return error
         who = f"rank{'s' if len(self._finished) > 1 else ''} {', '.join(rank_spans(sorted(self._finished)))}"
@@ -62,12 +62,12 @@ class FinishedPeers:
     def _watch(self) -> None:
         call: tuple[int, int] | None = None
         since_s = time.monotonic()
-        has_left = False  # the other ranks; what it waits for may be in the store
+        has_left = False  # True once disconnected from the other ranks; this rank may then wait in the store
         while True:
             time.sleep(_PERIOD_S)
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             before, call = call, (id(frame), frame.f_lasti) if frame else None
-            if call != before or processes.state(os.getpid()) not in _ASLEEP:  # it computes
+            if call != before or processes.state(os.getpid()) not in _ASLEEP:  # the main thread computes
                 since_s = time.monotonic()
             elif (
                 time.monotonic() - since_s > _PATIENCE_S and _is_in_a_collective(frame) and self._are_all_groups_short()
@@ -76,7 +76,7 @@ class FinishedPeers:
                 nccl.abort()
                 interruption.disconnect(is_of_store=has_left)
                 has_left, since_s = True, time.monotonic()
-            del frame  # it would keep the user's variables alive
+            del frame  # a frame keeps the user's variables alive
 
     def _are_all_groups_short(self) -> bool:
         """Return whether each process group that this rank is in has a rank that has finished."""
@@ -84,7 +84,7 @@ class FinishedPeers:
         if distributed is None:
             return False
         members = [set(ranks) for ranks in list(distributed._world.pg_group_ranks.values()) if len(ranks) > 1]
-        return all(ranks & self._finished for ranks in members)  # without any, the first group is being made
+        return all(ranks & self._finished for ranks in members)  # without members, the first group is being made
 
 
 def _is_in_a_collective(frame: types.FrameType | None) -> bool:
@@ -98,5 +98,5 @@ _peers = FinishedPeers()
 
 
 def finished_peers() -> FinishedPeers:
-    """Return what this process knows of its peers."""
+    """Return the finished peers that this process knows."""
     return _peers

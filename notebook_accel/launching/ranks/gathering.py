@@ -1,9 +1,9 @@
 """Whole copies of sharded tensors, for values that go back to the notebook.
 
 Gathering is a collective. Ranks come to the end of their code at different times, and may have different values there.
-So each rank first tells the others, through the store, which sharded tensors its values have. A rank whose values have
-none goes on. The others wait for all ranks, and then decide by the same facts what they gather, one tensor after the
-other. The agent stops the ranks that wait for one that has failed.
+So each rank first publishes in the store which sharded tensors its values have. A rank whose values have none goes on.
+The others wait for all ranks, and decide by the same facts which tensors they gather, one after the other. The agent
+stops the ranks that wait for a failed one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from notebook_accel.launching.ranks import store
 from notebook_accel.payload import serialization
 
 _LOOK_PERIOD_S = 0.02
-_COPIES = 2  # the gathered one, and the one in the file for the notebook
+_COPIES = 2  # the gathered copy, and the copy in the file for the notebook
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _AFTER_THE_END = "all ranks have to take part, and their process group has ended"
 _FIX = 'accelerator.save_model(model, "folder") in the code that the ranks run; or load what save_state has saved'
 
 
 class _Offer(msgspec.Struct, frozen=True):
-    """The sharded tensors that one rank's values have.
+    """The sharded tensors in the values of one rank.
 
     Attributes:
         host: The rank's machine.
@@ -77,7 +77,7 @@ def gather(
     Args:
         values: The values by name, also those that only other ranks send.
         kept: The names of the values that this rank sends.
-        occasion: Words that are the same on all ranks, and differ from one call to the next.
+        occasion: A key that is the same on all ranks, and differs from one call to the next.
         origins: The same as for ``serialization.pickle_by_value``.
     """
     gathered = Gathered()
@@ -107,7 +107,7 @@ def gather(
 
 
 def refuse(values: Mapping[str, Any], why: str, origins: serialization.Origins = ()) -> dict[str, PayloadError]:
-    """Return an error for each value that has sharded tensors, where the ranks can't gather them."""
+    """Return an error for each value with sharded tensors, for ranks that can't gather them."""
     return {name: _error(name, why) for name in _find(values, origins)}
 
 
@@ -157,10 +157,10 @@ def _key(occasion: str, rank: int) -> str:
 
 
 def _store() -> Any:
-    """Return the store that the ranks share, ``None`` if they have met nowhere."""
+    """Return the store that the ranks share, ``None`` if they have never met."""
     distributed: Any = sys.modules.get("torch.distributed")
     if store.latest() is None and distributed is not None and distributed.is_initialized():
-        return distributed.distributed_c10d._get_default_store()  # of a group that has met in another way
+        return distributed.distributed_c10d._get_default_store()  # the ranks have met without our store
     return store.latest()
 
 
@@ -175,15 +175,15 @@ def _publish(common: Any, occasion: str, offer: _Offer) -> None:
 def _await(common: Any, occasion: str, world_size: int) -> list[_Offer]:
     """Return the offers of all ranks, in order of rank."""
     keys = [_key(occasion, rank) for rank in range(world_size)]
-    while not common.check(keys):  # in C++, a wait would keep interrupts off
+    while not common.check(keys):  # a wait in C++ would block interrupts
         time.sleep(_LOOK_PERIOD_S)
     return [_decoder.decode(common.get(key)) for key in keys]
 
 
 def _difference(name: str, own: int, offers: list[_Offer]) -> str:
-    """Return the reason why a value can't be gathered: a rank with shares of it has another one. Else return ``""``.
+    """Return how another rank with shares of a value differs, so that it can't be gathered; else ``""``.
 
-    A rank finds a difference exactly if the ranks find one that share a value with it.
+    Either all ranks that share a value find a difference, or none does.
     """
     mine = offers[own]
     for rank in mine.ranks[name]:
@@ -194,7 +194,7 @@ def _difference(name: str, own: int, offers: list[_Offer]) -> str:
 
 
 def _too_large(offers: list[_Offer]) -> dict[str, str]:
-    """Return the values that don't fit into a machine's memory beside those before them, each with the reason."""
+    """Return the values that don't fit into a machine's memory beside the earlier values, each with the reason."""
     refused: dict[str, str] = {}
     taken: dict[str, dict[tuple[int, int], int]] = {}
     for name in sorted({name for offer in offers for name in offer.found}):
@@ -219,5 +219,5 @@ def _whole(tensor: Any) -> Any:
     """Return a whole copy on the CPU. All ranks with shares call it. On a GPU there is one whole tensor at a time."""
     torch: Any = sys.modules["torch"]
     with torch.no_grad():
-        on_device = tensor.detach().to(tensor.device_mesh.device_type)  # a share that is kept on the host
+        on_device = tensor.detach().to(tensor.device_mesh.device_type)  # the share may be on the host
         return on_device.full_tensor().cpu()

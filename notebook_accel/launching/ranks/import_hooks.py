@@ -15,7 +15,7 @@ Hook = Callable[[types.ModuleType], None]
 def when_imported(name: str, hook: Hook) -> None:
     """Call ``hook`` with a module: at once if it is imported already, else as soon as it is.
 
-    The hook runs before the importer sees the module, so that ``from name import x`` gets what the hook has put there.
+    The hook runs before the importer sees the module, so that ``from name import x`` gets the hook's replacements.
     """
     module = sys.modules.get(name)
     if module is not None:
@@ -25,13 +25,13 @@ def when_imported(name: str, hook: Hook) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing by itself: it wraps the loaders of the modules that have hooks."""
+    """Wraps the loaders of the modules that have hooks; other finders find the modules."""
 
     def __init__(self) -> None:
         self.hooks: dict[str, Hook] = {}
 
     def find_spec(self, fullname: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        hook = self.hooks.pop(fullname, None)  # so that the search below passes this finder by
+        hook = self.hooks.pop(fullname, None)  # removed, so that the search below skips this finder
         if hook is None:
             return None
         spec = importlib.util.find_spec(fullname)
@@ -53,7 +53,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__loader__ = self._loader  # it has the source, for tracebacks
+        module.__loader__ = self._loader  # the module's own loader has the source, for tracebacks
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)

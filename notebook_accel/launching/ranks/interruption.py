@@ -1,14 +1,14 @@
-"""SIGINT in a rank. It raises KeyboardInterrupt in the user's code, wherever that is, and nowhere else.
+"""SIGINT in a rank: it raises KeyboardInterrupt in the user's code only, also where that waits for other ranks.
 
 Before the user's code SIGINT is blocked, and after it deferred, so that none is lost.
 
-A rank that waits for others in C++ code doesn't return to Python for a signal. So a watcher thread hears of every
+A rank that waits for others in C++ code doesn't return to Python for a signal. So a watcher thread is woken by every
 SIGINT too (``signal.set_wakeup_fd``). If the main thread still sleeps in the same call a moment later, the watcher
 shuts down this rank's connections to other ranks. That ends the call with an error, and KeyboardInterrupt can be
 raised. The watcher finds those connections by their other ends, which belong to processes with the same parent. The
 user's connections, to a database for example, stay, and so do those to the store, unless the rank waits for the store.
 
-A rank that waits for a GPU, which in turn waits for other ranks in NCCL, may compute all the while. So if the main
+A rank that waits for a GPU, which in turn waits for other ranks in NCCL, may use its CPU meanwhile. So if the main
 thread is in the same call after a longer while, the watcher aborts NCCL's communicators where that is safe.
 """
 
@@ -50,14 +50,14 @@ def block() -> None:
 
 
 def allow() -> None:
-    """Let SIGINT raise KeyboardInterrupt in the main thread from now on, and here if one has come before.
+    """Allow SIGINT to raise KeyboardInterrupt in the main thread; raise it here if a SIGINT has come before.
 
     Raises:
         KeyboardInterrupt: A SIGINT was blocked or deferred.
     """
     global _deferred_s, _allowances
     _allowances += 1
-    with _hearing:  # an earlier signal is raised here; the watcher must not take it for one to the next code
+    with _hearing:  # an earlier signal is raised here; the watcher must not apply it to the code that comes next
         _read_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -69,7 +69,7 @@ def allow() -> None:
 def defer() -> None:
     """Make SIGINT raise nothing until ``allow``."""
     while signal.getsignal(signal.SIGINT) is not _on_sigint:
-        with contextlib.suppress(KeyboardInterrupt):  # it may come until the last moment
+        with contextlib.suppress(KeyboardInterrupt):  # a SIGINT may come until the last moment
             signal.signal(signal.SIGINT, _on_sigint)
 
 
@@ -102,10 +102,10 @@ def _on_sigint(*_: object) -> None:
 
 
 def prefer_interrupt(error: BaseException) -> BaseException:
-    """Return what has ended the user's code: the error, or the interrupt behind it.
+    """Return the error that has ended the user's code, or the interrupt that caused it.
 
-    An interrupt is behind an error if it was pending when C++ code failed, or if a library exits because of it, as
-    Lightning does.
+    An interrupt is the cause if it was pending when C++ code failed, or if a library exits because of it, as Lightning
+    does.
     """
     try:
         defer()
@@ -133,7 +133,7 @@ def watch(store_port: int) -> None:
 def _raise_again_what_python_ignores() -> None:
     """Raise an interrupt again that came in a finalizer or a callback, whose exceptions Python prints and ignores.
 
-    Otherwise the rank would go on, and be killed in the end.
+    Otherwise the rank would go on until it is killed.
     """
     rank_pid, report = os.getpid(), sys.unraisablehook
 
@@ -153,13 +153,13 @@ def _raise_again_what_python_ignores() -> None:
 
 def _read_signals() -> bytes:
     """Return the numbers of the signals that have come since the last call."""
-    with contextlib.suppress(OSError):  # there are none, or there is no watcher
+    with contextlib.suppress(OSError):  # there are no signals, or there is no watcher
         return os.read(_wakeups, 4096)
     return b""
 
 
 def disconnect(*, is_of_store: bool) -> None:
-    """Shut down this rank's connections to other ranks, or to the store, so that what waits on them raises."""
+    """Shut down this rank's connections to other ranks, or to the store, so that calls that wait on them raise."""
     for descriptor in _connections(is_of_store=is_of_store):
         _shut_down(descriptor)
 
@@ -182,8 +182,7 @@ def _end_waits() -> None:
             if not waiting.goes_on():
                 break
             for descriptor in _connections(is_of_store=is_of_store):
-                # The search takes a while. The call may have ended meanwhile, and the connections may belong to a new
-                # group.
+                # During the search the call may have ended, so that the connections belong to a new group.
                 if waiting.is_in_the_same_call():
                     _shut_down(descriptor)
         del waiting
@@ -192,8 +191,8 @@ def _end_waits() -> None:
 def _run_handlers() -> None:
     """Make the main thread run the handlers of the signals that have come.
 
-    Usually the interpreter does. But on Python 3.13 or later, in a fork of a thread that wasn't the main one, it tells
-    the thread that was the main one before the fork.
+    Usually the interpreter does. But in a fork of a thread that wasn't the main one, Python 3.13 and later notifies the
+    thread that was the main one before the fork.
     """
     ctypes.pythonapi.Py_AddPendingCall(ctypes.cast(ctypes.pythonapi.PyErr_CheckSignals, ctypes.c_void_p), None)
 
@@ -207,7 +206,7 @@ class _Wait:
         self._instruction = self._frame.f_lasti if self._frame else -1
 
     def goes_on(self) -> bool:
-        """Return whether the main thread sleeps in that call after a moment. Waits while the thread computes."""
+        """Return whether the main thread sleeps in that call after a moment. Wait while the thread computes."""
         time.sleep(_PATIENCE_S)
         while self.is_in_the_same_call():
             if processes.state(os.getpid()) in {"S", "D"}:  # a process's state is that of its main thread
@@ -216,7 +215,7 @@ class _Wait:
         return False
 
     def stays(self, patience_s: float) -> bool:
-        """Return whether the main thread stays in that call for so long."""
+        """Return whether the main thread stays in that call for ``patience_s``."""
         deadline_s = time.monotonic() + patience_s
         while self.is_in_the_same_call():
             if time.monotonic() > deadline_s:
@@ -280,7 +279,7 @@ def _other_ranks() -> Iterator[int]:
 
 def _sockets(pid: int) -> Iterator[tuple[int, str]]:
     """Yield a process's descriptors of sockets, with their inodes."""
-    with contextlib.suppress(OSError):  # it has just ended, or it is another user's
+    with contextlib.suppress(OSError):  # the process has just ended, or is another user's
         for name in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 target = os.readlink(f"/proc/{pid}/fd/{name}")
@@ -297,7 +296,7 @@ def _raise_promptly() -> None:
     """Make torch's waits raise KeyboardInterrupt where they end, instead of later, in the user's ``finally``.
 
     Python raises it when the main thread next calls or loops in Python. Most of torch's functions do so when a
-    collective has failed; from those that are wrapped here, the error would go straight to the user's code.
+    collective has failed, but the functions that are wrapped here would raise the error directly in the user's code.
     """
     distributed = importlib.import_module("torch.distributed")
     for owner, names in (

@@ -1,6 +1,6 @@
-"""Stand-ins for what notebook code expects around it: ``get_ipython()``, ``input()``, displays, bars.
+"""A rank's stand-ins for ``get_ipython()``, ``input()``, displays and progress bars, which need no kernel.
 
-They need no kernel. ``LINE_MAGICS`` has the line magics that work in a rank; a launch refuses all others.
+``LINE_MAGICS`` has the line magics that work in a rank; a launch refuses all others.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ LINE_MAGICS: dict[str, Callable[[RankShell, str], Any]] = {
 
 
 def install(namespace: dict[str, Any], rank: int) -> None:
-    """Put the stand-ins where notebook code looks for them."""
+    """Install the stand-ins where notebook code looks for them."""
     shell = RankShell(namespace)
     builtins.get_ipython = lambda: shell  # type: ignore[attr-defined]  # where IPython puts it, too
     builtins.input = _input

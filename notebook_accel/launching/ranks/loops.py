@@ -1,4 +1,4 @@
-"""The training loops of a rank, and the choice of the one that its row counts.
+"""The training loops of a rank, and the choice of the loop that its row shows.
 
 A loop over a ``DataLoader`` counts its batches, whichever library runs it. A loop without a loader counts its optimizer
 steps. Sources that know more, a prepared loader or a progress bar, keep the rank's row. ``torch_hooks`` calls this.
@@ -22,7 +22,7 @@ ATTRIBUTE = "_notebook_accel_loop"
 LOSSES_PER_SAMPLE = 20
 """Losses that are reported between two looks at them, and at the end of each epoch: reporting all would cost fast steps
 a few hundredths of their time."""
-_LENGTH_CALLED = "_IterableDataset_len_called"  # of a DataLoader: the length that somebody has asked for
+_LENGTH_CALLED = "_IterableDataset_len_called"  # attribute of a DataLoader: the length that ``len`` has returned
 # Loaders that read ahead take two batches before the first is trained on.
 _BATCHES_READ_AHEAD = 3
 
@@ -31,7 +31,7 @@ class Bars(Protocol):
     """The open progress bars of this rank."""
 
     def enter_loop(self) -> None:
-        """Take note of a loop that begins inside the innermost bar."""
+        """Count a loop that begins inside the innermost bar."""
 
     @property
     def count_steps(self) -> bool:
@@ -87,15 +87,15 @@ class LoopCounter(reporting.Counter):
 
 
 class Loops:
-    """The loops of this rank, and the choice of the one that its row shows.
+    """The loops of this rank, and the choice of the loop that its row shows.
 
     Attributes:
         current: The loop that steps, ``None`` before the first batch and after a change of the bars.
         trained: Number of backward passes and optimizer steps so far.
         bars: The open bars.
-        clock: The clock of the steps' phases, ``None`` if nobody measures them.
+        clock: The clock of the steps' phases, ``None`` if they aren't measured.
         loss: The loss that Accelerate's ``Accelerator`` is dividing and computing gradients of.
-        losses_left: Number of backward passes whose loss is still reported before the next look.
+        losses_left: Number of backward passes whose loss is still reported before the next sample.
     """
 
     def __init__(self) -> None:
@@ -108,15 +108,15 @@ class Loops:
         self._begin_count()
 
     def _begin_count(self) -> None:
-        self._epochs: weakref.WeakKeyDictionary[Any, LoopCounter] = weakref.WeakKeyDictionary()  # the latest of each
-        self._purposes: dict[int, tuple[weakref.ref[Any], bool]] = {}  # by a dataset's id: it is there to evaluate
+        self._epochs: weakref.WeakKeyDictionary[Any, LoopCounter] = weakref.WeakKeyDictionary()  # latest, by loader
+        self._purposes: dict[int, tuple[weakref.ref[Any], bool]] = {}  # by dataset id: True if it is for evaluation
         self._training: LoopCounter | None = None  # the latest loop that trains
         self._alone = LoopCounter()  # optimizer steps without a loader
-        self._stepped: set[int] = set()  # the optimizers that have stepped since the latest of these steps
+        self._stepped: set[int] = set()  # the optimizers that have stepped since the latest step without a loader
 
     @contextlib.contextmanager
     def count_cell(self) -> Iterator[None]:
-        """Start new counts for a session's cell. Between two cells no time passes for the clock."""
+        """Start new counts for a session's cell. The clock stops between two cells."""
         self.current = None
         self._begin_count()
         reporting.reporter().has_own_loss = False
@@ -141,11 +141,11 @@ class Loops:
         loop = LoopCounter(_length(loader), known=known if isinstance(known, reporting.Counter) else None)
         with contextlib.suppress(TypeError):  # a loader of the user's that can't be hashed
             last = self._epochs.get(loader)
-            # A single batch that was taken to look at its shape is no epoch.
+            # A single batch, taken for example to inspect its shape, is no epoch.
             is_epoch = last is not None and (last.step > 1 or last.step == last.total)
             loop.epoch = loop.epoch_number = (last.epoch_number if last else 1) + is_epoch
             self._epochs[loader] = loop
-        with contextlib.suppress(AttributeError, TypeError):  # a dataset such as a list
+        with contextlib.suppress(AttributeError, TypeError):  # a dataset without weak references, such as a list
             loop.dataset = weakref.ref(loader.dataset)
             # Many libraries make a new loader for each evaluation, which may end before it can be told from training.
             loop.is_evaluation = self._is_for_evaluation(loader.dataset)
@@ -175,11 +175,11 @@ class Loops:
             loop.set_evaluation((loop.is_evaluation and not loop.step) or not loop.has_gradients)
         if loop.known is None:
             self._show(loop)
-        elif isinstance(reporting.reporter().shown, LoopCounter):  # which has displaced it
+        elif isinstance(reporting.reporter().shown, LoopCounter):  # another loop has displaced the loader's counter
             self._show(loop.known)
 
     def _judge(self, loop: LoopCounter) -> None:
-        """Find out what a loop was for, which another one interrupts or follows, and remember it for its dataset."""
+        """Decide whether a loop that another one interrupts or follows has trained; remember this for its dataset."""
         if self.trained != loop.training_before:
             loop.trains, self._training = True, loop
         dataset = None if loop.dataset is None else loop.dataset()
@@ -190,7 +190,7 @@ class Loops:
     def _is_for_evaluation(self, dataset: Any, *, otherwise: bool = False) -> bool:
         """Return whether loops over a dataset have evaluated so far and none has trained."""
         of, is_evaluation = self._purposes.get(id(dataset), (None, otherwise))
-        return is_evaluation if of is not None and of() is dataset else otherwise  # else the id was another one's
+        return is_evaluation if of is not None and of() is dataset else otherwise  # else another dataset had the id
 
     def _show(self, loop: reporting.Counter) -> None:
         reporter = reporting.reporter()
@@ -201,8 +201,8 @@ class Loops:
     def step_optimizer(self, optimizer: Any) -> bool:
         """Count a step of an optimizer. Only steps without a running loader reach the row.
 
-        Of several optimizers the one that steps most counts. A loader that reads ahead has ended when the last batch
-        is trained on, so the second step after its end is the first that shows a loop without a loader.
+        Of several optimizers, the most frequent one counts. A loader that reads ahead has ended when the last batch is
+        trained on, so only the second step after its end shows that there is a loop without a loader.
 
         Returns:
             True if this ends a step of a loop without a loader.
@@ -224,7 +224,7 @@ class Loops:
         return True
 
     def refresh(self) -> None:
-        """Tell training from evaluation, and return to training after one. Called before each look at the counters."""
+        """Tell training from evaluation, and show training again after one. Called before each sample."""
         self.losses_left = LOSSES_PER_SAMPLE
         loop = self.current
         if loop is None or loop is self._alone:
@@ -249,7 +249,7 @@ def loops() -> Loops:
 def _length(loader: Any) -> int | None:
     """Return the number of batches of an epoch, ``None`` if the loader doesn't know it.
 
-    ``len(loader)`` makes torch warn of a stream that is longer than its length, so that is undone.
+    ``len(loader)`` sets an attribute with which torch warns of a longer stream, so the attribute is restored.
     """
     called = getattr(loader, _LENGTH_CALLED, None)
     try:

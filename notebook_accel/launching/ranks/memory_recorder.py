@@ -1,8 +1,8 @@
 """Records which lines of the user's code hold a rank's memory when it is at its peak.
 
-On a GPU, torch's allocator tells each allocation and each free with the Python line that ran. Elsewhere a mode of
-torch's dispatcher sees each operator with its tensors: a tensor's memory belongs to the line that ran when it was made,
-until no tensor uses it any more, and tensors that were there before are known from the first operator that uses them.
+On a GPU, torch's allocator records each allocation and each free with the running Python line. Elsewhere a mode of
+torch's dispatcher sees each operator with its tensors. A tensor's memory belongs to the line that made it, until no
+tensor uses the memory. Older tensors are known from the first operator that uses them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from notebook_accel.protocol import events
 
 _MOST_LINES = 20
 _MOST_ENTRIES = 100_000  # of the allocator's history, some kilobytes each
-_BEFORE = ("", "")  # place and text of what was made before
+_BEFORE = ("", "")  # place and text for tensors from before the recording
 _LIBRARY = ("library code", "")
 _COMPILED = "what torch.compile has compiled runs uncompiled in these steps, so its memory is that of the plain code"
 
@@ -36,7 +36,7 @@ _Line = tuple[str, str]
 
 
 def memory_recorder() -> Recorder:
-    """Return the recorder for what this rank computes on."""
+    """Return the recorder for this rank's device."""
     torch = sys.modules["torch"]
     # Another allocator has no history, and there is only one history, which the user's code may be recording.
     if (
@@ -49,10 +49,10 @@ def memory_recorder() -> Recorder:
 
 
 class AllocatorRecorder:
-    """Records what holds a GPU's memory, by the history of torch's allocator.
+    """Records which lines hold a GPU's memory, by the history of torch's allocator.
 
     Compiled code and libraries that take their memory from the allocator, such as cuBLAS, count too. Backward passes
-    run in threads without Python, so what they make belongs to no line.
+    run in threads without Python, so their memory belongs to no line.
     """
 
     warmup_steps = 0
@@ -77,14 +77,14 @@ class AllocatorRecorder:
         memory._record_memory_history(None)
 
     def event(self, *, number: str, why: str, steps: int) -> events.Profiled:
-        """Return what was recorded."""
+        """Return the recorded profile."""
         peak_bytes, held, is_whole = held_at_peak(self._snapshot, self._device)
         notes = "; ".join(filter(None, [why, "" if is_whole else _WRAPPED]))
         return _event(number, notes, steps, peak_bytes, held)
 
 
 def held_at_peak(snapshot: Mapping[str, Any], device: int) -> tuple[int, collections.Counter[_Line], bool]:
-    """Return the peak of a GPU's memory, what held it, and whether the history is whole.
+    """Return the peak of a GPU's memory in bytes, each line's bytes at the peak, and whether the history is whole.
 
     Args:
         snapshot: A snapshot in the form of ``torch.cuda.memory._snapshot``.
@@ -119,9 +119,9 @@ def _event(number: str, why: str, steps: int, peak_bytes: int, held: collections
 
 
 class MemoryRecorder:
-    """Records the bytes of tensors, in the thread that trains and in those of its backward passes.
+    """Records the bytes of tensors, in the thread that trains and in the threads of its backward passes.
 
-    What libraries such as cuBLAS and NCCL take isn't in them.
+    Memory of libraries such as cuBLAS and NCCL isn't included.
     """
 
     warmup_steps = 0
@@ -131,7 +131,7 @@ class MemoryRecorder:
         self._mode: Any = None
 
     def begin(self) -> str:
-        # Modes form a stack, and who leaves a mode takes the top one off it.
+        # Modes form a stack, and leaving a mode pops the top one.
         if _modes():
             return "its code runs in a mode of torch's dispatcher itself, such as FlopCounterMode"
         self._tensors.is_on = True
@@ -143,7 +143,7 @@ class MemoryRecorder:
         """Do nothing: steps aren't told apart."""
 
     def stop(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self._tensors.is_on = False
         # If the user's code has put another mode on top, this one stays and does nothing.
         if _modes()[-1:] == [self._mode]:
@@ -151,7 +151,7 @@ class MemoryRecorder:
         self._mode = None
 
     def event(self, *, number: str, why: str, steps: int) -> events.Profiled:
-        """Return what was recorded."""
+        """Return the recorded profile."""
         notes = [why, _COMPILED if compiled_graphs() else ""]
         return _event(number, "; ".join(filter(None, notes)), steps, self._tensors.peak_bytes, self._tensors.at_peak)
 
@@ -186,9 +186,9 @@ class _Tensors:
         return self.is_on and self._pid == os.getpid()
 
     def take(self, tensors: Any, line: _Line) -> None:
-        """Take note of the tensors in a structure, if they are new, and of those that have gone meanwhile."""
+        """Add the new tensors in a structure, and remove those that were freed meanwhile."""
         for storage in _storages(tensors):
-            # Storages may go at any time and in any thread. Here all that have gone are counted, in their order.
+            # Storages may be freed at any time and in any thread. Here they are removed, in their order.
             while self._freed:
                 _, size, of_line = self._held.pop(self._freed.popleft())
                 self._bytes -= size
@@ -209,7 +209,7 @@ def _append(freed: collections.deque[int], number: int, _: object) -> None:
 
 
 def _storages(structure: Any) -> Iterator[Any]:
-    """Yield the storage of each tensor in a structure, and of those that tensors such as a DTensor are made of."""
+    """Yield the storage of each tensor in a structure, and of the tensors inside a DTensor and the like."""
     torch = sys.modules["torch"]
     for item in sys.modules["torch.utils._pytree"].tree_leaves(structure):
         if isinstance(item, torch.Tensor):
@@ -220,9 +220,9 @@ def _storages(structure: Any) -> Iterator[Any]:
 
 
 def _running_line() -> _Line:
-    """Return the user's line that runs. Backward passes on a GPU have threads of their own, in which none does."""
+    """Return the user's running line: the main thread's, also for a GPU's backward passes in threads of their own."""
     main = threading.main_thread().ident or 0
-    # A variable with this function's own frame would be a cycle, which keeps the operator's tensors until it is found.
+    # A variable with this function's own frame would be a cycle, which keeps the tensors until garbage collection.
     is_here = threading.get_ident() == main
     _, place, text = place_of(sys._getframe() if is_here else sys._current_frames()[main])
     return (place, text) if place else _LIBRARY
@@ -233,7 +233,7 @@ def _mode_class() -> Any:
     base: Any = sys.modules["torch.utils._python_dispatch"].TorchDispatchMode
 
     class MemoryMode(base):  # type: ignore[misc]  # torch isn't imported above
-        """Takes note of the tensors of each operator."""
+        """Records the tensors of each operator."""
 
         supports_higher_order_operators = True
 

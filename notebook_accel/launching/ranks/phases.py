@@ -2,8 +2,7 @@
 
 The hooks of ``torch_hooks`` tell the clock when a phase begins, in the main thread. On CUDA the clock also marks some
 steps with events of the device, which it reads after the device has passed them, so nothing ever waits for the device.
-The reporter's thread looks at the main thread's Python frames twenty times a second, and so learns which of the user's
-lines the time belongs to.
+The reporter's thread samples the main thread's frames twenty times a second, to assign times to the user's lines.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from notebook_accel import code_places, host_memory, reporting
 from notebook_accel.protocol import events
 
 _SEND_PERIOD_S = 1.0
-# Measuring takes 4 µs of a step, and some 12 µs of one whose own work has emptied the processor's caches. So of more
-# steps a second than this only some are measured, with a rest of several times as long after them.
+# Measuring takes 4 µs of a step, or some 12 µs if the step's own work has emptied the processor's caches. So above
+# this rate only some steps are measured, each time followed by a rest of several times as long.
 _ALL_PER_S = 200
-_MEASURED_S = 0.05  # between two looks
+_MEASURED_S = 0.05  # between two samples
 _MOST_REST_S = 0.75
 _MOST_LINES = 12
 _MOST_NESTED = 4
 _MOST_TEXT = 120
 _COPIES = (".to(", ".cuda(")
-# Parts of the paths of library code, and what a thread does there.
+# Parts of the paths of library code, and a thread's activity there.
 _ACTIVITIES = (
     ("/torch/_dynamo/", "compiling"),
     ("/torch/_inductor/", "compiling"),
@@ -55,7 +54,7 @@ class StepClock:
     The main thread calls ``enter`` and ``begin_step``; the reporter's thread calls ``look``.
 
     Attributes:
-        phase: The phase that runs; empty while no loop does.
+        phase: The running phase; empty while no loop runs.
         is_on: True while phases are measured. Of very fast steps only some are.
         is_marking: True while a step is marked on the device.
     """
@@ -76,16 +75,16 @@ class StepClock:
         self._sent_s = self._since_s
         self._times_sent: Mapping[str, float] = {}
         self._sending = threading.Lock()
-        self._is_asked = True  # the main thread is to look at what only it can see
+        self._is_asked = True  # the main thread is to read values that only it can read
         self._backward_s = 0.0  # the last backward pass
-        self._model: weakref.ref[Any] | None = None  # the latest of DistributedDataParallel
+        self._model: weakref.ref[Any] | None = None  # the latest DistributedDataParallel model
         self._seen_comm: Any = None
         self._lines: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
         self._collecting_since_s = 0.0
         self._trail: list[tuple[float, str]] | None = None
 
     def start(self) -> None:
-        """Begin to measure, in the process of a rank."""
+        """Start measuring, in the process of a rank."""
         reporter = reporting.reporter()
         reporter.at_tick(self.look)
         reporter.at_close(self.stop)
@@ -116,7 +115,7 @@ class StepClock:
             self._times["other"] += gap_s
 
     def begin_step(self, batch: Any, workers: int | None) -> None:
-        """Begin a step. ``batch`` is ``None`` where no loader runs. Only some steps are looked at closely."""
+        """Begin a step. ``batch`` is ``None`` where no loader runs. Only some steps are examined closely."""
         self._counts.steps += 1
         if self._is_asked or self.is_marking:
             self._look_closely(batch, workers)
@@ -135,12 +134,12 @@ class StepClock:
         self.is_marking = torch.cuda.is_initialized() and self._device.begin_step(self.phase)
 
     def begin_trail(self) -> None:
-        """Note each phase with the time of its begin, until ``end_trail``."""
+        """Record each phase with its start time, until ``end_trail``."""
         self._wake()
         self._trail = [(time.perf_counter(), self.phase)]
 
     def end_trail(self) -> list[tuple[float, str]]:
-        """Return the phases since ``begin_trail``, each with the ``time.perf_counter()`` of its begin."""
+        """Return the phases since ``begin_trail``, each with the ``time.perf_counter()`` of its start."""
         trail, self._trail = self._trail, None
         return trail or []
 
@@ -154,17 +153,17 @@ class StepClock:
         self._lines.clear()
 
     def begin_evaluation(self) -> None:
-        """Count an evaluation that begins."""
+        """Count the start of an evaluation."""
         self._counts.evaluations += 1
 
     def add_model(self, model: Any) -> None:
-        """Take a model of ``DistributedDataParallel``, whose own measurements tell communication from computing."""
+        """Register a ``DistributedDataParallel`` model, whose own measurements tell communication from computing."""
         self._model = weakref.ref(model)
-        if model.device_type == "cpu":  # elsewhere a measurement can wait for the device
+        if model.device_type == "cpu":  # on other devices a measurement can wait for the device
             model._set_ddp_runtime_logging_sample_rate(1)
 
     def end_backward(self, took_s: float) -> None:
-        """Take the duration of a backward pass, and now and then what was communication in the one before."""
+        """Add the duration of a backward pass, and now and then the communication time of the pass before."""
         before_s, self._backward_s = self._backward_s, took_s
         model = None if self._model is None else self._model()
         if self._counts.is_due and model is not None and before_s:
@@ -194,10 +193,10 @@ class StepClock:
     # In the reporter's thread -----------------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Note the line that the main thread runs, and send the times about once a second.
+        """Sample the main thread's line, and send the times about once a second.
 
         Returns:
-            False while a rest makes looks pointless.
+            False during a rest, when samples are pointless.
         """
         self._is_asked = self._counts.is_due = True
         now_s = time.perf_counter()
@@ -211,21 +210,21 @@ class StepClock:
             frame = sys._current_frames().get(self._main or 0)
             if frame is not None:
                 activity, place, text = place_of(frame)
-                del frame  # it keeps its variables alive, and who drops it last ends them, in this thread
+                del frame  # a frame keeps its variables alive, and the thread that drops it last would destroy them
                 self._lines[phase, activity, place, text] += 1
         if now_s - self._sent_s >= _SEND_PERIOD_S:
             self.send()
         return not self._rest_until_s
 
     def _wake(self) -> None:
-        """Measure again after a rest. The main thread tells no phases until then."""
+        """Resume measuring after a rest. The main thread reports no phases until then."""
         self._is_rest_due, self._rest_until_s = False, 0.0
         if not self.is_on:
             self._woken_s = self._counts.end_rest(self._resting_since_s)
             self.is_on = True
 
     def send(self) -> None:
-        """Send the times since the last call, if a step was done in them."""
+        """Send the times since the last call, if a step was done since."""
         with self._sending:
             self._send()
 
@@ -236,7 +235,7 @@ class StepClock:
         self._counts = _Counts(counts)
         times = dict(self._times)
         now_s = time.perf_counter()
-        if self.phase:  # the running phase goes on; what is sent of it now isn't sent again
+        if self.phase:  # the running phase goes on; its part that is sent now isn't sent again
             times[self.phase] += now_s - self._since_s
         lines, self._lines = self._lines, collections.Counter()
         seconds = {name: max(0.0, times[name] - self._times_sent.get(name, 0.0)) for name in times}
@@ -252,7 +251,7 @@ class _Counts:
     """The counts between two sends.
 
     Attributes:
-        is_due: True if the main thread is to read what was communication.
+        is_due: True if the main thread is to read the communication time.
     """
 
     def __init__(self, before: _Counts | None = None) -> None:
@@ -261,7 +260,7 @@ class _Counts:
         self.smallest = sys.maxsize
         self.collecting_s = self.rested_s = 0.0
         self._measured_from = (0, time.perf_counter())  # steps and time at the end of the last rest
-        # These stay from one send to the next.
+        # These values carry over from one send to the next.
         self.workers: int | None = None if before is None else before.workers
         self.threads: int = 0 if before is None else before.threads
         self.gradient_bytes: int = 0 if before is None else before.gradient_bytes
@@ -269,7 +268,7 @@ class _Counts:
         self.graphs_before = compiled_graphs()
 
     def add_batch(self, batch: Any) -> None:
-        """Take the number of rows and the size of a batch, by its first tensor."""
+        """Add the number of rows and the size of a batch, read from its first tensor."""
         for _ in range(_MOST_NESTED):
             shape = getattr(batch, "shape", None)
             if shape is not None:
@@ -301,14 +300,14 @@ class _Counts:
         return (self.steps - steps) / max(time.perf_counter() - since_s, 1e-3)
 
     def split_backward(self, seconds: dict[str, float]) -> None:
-        """Take communication out of the backward pass."""
+        """Move communication from the backward pass to its own phase."""
         if self.exposed_of_s:
             exposed_s = seconds["backward"] * self.exposed_s / self.exposed_of_s
             seconds["backward"] -= exposed_s
             seconds["communication"] += exposed_s
 
     def add_rest(self, seconds: dict[str, float]) -> None:
-        """Add the steps that weren't measured, which were like the others."""
+        """Add the steps that weren't measured, assuming that they were like the others."""
         measured_s = sum(seconds.values())
         if self.rested_s and measured_s:
             factor = 1 + self.rested_s / measured_s
@@ -319,7 +318,7 @@ class _Counts:
     def event(
         self, seconds: dict[str, float], lines: collections.Counter[tuple[str, str, str, str]], *, is_on_device: bool
     ) -> events.StepTimes:
-        """Return the event that carries all this."""
+        """Return the counts as an event."""
         return events.StepTimes(
             steps=self.steps,
             seconds=seconds,
@@ -340,7 +339,7 @@ class _Counts:
 
 
 class _DeviceClock:
-    """The phases of steps on CUDA, from events that the device passes. One step is marked at a time."""
+    """Measures the phases of steps on CUDA, with CUDA's events. One step is marked at a time."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[str, Any]] = []
@@ -359,12 +358,12 @@ class _DeviceClock:
         self._marks.append((phase, event))
 
     def begin_step(self, phase: str) -> bool:
-        """End the marks of a step, or else read the last ones if the device has passed them and begin new ones.
+        """End the marks of a step; or, if the device has passed the last marks, read them and begin new ones.
 
         Returns:
             True if the step that begins is marked.
         """
-        if sys.modules["torch"].cuda.is_current_stream_capturing():  # which an event's query would break
+        if sys.modules["torch"].cuda.is_current_stream_capturing():  # an event's query would break the capture
             self._marks = []
             return False
         if self._marks:
@@ -381,7 +380,7 @@ class _DeviceClock:
         return True
 
     def divided(self, seconds: dict[str, float]) -> dict[str, float]:
-        """Return the seconds of the host as the device has divided its steps; unchanged where nothing was marked."""
+        """Return the host's seconds, divided into phases as measured on the device; unchanged without marks."""
         measured_s = sum(self._times.values())
         if not measured_s:
             return seconds
@@ -390,7 +389,7 @@ class _DeviceClock:
 
 
 def _split_by_samples(seconds: dict[str, float], lines: Mapping[tuple[str, str, str, str], int]) -> None:
-    """Take collectives and copies to the device out of the phases in which they happen, by their share of samples."""
+    """Move collectives and copies to the device out of the phases around them, by their share of samples."""
     of_phase: collections.Counter[str] = collections.Counter()
     parts: collections.Counter[tuple[str, str]] = collections.Counter()
     for (phase, activity, _, _), count in lines.items():

@@ -2,7 +2,7 @@
 
 The agent forwards the request on the rank's connection, and the reporter's thread takes it. The hooks of
 ``torch_hooks`` call ``begin_step`` where a step begins, since recorders must be started and stopped in the thread that
-trains. Reading what they have recorded takes longer and is left to another thread.
+trains. Reading a recording takes longer and is left to another thread.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StepProfiler:
     # In the reporter's thread -----------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Give up a request that has had its time."""
+        """Give up a request whose deadline has passed."""
         if not self._lock.acquire(blocking=False):
             return  # the main thread starts or stops torch's profiler; reports must not wait for that
         try:
@@ -63,7 +63,7 @@ class StepProfiler:
             self._lock.release()
 
     def take(self, request: messages.Profile) -> None:
-        """Profile the next steps."""
+        """Accept a request, or answer with the reason why not."""
         with self._lock:
             if self._current is not None:
                 _answer(request, "it answers an earlier request for a profile")
@@ -97,7 +97,7 @@ class StepProfiler:
                 self._release()
 
     def end(self, why: str, *, is_final: bool = True) -> None:
-        """Stop a profile that goes on, since no further step will come now.
+        """Stop the profile in progress, since no further step will come for now.
 
         Args:
             why: The reason.
@@ -117,13 +117,13 @@ class StepProfiler:
             current.reader.join(_READ_DEADLINE_S)
 
     def _read(self, current: _Profiling, why: str) -> None:
-        """Let a thread read and send what the profiler has recorded."""
+        """Read the recording and send it in a thread."""
         self.is_due = False
 
         def read() -> None:
             try:
                 event = current.event(why)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is why there is no profile
+            except Exception as error:  # noqa: BLE001 - any error is the reason why there is no profile
                 event = events.Profiled(number=current.request.number, why=f"what was recorded can't be read: {error}")
             reporting.reporter().send(event)
             with self._lock:
@@ -141,13 +141,13 @@ class _Profiling:
         begin_s: The time of ``time.monotonic()`` after which the profile begins at the next step.
         done: Number of steps that were profiled.
         is_given_up: True once it was answered because it took too long.
-        reader: The thread that reads what was recorded, once there is one.
+        reader: The thread that reads the recording, once there is one.
     """
 
     def __init__(self, request: messages.Profile) -> None:
         self.request = request
         self._came_s = time.monotonic()
-        # A clock of another machine tells nothing here.
+        # The time may be of another machine's clock, so it is bounded.
         self.begin_s = min(max(request.begin_s, self._came_s), self._came_s + _LONGEST_WAIT_S)
         self.done = 0
         self.is_given_up = False
@@ -162,18 +162,18 @@ class _Profiling:
 
     @property
     def left_s(self) -> float:
-        """Seconds until it is given up."""
+        """Seconds until the request is given up."""
         return self._came_s + self.request.deadline_s - time.monotonic()
 
     def begin(self) -> str:
-        """Begin to record. Return why that is impossible; empty if it isn't."""
+        """Start recording. Return the reason if that is impossible, else an empty text."""
         if why := self._recorder.begin():
             return why
         self.has_begun, self.done = True, -self._recorder.warmup_steps
         return ""
 
     def step(self) -> None:
-        """End a step."""
+        """Count a finished step."""
         self.done += 1
         self._recorder.step(self.done)
 
@@ -187,7 +187,7 @@ class _Profiling:
         _answer(self.request, why)
 
     def event(self, why: str) -> events.Profiled:
-        """Return what was recorded.
+        """Return the recorded profile.
 
         Raises:
             OSError: There is no room for the trace.

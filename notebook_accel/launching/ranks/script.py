@@ -42,7 +42,7 @@ class Script:
             ConfigError: There is no such file or module.
         """
         if self.is_module:
-            sys.path.insert(0, os.getcwd())  # as ``python -m`` has it, and ranks get this process's path
+            sys.path.insert(0, os.getcwd())  # as ``python -m`` does; ranks get this process's path
             try:
                 is_there = importlib.util.find_spec(self.target) is not None
             except ModuleNotFoundError:  # the package around the module is missing

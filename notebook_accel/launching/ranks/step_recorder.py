@@ -32,20 +32,20 @@ class Recorder(Protocol):
     warmup_steps: int
 
     def begin(self) -> str:
-        """Begin to record. Return why that is impossible; empty if it isn't."""
+        """Start recording. Return the reason if that is impossible, else an empty text."""
 
     def step(self, done: int) -> None:
-        """End a step, after which so many are done."""
+        """Count a finished step; ``done`` steps are finished now."""
 
     def stop(self) -> None:
-        """Record no more."""
+        """Stop recording."""
 
     def event(self, *, number: str, why: str, steps: int) -> events.Profiled:
-        """Return what was recorded, as the answer to a request."""
+        """Return the recording as the answer to a request."""
 
 
 class StepRecorder:
-    """Records where the time of steps goes.
+    """Records the time of steps with torch's profiler.
 
     Args:
         steps: Number of steps.
@@ -75,7 +75,7 @@ class StepRecorder:
         try:
             profiler = torch.profiler.profile(activities=activities, schedule=schedule)
             profiler.start()
-        except RuntimeError as error:  # such as a tool outside that uses the GPU's only profiling interface
+        except RuntimeError as error:  # for example, another tool uses the GPU's only profiling interface
             return f"torch's profiler can't be started: {error}"
         finally:
             if is_ours:
@@ -101,7 +101,7 @@ class StepRecorder:
             self._marks = [((now_s + ahead_s) * 1e6, phase) for now_s, phase in clock.end_trail()]
 
     def event(self, *, number: str, why: str, steps: int) -> events.Profiled:
-        """Return what was recorded.
+        """Return the recorded profile.
 
         Raises:
             OSError: There is no room for the trace.
@@ -127,10 +127,10 @@ class StepRecorder:
 
 
 class _LineSampler:
-    """Looks at the line that the main thread runs, five hundred times a second at most.
+    """Samples the main thread's line, at most five hundred times a second.
 
     Attributes:
-        counts: How often each phase, activity, place and text was seen.
+        counts: Number of samples by phase, activity, place and text.
     """
 
     def __init__(self) -> None:
@@ -139,12 +139,12 @@ class _LineSampler:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start sampling."""
         self._thread = threading.Thread(target=self._run, name="notebook-accel-lines", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no longer."""
+        """Stop sampling."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -155,5 +155,5 @@ class _LineSampler:
             frame = sys._current_frames().get(main)
             if frame is not None:
                 activity, place, text = place_of(frame)
-                del frame  # it keeps the user's variables alive
+                del frame  # a frame keeps the user's variables alive
                 self.counts["" if clock is None else clock.phase, activity, place, text] += 1

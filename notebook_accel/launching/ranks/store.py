@@ -1,6 +1,6 @@
 """The store through which ranks find each other. It listens on loopback and serves several process groups in turn.
 
-It runs in a rank. torch's store has no authentication: any process of this machine that connects to the port can read
+A rank serves it. torch's store has no authentication: any process of this machine that connects to the port can read
 and change keys, but can't make a rank run anything.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from notebook_accel.environment import RankPlace
 
-# torch's protocol for a store that is served already, and the interface between the ranks of one machine.
+# torch's protocol for a store that is served already, and the network interface between the ranks of one machine.
 VARIABLES = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TORCHELASTIC_RESTART_COUNT": "0",
@@ -78,11 +78,11 @@ def join() -> Callable[[], None]:
         A function that undoes this.
     """
     global _latest
-    _latest = None  # a fork of the kernel has the one of an inline run, whose connection is closed
+    _latest = None  # a fork of the kernel inherits that of an inline run, whose connection is closed
     distributed = importlib.import_module("torch.distributed")
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     from_environment = rendezvous._rendezvous_handlers["env"]
-    # Count anew for each restart: restarted ranks begin to count from 0, and those that went on must agree with them.
+    # Count anew for each restart: restarted ranks count from 0, and ranks that went on must agree with them.
     groups: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
     def handler(url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:

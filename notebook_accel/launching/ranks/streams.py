@@ -25,7 +25,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
 
 
 def redirect(log: int) -> None:
-    """Make ``log`` the standard output and error of this process and of those that it starts."""
+    """Make ``log`` the standard output and error of this process and its children."""
     for number in (1, 2):
         os.dup2(log, number)
     os.close(log)
@@ -36,14 +36,14 @@ def replace_streams() -> None:
     """Make Python's and C's streams write whole lines to descriptors 1 and 2, which lead to a log already."""
     open_line = _OpenLine()
     sys.stdout, sys.stderr = _by_line(1, open_line), _by_line(2, open_line)
-    with contextlib.suppress(OSError, ValueError):  # a C library with another name for it
+    with contextlib.suppress(OSError, ValueError):  # a C library with another name for ``stdout``
         libc = ctypes.CDLL(None)
         # By default C buffers a page of output that isn't for a terminal, and loses it if the rank is killed.
         libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _LINE_BUFFERED, ctypes.c_size_t(0))
 
 
 def flush() -> None:
-    """Write what is left in Python's and C's buffers."""
+    """Flush Python's and C's buffers."""
     with contextlib.suppress(ValueError, OSError):  # the user's code may have closed or replaced them
         sys.stdout.flush()
         sys.stderr.flush()
@@ -52,7 +52,7 @@ def flush() -> None:
 
 
 def log_bytes() -> int:
-    """Return the size of this process's log, after writing what Python still buffers."""
+    """Flush Python's buffer, and return the size of this process's log."""
     with contextlib.suppress(ValueError, OSError):
         sys.stdout.flush()
         return os.fstat(1).st_size
@@ -68,14 +68,14 @@ def _by_line(descriptor: int, open_line: _OpenLine) -> TextIO:
 
 
 class _OpenLine:
-    """The stream, of two into one log, that has written a line without its end; ``None`` if neither has."""
+    """Holds the stream, of two into one log, whose last line is unfinished; ``None`` if there is none."""
 
     def __init__(self) -> None:
         self.writer: LogWriter | None = None
 
 
 class LogWriter(io.RawIOBase):
-    """A stream into a log that it shares with another one. It never cuts into the other's line, and never fails."""
+    """A stream into a log that two streams share. It never breaks the other stream's line, and never fails."""
 
     def __init__(self, descriptor: int, open_line: _OpenLine) -> None:
         self.name = f"<{'stdout' if descriptor == 1 else 'stderr'}>"

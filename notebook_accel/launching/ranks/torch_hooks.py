@@ -3,8 +3,7 @@
 The loss is the number whose gradients the program computes. A metric named ``loss`` that the program reports itself
 takes its place.
 
-This module never imports torch. The hooks are placed when torch is imported, which the template has done before a rank
-starts.
+This module never imports torch. The hooks are placed once torch is imported, usually by the template before the fork.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _profiler = profiling.profiler()
 
 
 def install() -> None:
-    """Count from now on, whether torch has been imported or not, and measure phases unless the launch has it off."""
+    """Place the hooks now, or when torch is imported. Phases are measured unless the launch has ``profile="off"``."""
     reporting.reporter().before_sample(_loops.refresh)
     clock = None
     if os.environ.get(environment.PROFILE) != "off":
@@ -92,7 +91,7 @@ def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
 
 
 def _begin_step(clock: StepClock, loop: loops.LoopCounter, batch: Any, workers: int, is_evaluation: bool) -> None:
-    """Tell the clock what a batch is for."""
+    """Tell the clock that a training step or an evaluation begins with this batch."""
     if not is_evaluation:
         clock.enter("forward")
         if loop is _loops.current:

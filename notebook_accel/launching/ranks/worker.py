@@ -1,4 +1,4 @@
-"""One rank, from a fork of the template to the end of the user's code. All of this runs in the forked process."""
+"""One rank, from a fork of the template to the end of the user's code. This module runs in the forked process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from notebook_accel.protocol.channel import ClosedError, Connection
 
 _SEND_DEADLINE_S = 30.0
 _SILENT_EXIT_S = 2.0
-# Variables of libraries that compute with threads. Those without a variable of their own read the first.
+# Variables for the number of threads. Libraries without a variable of their own read the first.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NAMESPACE_VARIABLE = "NOTEBOOK_ACCEL_NAMESPACE"
@@ -78,9 +78,9 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Inherited:
-    """The target of ranks that are forks of the kernel. They have the kernel's objects, so nothing is sent.
+    """The target of ranks that are forks of the kernel, and so have its objects without a payload.
 
-    Results refer to the notebook's functions and classes by their place in ``by_value``.
+    Results refer to the notebook's functions and classes by their index in ``by_value``.
     """
 
     target: Target
@@ -117,7 +117,7 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
 
 
 def _take_messages(link: Connection) -> None:
-    """Let the reporter's thread take the agent's messages, until the rank's code ends."""
+    """Make the reporter's thread handle the agent's messages, until the rank's code ends."""
     poll = select.poll()
     poll.register(link.fileno(), select.POLLIN)
     has_ended = False
@@ -139,16 +139,16 @@ def _take_messages(link: Connection) -> None:
 
 
 def _keep_garbage_from_forks() -> None:
-    """Let no fork of this rank, such as a DataLoader's worker, destroy what was garbage before the fork.
+    """Keep forks of this rank, such as DataLoader workers, from destroying garbage from before the fork.
 
-    A process group of gloo may be among it, after an interrupt for example: in the fork its end waits for threads that
-    only the rank has, or crashes (``ProcessGroupGloo::~ProcessGroupGloo`` of torch 2.13).
+    The garbage may include a gloo process group, for example after an interrupt. Its destruction in the fork waits for
+    threads that only the rank has, or crashes (``ProcessGroupGloo::~ProcessGroupGloo`` of torch 2.13).
     """
     was_enabled: list[bool] = []
 
     def pause() -> None:
         was_enabled.append(gc.isenabled())
-        gc.disable()  # until the fork has frozen the garbage: what runs before that may start a collection
+        gc.disable()  # until the fork has frozen the garbage, since code before that may start a collection
 
     def go_on() -> None:
         if was_enabled.pop():
@@ -208,7 +208,7 @@ def _send(
     """Write the rank's value and, on each machine's first rank, the names to be pulled. Return the file's length."""
     pulled, missing = _look_up(namespace, spec.pull)
     values = {"": value, **(pulled if place.local_rank == 0 else {})}
-    # Every rank has a share of a sharded model, so all of them look for what the first ones send.
+    # Every rank has a share of a sharded model, so all of them help to gather the values that the first ones send.
     gathered = gathering.gather({"": value, **pulled}, kept=values, occasion="end", origins=by_value)
     refused = gathered.refused | (_absent(missing, place.rank) if place.local_rank == 0 else {})
     return _write_result(result, place.rank, values, by_value, gathered.wholes, refused)
@@ -228,7 +228,7 @@ def _save_pulled(spec: JobSpec, result: int, rank: int, by_value: list[Any]) -> 
 
 
 def _look_up(namespace: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of the names that exist, and an error text for each of the others."""
+    """Return the values of the names that exist, and an error text for each missing name."""
     found: dict[str, Any] = {}
     missing: dict[str, str] = {}
     for name in names:
@@ -246,7 +246,7 @@ def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> se
     namespace.update({name: obj for name, obj in opened.by_value if name is not None})
     namespace.update(opened.value.names)
     for name in opened.value.submodules:
-        with contextlib.suppress(ImportError):  # then the code fails where it needs the module
+        with contextlib.suppress(ImportError):  # the code will fail where it needs the module
             importlib.import_module(name)
     return opened
 
@@ -269,10 +269,10 @@ def _reset_process() -> None:
 
 
 def _seed_generators(spec: JobSpec, place: RankPlace) -> None:
-    """Give all ranks of a run the same random numbers, and each run others.
+    """Seed the random generators, alike in all ranks of a run and differently in each run.
 
     A fork has the state of the template's generators, so that without new seeds every run would draw the same numbers.
-    Ranks whose numbers differ would split a dataset into other parts for training and for validation.
+    Ranks with different numbers would split a dataset differently into training and validation parts.
     """
     own = spec.nonce if place.local_world_size == place.world_size else 0  # other nodes have other payloads
     seed = zlib.crc32(f"{own} {place.master_addr} {place.master_port}".encode())
@@ -301,9 +301,9 @@ def _set_environment(spec: JobSpec, place: RankPlace, variables: Mapping[str, st
 def _share_processors(ranks: int) -> None:
     """Give each of this machine's ranks its share of the threads that libraries compute with.
 
-    torch and numpy read their variables when the template imports them, so they are set in other ways. The variables
-    are for libraries that the rank imports itself, such as scipy, and for programs that it starts. A rank that has the
-    whole machine keeps the settings of a process without a launch.
+    torch and numpy read their variables when the template imports them, so their threads are set by calls. The
+    variables are for libraries that the rank imports itself, such as scipy, and for programs that it starts. A rank
+    that has the whole machine keeps the settings of a process without a launch.
     """
     each = max(1, host_memory.cores() // ranks)
     importlib.import_module("torch").set_num_threads(each)
@@ -320,8 +320,7 @@ def _share_processors(ranks: int) -> None:
 def openblas_counts() -> Sequence[ctypes.c_int]:
     """Return the thread counts of numpy's OpenBLAS, as variables to write to. First called in the template.
 
-    In a fork OpenBLAS starts its threads when it first needs them. Its function for setting their number would start
-    all of them at once.
+    A fork's OpenBLAS starts its threads when it needs them. Its function for setting their number starts all at once.
     """
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[-1].rstrip() for line in maps if "openblas" in line}
@@ -336,8 +335,7 @@ def openblas_counts() -> Sequence[ctypes.c_int]:
 def _become_main(payload: int, rank: int) -> dict[str, Any]:
     """Make a new ``__main__`` as a notebook's code expects it, and return its names.
 
-    Its spec names a module that fills the ``__main__`` of worker processes that multiprocessing starts by spawn or
-    forkserver.
+    Its spec names the module that fills ``__main__`` in workers that multiprocessing starts by spawn or forkserver.
     """
     module = types.ModuleType("__main__")
     module.__spec__ = importlib.machinery.ModuleSpec("notebook_accel.launching.ranks.worker_main", None)
@@ -414,8 +412,8 @@ def _wait_for_release(link: Connection) -> None:
 
 
 def _leave(*, is_waited_for: bool) -> None:
-    """Do what an interpreter's end does for the user's code, without the slow end of torch."""
-    with contextlib.suppress(KeyboardInterrupt):  # an earlier one must not skip this
+    """Wait for the user's threads and run exit functions, as Python does at its end, but skip torch's slow end."""
+    with contextlib.suppress(KeyboardInterrupt):  # an earlier interrupt must not skip this
         interruption.allow()
     if is_waited_for:
         late = threading.Timer(_SILENT_EXIT_S, _report_late_exit)
@@ -423,7 +421,7 @@ def _leave(*, is_waited_for: bool) -> None:
         late.start()
     with contextlib.suppress(Exception, KeyboardInterrupt):
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the user's threads that aren't daemons
-        atexit._run_exitfuncs()  # ends DataLoader workers, and runs what the user registered
+        atexit._run_exitfuncs()  # ends DataLoader workers, and runs the user's own exit functions
     streams.flush()
 
 

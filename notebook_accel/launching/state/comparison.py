@@ -13,7 +13,7 @@ from notebook_accel.launching.state.phases import PHASES, WAITING
 
 _NEARLY = 0.9  # of the speed that so many ranks can have at best
 _ALIKE = 1.05
-# What takes the time, the phases in which it does, and what to do.
+# The causes of a long step, each with its phases and advice.
 _CAUSES = {
     "waiting for data": (("data",), "The ranks' loaders share the disk and the cores: try more or fewer num_workers."),
     "computing": (
@@ -114,7 +114,7 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """The answer to whether more ranks are faster, or which run is, and why they aren't faster than that."""
+        """The verdict: how much faster more ranks are, or which run is faster, and the main reason."""
         base, other = self._ordered
         speed = self.per_s(other) / self.per_s(base)
         if base.diagnosis.world_size == other.diagnosis.world_size:
@@ -165,7 +165,7 @@ class Comparison:
 
 
 def compare(first: Measured, second: Measured) -> Comparison:
-    """Put two runs side by side, such as one rank and two, and say why the second isn't faster.
+    """Compare two runs, such as one with one rank and one with two, and explain why the second isn't faster.
 
     Args:
         first: A job, which may have ended.
@@ -178,7 +178,7 @@ def compare(first: Measured, second: Measured) -> Comparison:
 
 
 def compare_sides(first: Side, second: Side) -> Comparison:
-    """Put two runs side by side, of which only the diagnoses may be left.
+    """Compare two runs by their diagnoses.
 
     Raises:
         RunError: Too few steps of a run were measured.

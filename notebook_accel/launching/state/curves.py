@@ -64,7 +64,7 @@ class Curves:
 
     Attributes:
         mean: The mean of the ranks' latest values.
-        ranks: The own curve of each rank that has reported the metric.
+        ranks: The curve of each rank that has reported the metric.
     """
 
     def __init__(self, world_size: int, unit: Literal["steps", "reports"], latest: Mapping[int, float] = {}) -> None:
@@ -86,7 +86,7 @@ class Curves:
         reports = self._reports[rank] = self._reports.get(rank, 0) + 1
         series = self.ranks.setdefault(rank, Series(self._rank_points))
         series.add(step if self.unit == "steps" else reports, value)
-        is_again = rank in self._reported  # then another rank may have stopped reporting
+        is_again = rank in self._reported  # in that case another rank may have stopped reporting
         self._reported.add(rank)
         if is_again or len(self._reported) == len(self._latest):
             self._means += 1

@@ -1,8 +1,7 @@
-"""The reason why a run's steps are slow: a sentence with its figures and what to do, read off the run's state.
+"""Finds in a run's state the reasons why its steps are slow, with figures and advice.
 
-Nothing is said of what takes less than a tenth of the steps. The state has the times of the last steps of each rank; a
-rank that waits for another one in a collective is told from one that communicates by comparing the ranks: the last one
-to arrive waits least.
+Causes that take less than a tenth of a step aren't reported. The state has the times of each rank's last steps. A
+comparison of the ranks tells waiting in a collective from communicating: the last rank to arrive waits least.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _FEWEST_SAMPLES = 20
 _COMPUTING = ("forward", "backward", "optimizer")
 _STEPS_PER_EVALUATION = 10
 _LARGE_BYTES = 1 << 20
-_SLOW_S = 0.05  # for less than the bytes above
+_SLOW_S = 0.05  # for fewer than _LARGE_BYTES
 _TINY_ROWS = 4
 _TINY_STEP_S = 0.005
 _UNEVEN = 2.0
@@ -70,8 +69,8 @@ class Diagnosis:
     Attributes:
         verdicts: The reasons, the costliest first; empty if nothing stands out.
         steps: The mean seconds of a step on each rank, by the rank's number and the phase.
-        over_time: The phases of a step in the course of the run, without its first second; empty before some seconds.
-        wasted_s: Time of the whole run that went into the first reason.
+        over_time: The phases of a step in the course of the run, without its first second; empty for some seconds.
+        wasted_s: Time of the whole run that the first reason has cost.
         run_s: Time of all steps of the run.
         world_size: Number of ranks of the whole run.
         rows: Mean number of rows in a rank's batch, 0 if unknown.
@@ -188,18 +187,18 @@ class _Rank:
 
     @property
     def own_s(self) -> float:
-        """Seconds of a step that the rank doesn't spend with the others."""
+        """Seconds of a step in which the rank neither communicates nor waits for another one."""
         return self.times.step_s - self.exposed_s
 
     def line(self, *phases: str, activity: str | None = None) -> tuple[str, str]:
-        """Return place and text of the line that was seen most in these phases; empty if none was."""
+        """Return place and text of the line sampled most in these phases, or in all; empty if there is none."""
         for (phase, did, place, text), _ in self.times.lines.most_common():
             if place and (not phases or phase in phases) and activity in (None, did):
                 return place, text
         return "", ""
 
     def is_saving_in(self, phase: str) -> bool:
-        """Return whether it saves checkpoints for most of a phase."""
+        """Return whether the rank saves checkpoints for most of a phase."""
         samples: collections.Counter[bool] = collections.Counter()
         for (of_phase, did, _, _), count in self.times.lines.items():
             samples[did == "saving"] += count if of_phase == phase else 0
@@ -224,7 +223,7 @@ class _Run:
         return statistics.fmean(rank.times.share(phase) for rank in self.ranks)
 
     def sampled_share(self, is_meant: Callable[[str, str, str], bool]) -> tuple[float, _Rank]:
-        """Return the largest share of a rank's samples whose phase, activity and text are meant, and that rank."""
+        """Return the largest share of a rank's samples for which ``is_meant`` is true, and that rank."""
         shares = []
         for rank in self.ranks:
             seen = sum(count for (phase, did, _, text), count in rank.times.lines.items() if is_meant(phase, did, text))
@@ -459,5 +458,5 @@ _MEASURED: Iterable[Callable[[_Run], Verdict | None]] = (
     _garbage,
     _other,
 )
-# Their share is that of all computing, and how much of it they waste isn't known.
+# Their share is all computing, since the part that they waste isn't known.
 _LIKELY: Iterable[Callable[[_Run], Verdict | None]] = (_threads, _tiny_batch)

@@ -24,7 +24,7 @@ _FIRST_TRACEBACK_LINES = 50
 
 
 def in_a_line(state: RunState) -> str:
-    """Return a line about the rank that failed first and its failure; empty if none has failed."""
+    """Return the first failure with its rank in one line; empty if no rank has failed."""
     rank = state.first_failed
     if rank is None:
         return ""
@@ -124,7 +124,7 @@ def _how_it_died(end: Ended) -> str:
 
 
 def _shown(traceback: str) -> str:
-    """Return a rank's traceback, shortened so that a notebook can hold it. Most of what is kept is its end."""
+    """Return a rank's traceback, shortened for a notebook. Most of the kept lines are from its end."""
     lines = list(plain_lines(traceback.rstrip("\n")))
     unsent = len(lines) - _MOST_TRACEBACK_LINES
     if unsent <= 0:
@@ -244,7 +244,7 @@ def crash_frames(written: str) -> str:
     frames = []
     for line in written.partition(CRASH)[2].splitlines():
         if line.startswith(_OURS):
-            break  # it and all further ones called the user's code
+            break  # this frame and all further ones called the user's code
         if line.startswith('  File "'):
             frames.append(line)
     return "\n".join(frames)
@@ -276,7 +276,7 @@ def explain_exception(
 
 
 def _of_missing_name(failed: Failed, unsent: Mapping[str, str]) -> str:
-    """Return advice for a variable that the rank lacks, and that the notebook or an earlier run's ranks have had."""
+    """Return advice for a missing variable that the notebook or an earlier run's ranks had."""
     message = first_line(failed.message)
     found = re.fullmatch(r"name '(\w+)' is not defined", message) if failed.kind == "NameError" else None
     if found is None:
@@ -290,7 +290,7 @@ def _of_missing_name(failed: Failed, unsent: Mapping[str, str]) -> str:
 
 def _was_assigned_in_ranks(name: str) -> bool:
     """Return whether an earlier ``%%distributed`` cell of the notebook assigns a variable."""
-    cells = vars(sys.modules["__main__"]).get("In", [])[:-1]  # IPython's: the code that each cell became
+    cells = vars(sys.modules["__main__"]).get("In", [])[:-1]  # IPython's list of the cells' translated code
     assignment = re.compile(rf"^(?:[\w, ]*\b{name}\b[\w, ]*=(?!=)|(?:class|def) {name}\b)", re.MULTILINE)
     launched = [cell for cell in cells if "run_cell_magic('distributed'" in cell]
     return any(assignment.search(cell.replace("\\n", "\n")) for cell in launched)

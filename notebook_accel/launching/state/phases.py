@@ -25,13 +25,13 @@ _SHORTEST_MS = 2000  # ranks report about once a second
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A part of a run's time.
+    """The phases of the steps in an interval of a run.
 
     Attributes:
-        begin_s: Its begin, in seconds since the first steps of the run had been measured.
+        begin_s: Its start, in seconds since the first steps of the run were measured.
         end_s: Its end.
         mean: The mean over all ranks of the seconds of a step by phase; ``None`` if no rank has done a step.
-        ranks: The same for each of the ranks that are shown by themselves, as far as it has done a step.
+        ranks: The seconds of a step by phase, for each rank that is shown by itself and has done a step.
     """
 
     begin_s: float
@@ -41,7 +41,7 @@ class Moment:
 
 
 def split_waiting(steps: Mapping[int, Phases]) -> dict[int, Phases]:
-    """Tell waiting for another rank from communication: the last rank to arrive waits least, and only communicates.
+    """Separate waiting for another rank from communication: the last rank to arrive only communicates.
 
     Args:
         steps: The seconds of a step by phase in ``events.PHASES``, for each rank.
@@ -66,14 +66,14 @@ def mean_of(steps: Collection[Phases]) -> Phases | None:
 
 
 def shown_ranks(steps: Mapping[int, Phases]) -> list[int]:
-    """Return the ranks to show by themselves: all of a few, else the one that waits least, as the last to arrive."""
+    """Return the ranks to show by themselves: all if they are few, else the last to arrive, which waits least."""
     if len(steps) <= _FEW_RANKS:
         return list(steps)
     return [min(steps, key=lambda rank: steps[rank].get(WAITING, 0.0))]
 
 
 def over_time(sums: Mapping[int, list[tuple[int, Sums]]], shown: Collection[int]) -> tuple[Moment, ...]:
-    """Return the phases of steps over the time of a run, in parts of equal length; nothing before a few seconds.
+    """Return the phases of steps over the time of a run, in equal intervals; empty for the first few seconds.
 
     Args:
         sums: For each rank the points of ``StepHistory.sums``.

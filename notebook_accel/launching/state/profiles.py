@@ -39,13 +39,13 @@ class RankProfile:
     Attributes:
         rank: The rank's number among all.
         steps: Number of profiled steps, 0 if there are none.
-        begin_us: Begin of the profile in microseconds, from the begin of the first rank's.
-        spans: The parts of its time, counted from its own begin. Of each kind only the longest are here.
-        operators: The operators and the device's kernels that took most.
-        lines: The lines of the user's code that were seen most.
+        begin_us: Start of the profile in microseconds, from the start of the first rank's.
+        spans: Its spans, timed from its own start; of each kind only the longest.
+        operators: The operators and the device's kernels that took most time.
+        lines: The lines of the user's code sampled most often.
         trace: The trace file; ``None`` if there is none on this machine.
-        peak_bytes: Most bytes of tensors at one time, in a profile of memory.
-        held: The lines that held most of them at that time.
+        peak_bytes: Peak memory of all tensors, in a profile of memory.
+        held: The lines whose tensors held most memory at the peak.
         why: The reason why there are fewer steps than were asked for; empty if there is none.
     """
 
@@ -76,7 +76,7 @@ class LineShare:
 
     Attributes:
         place: The line, such as ``In[7], line 12``.
-        text: Its text.
+        text: The line's text.
         share: Its share of the time of all ranks, from 0 to 1.
     """
 
@@ -120,7 +120,7 @@ class Profile:
 
     @property
     def end_us(self) -> float:
-        """The end of the last rank's profile in microseconds, from the begin of the first rank's."""
+        """The end of the last rank's profile in microseconds, from the start of the first rank's."""
         return max((rank.begin_us + rank.took_us for rank in self.measured), default=0.0)
 
     @property
@@ -130,7 +130,7 @@ class Profile:
         return sum(rank.took_us for rank in self.measured) / steps / 1e6 if steps else 0.0
 
     def costliest(self, *, kernels: bool = False) -> list[events.OperatorTime]:
-        """Return the ten operators, or kernels of the device, that take most: calls and time of a rank's mean step."""
+        """Return the ten operators, or device kernels, that take most time: calls and time of a rank's mean step."""
         steps = sum(rank.steps for rank in self.measured)
         calls: collections.Counter[str] = collections.Counter()
         times: collections.defaultdict[str, float] = collections.defaultdict(float)
@@ -145,7 +145,7 @@ class Profile:
 
     @property
     def lines(self) -> list[LineShare]:
-        """The ten lines of the user's code that take most."""
+        """The ten lines of the user's code that take most time."""
         seen: collections.Counter[tuple[str, str]] = collections.Counter()
         for line in itertools.chain.from_iterable(rank.lines for rank in self.measured):
             seen[line.place, line.text] += line.samples
@@ -156,9 +156,9 @@ class Profile:
 
     @property
     def memory(self) -> list[tuple[str, ...]]:
-        """The rows of a table with the peak and the lines that held most of it, on each rank or, of many, the fullest.
+        """A table of the peak and the lines that held most of it: headings, then rows. Empty in a profile of time.
 
-        The first row has the heads. There is none in a profile of time.
+        It has a column for each rank or, if there are many, for the rank with the highest peak.
         """
         ranks = [rank for rank in self.measured if rank.peak_bytes]
         if not ranks:
@@ -217,7 +217,7 @@ class Profile:
     __repr__ = __str__
 
     def _timeline(self) -> list[str]:
-        """Return a line of letters for each rank, each for the longest phase of its part of the time."""
+        """Return a line for each rank, with a letter for the longest phase in each part of the time."""
         rows = [(f"rank {rank.rank}", _letters(rank, self.end_us)) for rank in self.measured if rank.of_kind("phase")]
         meaning = ", ".join(f"{letter} {phase}" for phase, letter in _LETTERS.items())
         more = len(rows) - _MOST_TEXT_RANKS
@@ -248,7 +248,7 @@ def check_steps(steps: int) -> None:
     """Raise for a number of steps that can't be profiled.
 
     Raises:
-        ConfigError: It is no number from 1 to 100.
+        ConfigError: The number isn't from 1 to 100.
     """
     if steps not in range(1, MOST_STEPS + 1):
         raise ConfigError(
@@ -263,9 +263,9 @@ class ProfileRequest:
 
     Args:
         steps: Number of steps.
-        deadline_s: Seconds that the ranks have for them.
+        deadline_s: Seconds that the ranks have for the steps.
         ranks: The ranks here that are asked.
-        memory: Whether to ask what holds memory, in place of where time goes.
+        memory: Whether to profile memory instead of time.
     """
 
     def __init__(self, steps: int, deadline_s: float, ranks: Sequence[RankState], *, memory: bool = False) -> None:
@@ -291,11 +291,11 @@ class ProfileRequest:
         )
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all ranks that can have answered."""
+        """Wait until each rank has answered or ended."""
         self._is_answered.wait(timeout_s)
 
     def take(self, rank: int, event: events.Event) -> None:
-        """Take in an event of a rank."""
+        """Handle an event of a rank."""
         if isinstance(event, events.Profiled) and event.number == self.number:
             self._answers[rank] = event
         elif isinstance(event, events.Ended | events.Started):
@@ -306,11 +306,11 @@ class ProfileRequest:
             self.end()
 
     def end(self) -> None:
-        """Expect no more answers."""
+        """Release all waiting callers, since no more answers will come."""
         self._is_answered.set()
 
     def profile(self, name: str) -> Profile:
-        """Return what the ranks have answered.
+        """Return the profile that the answers so far make.
 
         Args:
             name: The run's name.
@@ -327,7 +327,7 @@ class ProfileRequest:
         )
 
     def _begins_s(self) -> Mapping[int, float]:
-        """Return the begin of each rank's profile by one clock. Other nodes' clocks are set by their first steps."""
+        """Return the start of each rank's profile on one clock. Other nodes' clocks are set by their first steps."""
         begins_s = {rank: said.time_s - said.age_s for rank, said in self._answers.items() if said.steps}
         by_node: collections.defaultdict[int, list[float]] = collections.defaultdict(list)
         for rank, begin_s in begins_s.items():

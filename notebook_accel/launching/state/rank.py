@@ -130,7 +130,7 @@ class RankState:
         last_lines: The last few lines of its output, up to a crash of native code.
         crash: The report of Python's fault handler after a crash of native code; else empty.
         reason: The reason of a failure or an early end, in one line; else empty.
-        silent: The event about a long time without a step; ``None`` again after the next step.
+        silent: The event that reports a long time without a step; ``None`` again after the next step.
         last_event_s: Time of the last event, in seconds of ``time.monotonic()``.
         starts: Number of its processes so far.
         node: The number of its node, from 0.
@@ -139,9 +139,9 @@ class RankState:
         time_limit: The time limit before which it was told to stop, in seconds since the epoch; ``None`` before that.
         failed: The exception of the user's code.
         ended: The end of its process.
-        step_history: Where the time of its steps went.
-        cell: What a detached session's rank is busy with, such as ``In[7]``; empty while it waits.
-        cell_since_s: Time since which it has done so, ``None`` for the rank of another run.
+        step_history: The times of its steps by phase.
+        cell: The request that a detached session's rank works on, such as ``In[7]``; empty while it waits.
+        cell_since_s: The time at which ``cell`` last changed, ``None`` for the rank of another run.
     """
 
     rank: int
@@ -279,7 +279,7 @@ class RankState:
         )
 
     def to_events(self, metrics: dict[str, float]) -> list[events.Event]:
-        """Return events that make this state, with these of its metrics, but for what the rank has printed."""
+        """Return events that recreate this state with the given metrics, but without the rank's output."""
         time_s = self.last_event_s or 0.0
         found: list[events.Event | None] = [
             None if self.pid is None else events.Started(pid=self.pid, node=self.node, time_s=time_s),
@@ -310,7 +310,7 @@ class RankState:
         )
 
     def apply(self, event: events.Event) -> None:
-        """Take in one event of this rank."""
+        """Update the state from one event of this rank."""
         if isinstance(event, events.Silent):  # the kernel, not the rank, has found this
             self.silent = None if self.has_ended else event
             return
@@ -334,7 +334,7 @@ class RankState:
             self.silent = None
 
     def _start(self, event: events.Started) -> None:
-        """Reset the end of an earlier process of this rank, if there was one."""
+        """Mark the rank as running, and reset the values of its earlier process."""
         self.state, self.pid, self.node, self.reason = "running", event.pid, event.node, ""
         self.failed, self.ended, self.crash, self.time_limit = None, None, "", None
         self.cell, self.cell_since_s = "", None

@@ -1,6 +1,6 @@
 """The state of a run, reduced from the events of its ranks, without input, output or a clock.
 
-``RunState.apply`` takes events in the order of arrival; ``RunState.replay`` makes the same state of stored ones. The
+``RunState.apply`` takes events in the order of arrival; ``RunState.replay`` rebuilds the state from stored events. The
 state is bounded, however long the run is and however much it prints: it keeps only the output that errors and the table
 need, and views read the rest from the stream of events.
 
@@ -77,20 +77,20 @@ class RunState:
         return state
 
     def to_events(self) -> list[tuple[int, events.Event]]:
-        """Return events that make a state like this one when they are replayed, but for what ranks have printed."""
+        """Return events that recreate this state when they are replayed, without the ranks' output."""
         points = [
             (step, rank, name, value)
             for name, curves in self.history.items()
             for rank, series in curves.ranks.items()
             for step, value in series.points
         ]
-        points.sort(key=operator.itemgetter(0))  # since a point of the mean needs all ranks
+        points.sort(key=operator.itemgetter(0))  # by step, since a point of the mean needs all ranks
         found: list[tuple[int, events.Event]] = []
         if self.first_step_s is not None or any(curves.unit == "steps" for curves in self.history.values()):
             counting = next((rank.rank for rank in self.ranks if rank.steps is not None), 0)
             found.append((counting, events.Progress(step=0, time_s=self.first_step_s or 0.0)))
         found += [(rank, events.Metrics(step=step, values={name: value})) for step, rank, name, value in points]
-        found += [(0, event) for event in self.restartings]  # after which ranks have no metrics
+        found += [(0, event) for event in self.restartings]  # a restart deletes the ranks' metrics
         told = {} if self.restartings else {(rank, name): value for _, rank, name, value in points}
         for rank in self.ranks:
             rest = {name: value for name, value in rank.metrics.items() if told.get((rank.rank, name)) != value}
@@ -98,7 +98,7 @@ class RunState:
         return found
 
     def apply(self, rank: int, event: events.Event) -> None:
-        """Take in one event of one rank, or one of the whole run, for which the rank doesn't matter."""
+        """Update the state from an event of a rank, or of the whole run, for which ``rank`` doesn't matter."""
         if isinstance(event, events.Restarting):
             self._start_over(event)
         elif isinstance(event, events.Numbered):
@@ -168,7 +168,7 @@ class RunState:
 
     @property
     def restarts(self) -> int:
-        """Number of restarts of all ranks, plus the restarts of the rank that was restarted most by itself."""
+        """Number of restarts of all ranks together, plus the most restarts of a single rank."""
         return self._restarts + max(0, *(rank.starts - 1 for rank in self.ranks))
 
     @property
@@ -221,7 +221,7 @@ class RunState:
         return max((left for rank in self.ranks if (left := rank.left_s(now_s)) is not None), default=None)
 
     def behind(self, now_s: float) -> Mapping[int, int]:
-        """Return the number of steps by which each rank that is behind the others is behind."""
+        """Return the ranks that are behind the others, each with the number of missing steps."""
         counting = {rank.rank: rank.steps for rank in self.ranks if not rank.has_ended and rank.steps is not None}
         if len(counting) < 2:
             return {}

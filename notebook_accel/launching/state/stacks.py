@@ -1,6 +1,6 @@
-"""The ranks' stacks: from the text of Python's fault handler to text for people, and to the ranks that others wait for.
+"""The ranks' stacks, parsed from the text of Python's fault handler, and the search for ranks that others wait for.
 
-The user's own lines come first, with the notebook's labels of its cells; the calls into libraries follow.
+Printed stacks begin with the user's own lines, with the notebook's labels of its cells; calls into libraries follow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from notebook_accel.uninterruptible import Latch
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*:$")
 _MOST_LIBRARY_FRAMES = 8
-# Functions of torch that are around a collective and not the collective itself.
+# Functions of torch that wrap collectives.
 _AROUND_COLLECTIVES = {"wrapper", "wait", "_dispatch", "__call__", "__init__", "_exception_logger"}
 _CONDITIONS: dict[Condition, str] = {
     "stopped": "is stopped (SIGSTOP or a debugger) and shows no stack until it continues (kill -CONT {pid})",
@@ -83,7 +83,7 @@ class RankStack:
     Attributes:
         rank: The rank.
         pid: The id of its process, ``None`` if it has none.
-        condition: ``said`` if it has a stack; else the reason why it has none.
+        condition: ``said`` if there is a stack; else the reason why there is none.
         frames: The calls of its main thread, the innermost first.
         threads: The calls of its other threads, without those of this package.
         collective: The collective that it has entered last, ``None`` if none is known.
@@ -105,13 +105,13 @@ class RankStack:
     def waits_in(self) -> str:
         """The collective that the rank is in, such as ``all_reduce``; empty if none can be seen.
 
-        A backward pass counts: in it, DistributedDataParallel waits for the other ranks' gradients. So does the making
-        of an ``Accelerator``, in which the ranks meet.
+        A backward pass counts: in it, DistributedDataParallel waits for the other ranks' gradients. So does the
+        constructor of an ``Accelerator``, in which the ranks meet.
         """
         found = ""
         for frame in itertools.takewhile(lambda frame: not frame.is_user, self.frames):
             if "/torch/distributed/" in frame.file and frame.function not in _AROUND_COLLECTIVES:
-                found = frame.function  # the outermost is the one that people call
+                found = frame.function  # the outermost is the one that users call
             elif frame.function == "_engine_run_backward":
                 found = found or "backward"
             elif (frame.file, frame.function) == code_places.MEETING:
@@ -149,7 +149,7 @@ class Stacks(tuple[RankStack, ...]):
 
     @property
     def disagreement(self) -> str:
-        """The ranks that aren't at the same collective of one process group, in a sentence; empty if all are."""
+        """A sentence about ranks at different collectives of one process group; empty if all are at the same."""
         entered = {stack.rank: stack.collective for stack in self if stack.collective is not None}
         if len(set(entered.values())) < 2 or len({collective.group for collective in entered.values()}) > 1:
             return ""
@@ -177,7 +177,7 @@ class StackRequest:
     def __init__(self, world_size: int, sources: Mapping[str, Source]) -> None:
         self._world_size = world_size
         self._sources = sources
-        self._asked = Latch()  # until the next answer, or the end
+        self._asked = Latch()  # set at the next answer, or at the end
         self._answer: Stacks | None = None
         self._is_over = False
 
@@ -196,7 +196,7 @@ class StackRequest:
         return self._answer if is_answered and not self._is_over else None
 
     def answer(self, dumps: Sequence[RankDump]) -> Stacks:
-        """Take the ranks' answers, and return the stacks of all ranks."""
+        """Return the stacks of all ranks from the ranks' answers, and wake the callers of ``ask``."""
         answered = {dump.rank: read_dump(dump, self._sources) for dump in dumps}
         unasked = (RankStack(rank, None, "unarmed") for rank in range(self._world_size))
         self._answer = Stacks([answered.get(stack.rank, stack) for stack in unasked])
@@ -274,8 +274,8 @@ _WITHOUT_STACK = {"stopped": "the process is stopped", "mute": "it doesn't answe
 class Silence:
     """Decides when to ask the ranks for their stacks, and finds in the answers which rank waits for which.
 
-    A rank that does no step for a while may evaluate, save or compile. Users want to know when other ranks stand still
-    because of it, and where it is. So no rank is marked as long as all of them are at the same place.
+    A rank that does no step for a while may evaluate, save or compile. Users want to know when and where it makes
+    other ranks wait. So no rank is marked as long as all of them are at the same place.
 
     The caller passes the time, in seconds of ``time.monotonic()``.
 

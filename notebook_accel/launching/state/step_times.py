@@ -1,4 +1,4 @@
-"""The times of a rank's steps, summed over the last steps and over the whole run, and as sums that rise over time."""
+"""The times of a rank's steps: sums over the last steps and over the whole run, and running sums over time."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class StepTimes:
         compilations: Number of graphs that ``torch.compile`` has compiled.
         smallest_batch: Fewest elements of a batch, 0 if unknown.
         largest_batch: Most elements of a batch.
-        samples: Number of looks at the main thread.
-        lines: How often each line was seen.
-        last: The latest event, for what doesn't add up.
+        samples: Number of samples of the main thread.
+        lines: Number of samples of each line.
+        last: The latest event, for values that can't be added.
     """
 
     steps: int = 0
@@ -133,8 +133,8 @@ class StepHistory:
     Attributes:
         total: Sums over the whole run.
         recent: Sums over the last steps: at least 50 of them and ten seconds, or as many as there were.
-        sums: The sums over the whole run as they rise, over the milliseconds of the events' clock. Leaving out points
-            loses nothing: between any two of them, the difference is exact.
+        sums: Running sums over the whole run, by the milliseconds of the events' clock. The difference between any two
+            points is exact, also where points between them were left out.
     """
 
     total: StepTimes = dataclasses.field(default_factory=StepTimes)
@@ -183,7 +183,7 @@ class StepHistory:
         return history
 
     def to_events(self) -> list[events.StepTimes]:
-        """Return events that make this history, as far as it has points. The last one has all lines."""
+        """Return events that recreate this history, one for each point. The last one has all lines."""
         whole = self.total.to_event()
         if whole is None:
             return []
@@ -195,7 +195,7 @@ class StepHistory:
                 parts = {"steps": int(steps), "seconds": dict(zip(events.PHASES, seconds, strict=True))}
                 found.append(msgspec.structs.replace(whole, time_s=time_ms / 1000, samples=0, lines=[], **parts))
                 before = sums
-        # These counts belong to no part of the run. Counted as recent, they would stand for few steps.
+        # Only the first event, which isn't recent, has these counts: they are of the whole run, not of few steps.
         rest = {"evaluations": 0, "collecting_s": 0.0, "compilations": 0}
         found[1:] = [msgspec.structs.replace(event, **rest) for event in found[1:]]
         found[-1] = msgspec.structs.replace(found[-1], samples=whole.samples, lines=whole.lines)
