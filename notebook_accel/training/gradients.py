@@ -130,7 +130,7 @@ def register_frozen(model: torch.nn.Module, backend: Backend) -> None:
     _frozen[model] = _FrozenModel(model, backend)
 
 
-def followed_parameters() -> Iterator[torch.nn.Parameter]:
+def registered_parameters() -> Iterator[torch.nn.Parameter]:
     """Yield the parameters of all registered models, whichever ``Accelerator`` has prepared them."""
     for model in [*_averaging.values(), *_frozen.values()]:
         yield from model._own_parameters()

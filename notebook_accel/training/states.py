@@ -43,7 +43,7 @@ class DistributedType(str, enum.Enum):
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
     XLA = "XLA"
-    TPU = "XLA"  # its name before Accelerate 1.0, with which older programs compare
+    TPU = "XLA"  # noqa: PIE796  # its name before Accelerate 1.0, with which older programs compare
     MULTI_HPU = "MULTI_HPU"
     MULTI_MLU = "MULTI_MLU"
     MULTI_MUSA = "MULTI_MUSA"

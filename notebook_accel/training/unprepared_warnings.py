@@ -53,7 +53,7 @@ def warn(prepared: Sequence[Any], *, ranks: int, window: int, scales: bool) -> N
 
 def _unprepared_shapes(optimizer: torch.optim.Optimizer, prepared: Sequence[Any]) -> str:
     """Return the shapes of an optimizer's unprepared parameters, such as a loss's; ``""`` if none or all are."""
-    known = {id(item) for item in [*prepared, *gradients.followed_parameters()]}
+    known = {id(item) for item in [*prepared, *gradients.registered_parameters()]}
     for item in prepared:
         if isinstance(item, torch.nn.Module):
             known.update(map(id, item.parameters()))
