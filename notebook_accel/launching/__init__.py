@@ -1,4 +1,4 @@
-"""Starting ranks and looking after them. Never imports torch.
+"""Starting and supervising ranks. The kernel's and the agent's modules never import torch.
 
-What stands here runs in the kernel, or belongs to both sides; the folders are what runs elsewhere, or is done before.
+Each folder is a process, or what two processes share. The modules beside them serve several processes.
 """

@@ -1,6 +1,6 @@
-"""The state of CUDA and XLA in this process before a launch. Nothing is imported to find out.
+"""The state of CUDA and XLA in the kernel or a template, found without importing anything.
 
-Nothing tells afterwards where CUDA or XLA was initialised, so the extension, which watches the cells, notes it here.
+CUDA and XLA don't record where they were initialised, so the extension, which watches the cells, records it here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _xla_origin = ""
 
 
 def note_cuda_origin(where: str) -> None:
-    """Note where CUDA was initialised, such as ``In[3], line 2``. The first note with a line stays."""
+    """Record where CUDA was initialised, such as ``In[3], line 2``. The first record with a line stays."""
     global _cuda_origin
     if "line" not in _cuda_origin:
         _cuda_origin = where
@@ -38,27 +38,27 @@ def is_cuda_initialized() -> bool:
 
 
 def forks_lose_cuda() -> bool:
-    """Return whether there are GPUs that a fork of this process can't use. A fork is made to find out.
+    """Return whether there are GPUs that a fork of this process can't use, by forking and trying.
 
-    Even ``torch.cuda.is_available()`` has that effect: it wakes the driver, while ``torch.cuda.is_initialized()`` stays
-    false. Where torch isn't imported, or has no CUDA, nothing is forked.
+    Even ``torch.cuda.is_available()`` has this effect: it initialises the driver, while ``torch.cuda.is_initialized()``
+    stays false. If torch isn't imported, or has no CUDA, nothing is forked.
     """
     torch: Any = sys.modules.get("torch")
     is_in_bad_fork = getattr(getattr(torch, "_C", None), "_cuda_isInBadFork", None)
-    # A CUDA build of torch answers yes on a machine without a GPU too, where forks have nothing to lose. Counting GPUs
-    # does no harm, since the driver is awake already.
+    # A CUDA build of torch answers yes even on a machine without a GPU, where forks have nothing to lose. Counting GPUs
+    # does no harm, since the driver is initialised already.
     return is_in_bad_fork is not None and _is_true_in_a_fork(is_in_bad_fork) and torch.cuda.device_count() > 0
 
 
 def _is_true_in_a_fork(question: Callable[[], bool]) -> bool:
-    """Return a fork's answer, ``False`` if there is none in time. The launch will report the reason better."""
+    """Return a fork's answer; ``False`` if there is none in time, for a reason that the launch itself reports."""
     read_end, write_end = os.pipe()
     with open(read_end, "rb") as answer:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # about threads: this fork takes no lock
                 pid = os.fork()
-        except OSError:  # no more processes
+        except OSError:  # too many processes
             os.close(write_end)
             return False
         if pid == 0:
@@ -71,13 +71,13 @@ def _is_true_in_a_fork(question: Callable[[], bool]) -> bool:
             ready, _, _ = select.select([answer], [], [], _PROBE_DEADLINE_S)
             return bool(ready) and answer.read(1) == b"1"
         finally:
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # reaped by another part
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # reaped by other code
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
 
 def note_xla_origin(where: str) -> None:
-    """Note where XLA was initialised, such as ``In[3]``."""
+    """Record where XLA was initialised, such as ``In[3]``."""
     global _xla_origin
     _xla_origin = where
 
@@ -91,7 +91,7 @@ def is_xla_initialized() -> bool:
 
 
 def xla_in_use() -> Finding | None:
-    """Return a finding if XLA is initialised, with the place where that happened."""
+    """Return a finding if XLA is initialised, with the place of the initialisation."""
     if not is_xla_initialized():
         return None
     since = f" since {_xla_origin}" if _xla_origin else ""
@@ -103,7 +103,7 @@ def xla_in_use() -> Finding | None:
 
 
 def cuda_in_use(*, is_allowed: bool) -> Finding | None:
-    """Return a finding if CUDA is initialised, with the place where that happened and the memory that it holds."""
+    """Return a finding if CUDA is initialised, with the place of the initialisation and the memory that CUDA holds."""
     if not is_cuda_initialized():
         return None
     torch: Any = sys.modules["torch"]

@@ -1,13 +1,13 @@
-"""The journal of a detached run: all that its agent tells the kernels, on disk, for those that attach later.
+"""The journal of a detached run: all messages from its agent to kernels, on disk, for kernels that attach later.
 
-A journal is a sequence of frames: a header (length, checksum, number) and the encoded message. Numbers count what the
-agent has told, so that a kernel that attaches again leaves out what it knows. A reader stops at the first frame that
-isn't whole, such as the last one of a machine that has lost its power.
+A journal is a sequence of frames: a header (length, checksum, number) and the encoded message. Messages are numbered,
+so that a kernel that attaches again skips those that it knows. A reader stops at the first incomplete frame, such as
+the last one before a power failure.
 
-The journal is bounded, however long the run is. Samples are written less and less often, as a curve in the panel has
-only so many points: in a run of a week, some thousand of each kind, or some hundred for each of many ranks. Times of
-steps are added up meanwhile, so that their sums stay right. Output and displays have an allowance, after which only
-their latest is kept. What isn't written is kept in memory, the latest of each kind, until it may be written.
+The journal is bounded, however long the run is. Samples are written less and less often, since a curve in the panel has
+only so many points: in a run of a week, some thousand of each kind, or some hundred for each of many ranks. Step times
+in between are added up, so that their sums stay right. Output and displays have an allowance, after which only the
+latest is kept. Unwritten messages wait in memory, the latest of each kind, until they may be written.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ FIRST_AFTER_HISTORY = 1 << 32
 _HEADER = struct.Struct("!IIQ")
 _NUMBER = struct.Struct("!Q")
 _READ_BYTES = 1 << 20
-# Parts of the time that the run has taken, between two samples of one kind of a rank: at least, for each rank of the
-# run, and at most. The curve of one of many ranks has fewer points, and who attaches reads all of them.
+# The period between two samples of one kind of a rank, as a part of the run's time so far: its minimum, its growth for
+# each rank of the run, and its maximum. More ranks have fewer points each, since an attaching kernel reads all.
 _LEAST_PERIOD, _PERIOD_PER_RANK, _LONGEST_PERIOD = 1 / 500, 1 / 4000, 1 / 30
 _OUTPUT_BYTES = 32 << 20  # of all ranks together
-_LAST_OUTPUT_BYTES = 1 << 16  # of a rank that has used up its share
+_LAST_OUTPUT_BYTES = 1 << 16  # kept of a rank that has used up its share
 _DISPLAY_BYTES = 64 << 20
 _END_KINDS = (events.TimeLimitReached, events.Failed, events.Finished, events.Ended)
 _KEPT_KINDS = (events.Started, *events.SAMPLES, *_END_KINDS)
@@ -47,12 +47,12 @@ _Key = tuple[int, object]  # a rank and the kind of its event
 
 
 def frame(number: int, body: bytes) -> bytes:
-    """Return a message as the journal has it."""
+    """Return a message as a frame of the journal."""
     return _HEADER.pack(len(body), _checksum(number, body), number) + body
 
 
 def numbered(number: int, body: bytes) -> bytes:
-    """Return a message as attached kernels get it, after the number that it has in the journal."""
+    """Return a message as attached kernels get it: preceded by its number in the journal."""
     return _NUMBER.pack(number) + body
 
 
@@ -66,7 +66,7 @@ def _checksum(number: int, body: bytes) -> int:
 
 
 def read(descriptor: int, size: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield each frame's number and message, up to the first that isn't whole.
+    """Yield each frame's number and message, up to the first incomplete frame.
 
     Args:
         descriptor: The journal.
@@ -92,16 +92,16 @@ def read(descriptor: int, size: int | None = None) -> Iterator[tuple[int, bytes]
 
 
 class Journal:
-    """Writes a run's messages, within bounds.
+    """Writes a run's messages to a file of bounded size.
 
     Args:
-        descriptor: The file, which this owns.
+        descriptor: The file, which the journal owns.
         job_id: The run's id in messages.
         world_size: Number of ranks.
-        clock: The present in seconds.
+        clock: Function that returns the time in seconds.
 
     Attributes:
-        size_bytes: Length of the whole frames.
+        size_bytes: Length of the complete frames.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class Journal:
         self._output_left = [max(_OUTPUT_BYTES // world_size, _LAST_OUTPUT_BYTES)] * world_size
         self._display_left = _DISPLAY_BYTES
         self._written_s: dict[_Key, float] = {}
-        self._waiting: dict[_Key, tuple[int, messages.Said]] = {}  # the latest of what may not be written yet
+        self._waiting: dict[_Key, tuple[int, messages.Said]] = {}  # the latest messages that may not be written yet
         self._latest: dict[_Key, tuple[int, bytes]] = {}
-        self._refused: list[bytes] = []  # frames that must be in the journal, and that the disk had no room for
+        self._refused: list[bytes] = []  # frames that the journal needs, but the disk had no room for
         self._lost = 0
         self.size_bytes = 0
 
@@ -127,7 +127,7 @@ class Journal:
         return self._descriptor
 
     def add(self, number: int, message: msgspec.Struct) -> None:
-        """Take a message that the agent has told."""
+        """Add a message of the agent."""
         if not isinstance(message, messages.Said):
             self._write_waiting()
             self._keep_latest((-1, type(message)), number, message)
@@ -135,7 +135,7 @@ class Journal:
             return
         event = events.decode(bytes(message.event))
         if isinstance(event, events.Profiled):
-            return  # large, and for those who are there
+            return  # profiles are large, and only for kernels that are attached now
         self._note(number, message, event)
         if isinstance(event, events.SAMPLES):
             self._add_sample(number, message, event)
@@ -148,15 +148,15 @@ class Journal:
             self._write(number, message)
 
     def waiting(self) -> list[tuple[int, bytes]]:
-        """Return the number and the message of what isn't written yet, for a kernel that has read the journal."""
+        """Return number and message of each unwritten message, for a kernel that has read the journal."""
         return [(number, messages.encode(message)) for number, message in self._waiting.values()]
 
     def latest(self) -> bytes:
-        """Return frames with the latest message of each kind, which tell the run's state but not its history."""
+        """Return frames with the latest message of each kind: the run's state without its history."""
         return b"".join(frame(number, body) for number, body in self._latest.values())
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the waiting messages, and close the file."""
         self._write_waiting()
         os.close(self._descriptor)
 
@@ -174,7 +174,7 @@ class Journal:
             self._keep_latest((message.rank, type(event)), number, message)
 
     def _keep_latest(self, key: _Key, number: int, message: msgspec.Struct) -> None:
-        self._latest.pop(key, None)  # so that the order is that of the messages
+        self._latest.pop(key, None)  # moves the key to the end: the order is that of the messages
         self._latest[key] = (number, messages.encode(message))
 
     # The bounds ------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class Journal:
             self._lost += 1
 
     def _append(self, data: bytes) -> bool:
-        """Append a frame, and return whether there was room. A part of a frame is taken back."""
+        """Append a frame, and return whether the disk had room. Removes a partly written frame."""
         rest, position = memoryview(data), self.size_bytes
         try:
             while rest:
@@ -270,7 +270,7 @@ def _said(body: bytes) -> messages.Said:
 
 
 def _merged(before: messages.Said, now: messages.Said) -> messages.Said:
-    """Return one message in place of two: the times of all steps, or the latest value of each metric."""
+    """Merge two messages into one: the sum of their step times, or the latest value of each metric."""
     earlier, later = events.decode(bytes(before.event)), events.decode(bytes(now.event))
     if isinstance(earlier, events.StepTimes) and isinstance(later, events.StepTimes):
         return _with_event(now, earlier.followed_by(later))

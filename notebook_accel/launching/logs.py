@@ -1,7 +1,7 @@
-"""The ranks' log files: their places, reading them, and removing old ones.
+"""The ranks' log files: their paths, reading them, and removing old ones. Used by the kernel and the agent.
 
 Each run has a folder with one file for each rank. By default it is in the system's folder for temporary files, which
-is local and fast even where the user's home isn't.
+is local and fast even if the user's home isn't.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def make_folder(log_dir: str, name: str) -> pathlib.Path | None:
     """Make a run's folder, which only this user can open.
 
     Args:
-        log_dir: The option of that name; empty for the temporary folder.
+        log_dir: The option ``log_dir``; empty for the temporary folder.
         name: The run's name.
 
     Returns:
-        The folder; ``None`` if there is no room for temporary files, since a run works without logs.
+        The folder; ``None`` if no temporary folder can be made, since a run works without logs.
 
     Raises:
         ConfigError: The folder can't be made in ``log_dir``.
@@ -56,7 +56,7 @@ def root() -> pathlib.Path:
     """Return the folder of this user's runs in the temporary folder.
 
     Raises:
-        OSError: Another user owns the folder of that name, or can open it.
+        OSError: Another user owns this folder, or can open it.
     """
     folder = pathlib.Path(tempfile.gettempdir(), f"notebook-accel-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
@@ -73,12 +73,12 @@ def log_file(folder: str | pathlib.Path, rank: int) -> pathlib.Path:
 
 
 def trace_file(folder: str | pathlib.Path, number: str, rank: int | None) -> pathlib.Path:
-    """Return the path of a rank's trace of a profile, or of the merged one, in its run's folder."""
+    """Return the path of a rank's profile trace in its run's folder; without a rank, of the merged trace."""
     return pathlib.Path(folder, f"profile_{number}_{'all_ranks' if rank is None else f'rank_{rank}'}.json")
 
 
 def read(path: pathlib.Path, tail: int | None = None) -> str:
-    """Return a log's text, as the rank wrote it.
+    """Return a log's text.
 
     Args:
         path: The log.
@@ -105,14 +105,14 @@ def _last_lines(descriptor: int, count: int) -> bytes:
     while True:
         start = max(size - step, 0)
         lines = os.pread(descriptor, size - start, start).split(b"\n")
-        is_ended = lines[-1] == b""  # the text ends with a newline, and the rest after it is no line
-        if start == 0 or len(lines) - is_ended > count:  # the first one may be cut off
+        is_ended = lines[-1] == b""  # the text ends with a newline, after which there is no line
+        if start == 0 or len(lines) - is_ended > count:  # more than ``count``, since the first line may be cut off
             return b"\n".join(lines[-count - is_ended :]) if count > 0 else b""
         step *= 4
 
 
 def hold(folder: str) -> int | None:
-    """Return a descriptor that keeps a run's folder from removal, also by other kernels, as long as it is open."""
+    """Return a descriptor that, while open, protects a run's folder from removal by this and other kernels."""
     fcntl = importlib.import_module("fcntl")
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -123,9 +123,9 @@ def hold(folder: str) -> int | None:
 
 
 def remove_old(kernel_pid: int, kept: int = KEPT_RUNS) -> None:
-    """Remove temporary folders but a kernel's newest ones, and those of kernels that are gone but their newest ones.
+    """Remove all but the ``kept`` newest folders of a kernel, and likewise of the kernels that are gone, together.
 
-    Folders of other living kernels are left to these, and folders that are held stay.
+    Folders of other living kernels stay, and so do folders that are held.
     """
     with contextlib.suppress(OSError):
         oldest_first = sorted(entry for entry in root().iterdir() if entry.is_dir() and not entry.is_symlink())
@@ -136,7 +136,7 @@ def remove_old(kernel_pid: int, kept: int = KEPT_RUNS) -> None:
 
 
 def _owner(folder: pathlib.Path) -> str:
-    """Return the process id of the kernel whose run it was, as text."""
+    """Return the pid of the kernel that launched the run, as text."""
     return folder.name.rpartition("-")[0].rpartition("-")[2]
 
 

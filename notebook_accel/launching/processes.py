@@ -1,7 +1,7 @@
-"""Linux calls that Python may lack, ending processes, asking for their stacks, and starting our own.
+"""Process control on Linux, for all processes: system calls that Python may lack, kills, stacks, and starting our own.
 
-Python has ``os.pidfd_open`` and its like only if it was built with headers of a recent kernel, as conda's and uv's
-builds were not. So we find out what the system can do by calling it.
+Python has ``os.pidfd_open`` and its like only if it was built with a recent kernel's headers; conda's and uv's builds
+were not. So we try the system calls themselves.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from notebook_accel import environment
 from notebook_accel.payload import memory_files
 
-# The signals that ask a rank for its stacks: real-time ones, which no library uses. SIGUSR1 and SIGUSR2 belong to the
-# user's code, which may handle them for a cluster's scheduler. A thread of the rank answers the first one, as soon as
-# it gets the interpreter's lock. The second one makes Python's fault handler answer without that lock, which can crash
-# a process whose threads run Python code (seen with Python 3.11). It is for ranks that don't answer the first.
+# The signals that ask a rank for its stacks: real-time signals, which no library uses. SIGUSR1 and SIGUSR2 belong to
+# the user's code, which may handle them for a cluster's scheduler. A thread of the rank answers STACKS_REQUEST as soon
+# as it gets the interpreter's lock. STACKS_SIGNAL, for ranks that don't answer, makes Python's fault handler answer
+# without that lock, which can crash a process whose threads run Python code (seen with Python 3.11).
 STACKS_REQUEST = getattr(signal, "SIGRTMIN", 34) + 8
 STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
 STACKS_MARK = "# stacks\n"
@@ -35,7 +35,7 @@ COLLECTIVE_MARK = "# collective "
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # the same numbers on every architecture that torch has packages for
-_TRACKER = b"multiprocessing.resource_tracker"  # in its command line
+_TRACKER = b"multiprocessing.resource_tracker"  # in the tracker's command line
 
 
 def are_supported() -> bool:
@@ -45,11 +45,11 @@ def are_supported() -> bool:
 
 @functools.cache  # every launch asks
 def missing_call() -> str:
-    """Try each system call that launching needs.
+    """Try each system call that launching needs. An old kernel lacks them, and a container's sandbox may forbid them.
 
     Returns:
-        The first one that fails, with the system's message, such as ``pidfd_open (Function not implemented)``; empty if
-        all work. An old kernel doesn't have them, and the sandbox of a container may forbid them.
+        The first call that fails, with the system's message, such as ``pidfd_open (Function not implemented)``; empty
+        if all work.
     """
     opened: list[int] = []
     call = "memfd_create"
@@ -69,10 +69,10 @@ def missing_call() -> str:
 
 
 def pidfd_open(pid: int) -> int:
-    """Return a descriptor that stays that of this process, even when its number is used again.
+    """Return a descriptor that refers to this process even after its pid is reused.
 
     Raises:
-        OSError: There is no such process, or no room for the descriptor.
+        OSError: There is no such process, or there are too many open files.
     """
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
@@ -80,7 +80,7 @@ def pidfd_open(pid: int) -> int:
 
 
 def pidfd_send_signal(pidfd: int, number: int) -> None:
-    """Send a signal to the process of a pidfd; 0 only checks that one could be sent.
+    """Send a signal to the process of a pidfd; 0 only checks that a signal could be sent.
 
     Raises:
         OSError: The process has ended.
@@ -100,7 +100,7 @@ def _system_call(number: int, *arguments: int | None) -> int:
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors. An error, which means that data on a network's file may be lost, doesn't stop the rest."""
+    """Close descriptors. Ignores errors, which mean lost data of a file on a network."""
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
@@ -108,12 +108,12 @@ def close_all(descriptors: Iterable[int]) -> None:
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
-    """Return the C library, which the template loads once for all ranks."""
+    """Load the C library, which ranks inherit from the template."""
     return ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
-    """Ask Linux for a signal when the thread that started this process ends; exit now if it has ended already."""
+    """Ask Linux for a signal when the thread that started this process ends. Exit now if the parent has gone."""
     if _libc().prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
@@ -123,8 +123,8 @@ def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
 def end_with_parent(parent_pid: int) -> None:
     """End this process by SystemExit, through every ``finally``, when its parent ends.
 
-    It asks Linux for SIGCONT, because a stopped process takes no other signal but SIGKILL. It ignores SIGTERM: a batch
-    system such as Slurm sends that to all processes of a job at once, and ranks that are saving need this process.
+    The parent-death signal is SIGCONT, since a stopped process handles no other signal but SIGKILL. SIGTERM is ignored:
+    a batch system such as Slurm sends it to all processes of a job at once, and ranks that are saving need this one.
     """
     pid = os.getpid()
 
@@ -152,21 +152,21 @@ def state(pid: int) -> str:
 
 
 def resume_if_stopped(pid: int) -> None:
-    """Continue a child that somebody has stopped with SIGSTOP, because others wait for it."""
+    """Resume a child process that was stopped by SIGSTOP, because others wait for it."""
     if state(pid) == "T":
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGCONT)
 
 
 def kill_group(leader_pid: int, *, has_tidied_up: bool = False) -> None:
-    """Kill a process and its group. A very young process may not lead its group yet.
+    """Kill a process and its group. Also works for a very young process that doesn't lead a group yet.
 
-    Multiprocessing's resource tracker is left, if there is one: it removes the shared memory of the others and ends
-    after them. Call this before the leader is reaped, while its number can't be another process's.
+    A resource tracker of multiprocessing is spared: it removes the shared memory of the others, and then ends by
+    itself. Call this before the leader is reaped, while no other process can have its pid.
 
     Args:
         leader_pid: The process.
-        has_tidied_up: True if it has exited in order, so that it left nothing. That is quicker.
+        has_tidied_up: True if the process has exited normally, so that no tracker need be sought. That is quicker.
     """
     killed: set[int] = set()
     trackers, others = ([], []) if has_tidied_up else _members(leader_pid)
@@ -174,7 +174,7 @@ def kill_group(leader_pid: int, *, has_tidied_up: bool = False) -> None:
         _kill(os.killpg, leader_pid, signal.SIGKILL)
         _kill(os.kill, leader_pid, signal.SIGKILL)
         return
-    while new := set(others) - killed:  # until none has started another before it was killed
+    while new := set(others) - killed:  # repeat, since a process may start another before it is killed
         for pid in new:
             _kill(os.kill, pid, signal.SIGKILL)
         killed |= new
@@ -184,19 +184,19 @@ def kill_group(leader_pid: int, *, has_tidied_up: bool = False) -> None:
 
 
 def _kill(kill: Callable[[int, int], None], pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(OSError):  # it has ended, or became another user's
+    with contextlib.suppress(OSError):  # the process has ended, or became another user's
         kill(pid, number)
 
 
 def _members(group: int) -> tuple[list[int], list[int]]:
-    """Return the living processes of a group: multiprocessing's resource trackers, and the others."""
+    """Return the living processes of a group: first multiprocessing's resource trackers, then the others."""
     trackers: list[int] = []
     others: list[int] = []
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = os.listdir("/proc")
     for pid in map(int, filter(str.isdigit, names)):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             if os.getpgid(pid) == group and state(pid) not in ("Z", "X", ""):
                 with open(f"/proc/{pid}/cmdline", "rb") as file:
                     (trackers if _TRACKER in file.read() else others).append(pid)
@@ -204,7 +204,7 @@ def _members(group: int) -> tuple[list[int], list[int]]:
 
 
 def dump_file(rank: int) -> int:
-    """Return the descriptor of a memory file to which a rank's stacks are appended."""
+    """Create a memory file to which a rank's stacks are appended, and return its descriptor."""
     made = memory_files.memory_file(f"notebook-accel-stacks-{rank}")
     try:
         return os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
@@ -213,9 +213,9 @@ def dump_file(rank: int) -> int:
 
 
 def arm_stacks(dump: int) -> None:
-    """Let ``STACKS_REQUEST`` and ``STACKS_SIGNAL`` write this process's stacks to ``dump``. For the main thread."""
+    """Make both stack signals write this process's stacks to ``dump``. Call it in the main thread."""
     faulthandler.register(STACKS_SIGNAL, file=dump, all_threads=True, chain=False)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {STACKS_REQUEST})  # in all threads, so that only ``sigwait`` takes it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {STACKS_REQUEST})  # new threads inherit this, so only ``sigwait`` takes it
     signal.signal(STACKS_REQUEST, signal.SIG_IGN)  # in case a thread unblocks it
     threading.Thread(target=_answer_requests, args=(dump,), name="notebook-accel-stacks", daemon=True).start()
 
@@ -233,8 +233,8 @@ def _answer_requests(dump: int) -> None:
 def _last_collective() -> str:
     """Return a line with the collective that this process has entered last, by torch's Flight Recorder.
 
-    The line has the collective's number in its process group, its name and the group's name. Empty where nothing was
-    recorded. The recorder is no public interface of torch, so nothing that goes wrong in it matters here.
+    The line has the collective's number in its process group, its name and the group's name; it is empty if nothing was
+    recorded. All errors are ignored, since the recorder is no public interface of torch.
     """
     with contextlib.suppress(Exception):
         recorder = sys.modules["torch._C._distributed_c10d"]._dump_fr_trace_json
@@ -249,13 +249,13 @@ def _last_collective() -> str:
 def _stacks() -> str:
     """Return the stacks of all threads in the fault handler's format, the main thread's last.
 
-    Python's own frames are read, since ``faulthandler.dump_traceback`` reads those of running threads without a
-    reference to them, which has crashed a rank (seen with Python 3.11).
+    Not by ``faulthandler.dump_traceback``, which reads running threads' frames without a reference to them and has
+    crashed a rank (seen with Python 3.11).
     """
     main = threading.main_thread().ident
     frames = sys._current_frames()
-    # With this function's own frame among them, its variables would keep all frames alive until garbage is collected,
-    # and with them the user's tensors, loaders and workers.
+    # This function's own frame would form a cycle that keeps all frames, and so the user's tensors, loaders and
+    # workers, alive until the next garbage collection.
     del frames[threading.get_ident()]
     return "\n".join(
         f"Thread 0x{thread:016x} (most recent call first):\n{''.join(_lines(frames[thread]))}"
@@ -272,11 +272,11 @@ def _lines(innermost: types.FrameType) -> Iterator[str]:
 
 
 def set_title(title: str) -> None:
-    """Let ``ps`` and ``nvidia-smi`` show a title in place of this process's command line, as far as that has room."""
+    """Make ``ps`` and ``nvidia-smi`` show a title, cut to the length of this process's command line."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open("/proc/self/stat", "rb") as file:
             fields = file.read().rpartition(b") ")[2].split()
-        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), 0 for who may not know them
+        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), 0 without permission
         if 0 < start < end:
             shown = title.encode(errors="backslashreplace")[: end - start - 1]
             ctypes.memset(start, 0, end - start)
@@ -286,7 +286,7 @@ def set_title(title: str) -> None:
 def bootstrap(module: str, *arguments: str, sys_path: Sequence[str] = ()) -> list[str]:
     """Return a command line that calls ``module.main(*arguments)`` in a new interpreter with this import path.
 
-    Python puts the working directory first on the path, where the user's own ``random.py`` would hide Python's. So the
+    Python puts the working directory first on the path, where a user's ``random.py`` would hide Python's. So the
     command sets the path before it imports anything but ``sys``, which is built in.
     """
     code = (

@@ -1,8 +1,8 @@
 """The ranks' results: the memory files in which ranks write them, and the notebook's side, which reads them.
 
-Each object has a pickle of its own, so that one that fails loses none of the others. A part that several objects share,
-such as the parameters of a model and its optimizer, is pickled once, and their pickles refer to it. So objects that
-share parts in the rank share them in the notebook too, and an object fails only if one of its own parts does.
+Each object has its own pickle, so that a failure loses that object only. A part that several objects share, such as the
+parameters of a model and its optimizer, is pickled once, and their pickles refer to it. So objects that share parts in
+the rank share them in the notebook too, and an object fails only if one of its own parts does.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class _PickleEntry(msgspec.Struct, frozen=True):
     """One pickle of a file.
 
     Attributes:
-        keys: Names of the objects that need it. With one name it holds that object; with several, the list of the parts
-            that exactly those objects share.
-        pickle_bytes: Its length. The pickles follow each other.
-        buffers: Indices of the file's buffers that it uses, in order.
+        keys: Names of the objects that need the pickle. With one name the pickle holds that object; with several, the
+            list of the parts that exactly those objects share.
+        pickle_bytes: The pickle's length. The pickles follow each other.
+        buffers: Indices of the file's buffers that the pickle uses, in order.
     """
 
     keys: _Keys
@@ -107,22 +107,22 @@ def write_result_file(
     wholes: Mapping[int, Any] | None = None,
     refused: Mapping[str, PayloadError] | None = None,
 ) -> int:
-    """Write objects into a memory file; for one that can't be pickled, the reason.
+    """Write objects into a memory file, and the reason for each object that can't be pickled.
 
     Args:
-        descriptor: The file. Its content is overwritten.
-        values: The objects by name; the empty name is for what the rank's code has returned.
+        descriptor: The file, which is overwritten.
+        values: The objects by name; the empty name is for the value that the rank's code returned.
         rank: The rank's number, for messages.
         advice: Advice in errors about what to send instead.
-        origins: The same as for ``serialization.pickle_by_value``.
-        wholes: The same as for ``serialization.pickle_by_value``.
+        origins: See ``serialization.pickle_by_value``.
+        wholes: See ``serialization.pickle_by_value``.
         refused: Errors for names whose objects aren't written.
 
     Returns:
         The file's length in bytes.
 
     Raises:
-        PayloadError: There isn't even the memory for a file without objects.
+        PayloadError: There is not enough memory even for a file without objects.
     """
     left_out = {key: _refused(error, error.path) for key, error in (refused or {}).items()}
     roots = {key: (_label(key, rank), obj) for key, obj in values.items() if key not in left_out}
@@ -199,7 +199,7 @@ class _Pickling:
             label, obj = self._roots[keys[0]]
             try:
                 pickles[keys] = self._pickled(label, common[keys] if len(keys) > 1 else obj)
-            except PayloadError as error:  # it may fail now although it was pickled before
+            except PayloadError as error:  # a second pickling may fail although the first did not
                 self.refused |= {key: _refused(error, self._roots[key][0]) for key in keys}
         buffers = list({id(buffer): buffer for pickled in pickles.values() for buffer in pickled.buffers}.values())
         numbers = {id(buffer): number for number, buffer in enumerate(buffers)}
@@ -214,10 +214,10 @@ class _Pickling:
 
 
 def _shared_parts(alone: Mapping[str, Pickled]) -> dict[_Keys, list[Any]]:
-    """Return the parts that several pickles have, by the keys of exactly those pickles.
+    """Return the parts that several pickles share, by the keys of exactly those pickles.
 
-    A pickle that has a part also has everything that the part refers to. So these lists refer to each other in one
-    direction only: from fewer pickles to more.
+    A pickle that has a part also has everything that the part refers to. So references between these lists go in one
+    direction only: from lists of fewer pickles to lists of more.
     """
     found: dict[int, tuple[Any, list[str]]] = {}
     for key, pickled in alone.items():
@@ -233,7 +233,7 @@ def _shared_parts(alone: Mapping[str, Pickled]) -> dict[_Keys, list[Any]]:
 
 
 def _has_identity(obj: Any, by_value: Collection[int]) -> bool:
-    """Return whether it matters if the object becomes two: it is no constant, and isn't sent as a name."""
+    """Return whether sharing the object matters: a constant, or an object that is sent by name, may become two."""
     if isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType)):
         return id(obj) in by_value
     if isinstance(obj, pickle.PickleBuffer) or Blocks.is_storage(obj):
@@ -255,7 +255,7 @@ class ResultFile:
 
     Attributes:
         values: The objects read so far, by name.
-        problems: The errors of the others, by name.
+        problems: The errors of unreadable objects, by name.
     """
 
     def __init__(self, descriptor: int, rank: int, *, has_variables: bool = True) -> None:
@@ -267,11 +267,11 @@ class ResultFile:
         self._open: dict[_Keys, Any] = {}
 
     def unpickle(self, origins: serialization.Origins) -> None:
-        """Unpickle the remaining objects. A later call may read more, such as once a module can be imported."""
+        """Unpickle the remaining objects. A later call may succeed for more, such as when a module can be imported."""
         try:
             index = _decoder.decode(memory_files.read_head(self._descriptor))
             contents = memory_files.read(self._descriptor)
-        except Exception as error:  # noqa: BLE001 - a file that was cut off on its way can fail in any way
+        except Exception as error:  # noqa: BLE001 - a truncated file can fail in any way
             self.problems = {"": self._problem("", error)}
             return
         self.problems = {
@@ -299,12 +299,12 @@ class ResultFile:
 
     @property
     def outcome(self) -> Any:
-        """The value that the rank's code returned, ``None`` if unreadable; of a file of variables, these by name."""
+        """The value that the rank's code returned, ``None`` if unreadable; in a file of variables, a dict of them."""
         return self.values.get("") if "" in self.values or "" in self.problems else self.values
 
     @property
     def has_outcome(self) -> bool:
-        """True if any of ``outcome`` could be read."""
+        """True if at least a part of ``outcome`` could be read."""
         return "" in self.values or ("" not in self.problems and bool(self.values))
 
     def _resolve(self, link: tuple[_Keys, int]) -> Any:
@@ -328,7 +328,7 @@ def result_error(files: Mapping[int, ResultFile], *, pulled: Sequence[str] = (),
 
     Args:
         files: The files, by rank.
-        pulled: The names that are bound.
+        pulled: The names of variables that were set.
         again: Advice for a second attempt.
     """
     problems = [problem for file in files.values() for problem in file.problems.values()]
@@ -357,12 +357,12 @@ def result_error(files: Mapping[int, ResultFile], *, pulled: Sequence[str] = (),
 
 
 class ResultFiles:
-    """One memory file for each rank here, closed once all objects were read or the last reference is gone.
+    """The memory files of this node's ranks, closed when all objects were read or the last reference is gone.
 
     Args:
         descriptors: The files, which this object closes, in the order of the ranks.
-        by_value: Functions and classes that the payload holds by value, which come back by reference.
-        set_variables: Takes the pulled names and their values.
+        by_value: Functions and classes that the payload holds by value. Results refer to them instead of copying them.
+        set_variables: Function that takes the pulled names and their values.
     """
 
     def __init__(
@@ -384,10 +384,11 @@ class ResultFiles:
         """Return every rank's result and set the pulled variables. A second call retries unreadable objects only.
 
         Args:
-            first_rank: The number of the first rank here among all.
+            first_rank: The number of this node's first rank among all ranks.
 
         Raises:
-            ResultError: An object can't be read. The other variables are set, and the error has the other results.
+            ResultError: An object can't be read. The readable variables are set, and the error carries the readable
+                results.
         """
         for rank, descriptor in enumerate(self.descriptors, first_rank):
             self._unpickle(rank, descriptor, has_variables=rank == first_rank)
@@ -403,9 +404,9 @@ class ResultFiles:
         """Set the pulled variables to their values in the first rank when it failed or was interrupted.
 
         Returns:
-            The names that are bound, and the reasons for those that can't be unpickled.
+            The names that were set, and the reasons for those that can't be unpickled.
         """
-        if not os.fstat(self.descriptors[0]).st_size:  # it was lost on its way from another machine
+        if not os.fstat(self.descriptors[0]).st_size:  # the result was lost on its way from another machine
             self.close()
             return (), {}
         file = self._unpickle(first_rank, self.descriptors[0])
@@ -421,7 +422,7 @@ class ResultFiles:
         return file
 
     def _set_variables_of(self, rank: int) -> None:
-        """Set a rank's variables, each once, since the notebook may have reassigned it."""
+        """Set a rank's variables. Each is set only once, since the notebook may reassign it afterwards."""
         values = self._opened[rank].values
         new = {key: obj for key, obj in values.items() if key and key not in self._bound}
         self._set_variables(new)

@@ -1,8 +1,8 @@
 """The folders of detached runs: one for each run, from its launch until some days after its end.
 
 A folder has the launch's facts, the payload, the ranks' results and logs, the journal, and the socket of the run's
-agent. Only its owner can open it. The agent holds a lock on a file in it for as long as it lives, so that a lock that
-is free means that the agent is gone, however it ended. The lock goes with the machine too.
+agent. Only its owner can open it. The agent holds a lock on a file in the folder for as long as it lives: a free lock
+means that the agent is gone, however it ended. A restart of the machine frees the lock too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from notebook_accel.errors import LaunchError, NotebookAccelError, RunError
 JOURNAL_VERSION = 1
 """Number of the format of the folder and of the messages in it. Another number means that it can't be read."""
 
-_YOUNG_S = 5.0  # a folder of a launch that nobody holds and that is older belongs to a launch that was killed
+_YOUNG_S = 5.0  # an older unpublished folder that nobody holds belongs to a launch that was killed
 _DAY_S = 86_400.0
 _FACTS, _DRAFT, _LOCK, _KERNEL, _PAYLOAD, _HISTORY, _JOURNAL, _LATEST, _SOCKET = (
     "run.json",
@@ -53,17 +53,17 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
         name: The run's name.
         world_size: Number of ranks.
         devices: The ranks' devices in words.
-        config: The options that have not their default value, by name.
+        config: The options that differ from their defaults, by name.
         log_folder: Folder of the ranks' logs; empty if there is none.
         began: Time of the launch, in seconds since the epoch.
-        began_s: The same in seconds of ``time.monotonic()``, whose zero is the start of the machine.
+        began_s: Time of the launch in seconds of ``time.monotonic()``, whose zero is the start of the machine.
         keep_days: Days that the folder stays after the run's end.
-        version: Version of this package.
-        journal_version: ``JOURNAL_VERSION`` of that version.
+        version: Version of this package at the launch.
+        journal_version: ``JOURNAL_VERSION`` at the launch.
         host: Name of the machine.
-        boot_id: The machine's id for the time since it was started.
-        has_payload: Whether the payload is that of the launch. A run that was detached while it went on has lost it.
-        is_session: Whether its ranks are a session's, which take cells from one kernel after the other.
+        boot_id: The machine's id since its last start.
+        has_payload: Whether the folder has the launch's payload. A run that was detached while it went on has none.
+        is_session: Whether the ranks are a session's, which serve one kernel after another.
     """
 
     name: str
@@ -99,7 +99,7 @@ class RunFolder:
 
     @property
     def log_folder(self) -> pathlib.Path:
-        """The folder for logs where the user has named none."""
+        """The default folder for logs."""
         return self.path / "logs"
 
     @functools.cached_property
@@ -107,7 +107,7 @@ class RunFolder:
         """The facts of the launch.
 
         Raises:
-            NotebookAccelError: They can't be read.
+            NotebookAccelError: The facts can't be read.
         """
         try:
             path = self.path / (_FACTS if self.is_published else _DRAFT)
@@ -120,33 +120,33 @@ class RunFolder:
         self.replace(_DRAFT, msgspec.json.encode(facts))
 
     def publish(self) -> None:
-        """Let the run be found. Its agent has taken over the launch, which goes on without the kernel."""
+        """Make the run visible to ``find``. Called once its agent has taken over the launch."""
         os.replace(self.path / _DRAFT, self.path / _FACTS)
 
     @property
     def is_published(self) -> bool:
-        """True if the run can be found."""
+        """True once the run is visible to ``find``."""
         return (self.path / _FACTS).exists()
 
     def check(self) -> None:
-        """Raise unless the folder is the user's and nobody else can open it.
+        """Check that the user owns the folder and nobody else can open it.
 
         Raises:
-            NotebookAccelError: It isn't so.
+            NotebookAccelError: Another user owns it or can open it.
         """
         _check_rights(self.path)
 
     def hold(self) -> int:
-        """Take the lock, and return the descriptor that has it. A process that inherits the descriptor has it too."""
+        """Take the lock, and return its descriptor. A process that inherits the descriptor holds the lock too."""
         descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         _flock(descriptor, "LOCK_EX")
         return descriptor
 
     def hold_for_kernel(self) -> int:
-        """Take the lock of a session's kernel, of which there is one at a time, and return its descriptor.
+        """Take the lock for the one kernel that a session has at a time, and return its descriptor.
 
         Raises:
-            RunError: Another process has it.
+            RunError: Another process holds the lock.
         """
         descriptor = os.open(self.path / _KERNEL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -165,7 +165,7 @@ class RunFolder:
 
     @property
     def is_held(self) -> bool:
-        """True as long as the run's agent lives, or the launch that is about to start it."""
+        """True while the run's agent lives, or the launch that is about to start it."""
         return _is_held(self.path / _LOCK)
 
     def create_payload(self) -> int:
@@ -173,7 +173,7 @@ class RunFolder:
         return self._create(_PAYLOAD)
 
     def take_payload_of(self, other: RunFolder) -> int:
-        """Give this run the payload of another one, without a copy, and return its descriptor."""
+        """Hard-link the payload of another run into this folder, and return its descriptor."""
         os.link(other.path / _PAYLOAD, self.path / _PAYLOAD)
         return self.open_payload()
 
@@ -186,7 +186,7 @@ class RunFolder:
         return self._create(_JOURNAL)
 
     def fill_result(self, rank: int, source: int) -> None:
-        """Copy a rank's result from a file into the folder's."""
+        """Copy a rank's result from the file ``source`` into the folder."""
         with open(self.path / f"result_{rank}", "r+b", buffering=0) as file:
             position, size = 0, os.fstat(source).st_size
             while position < size:
@@ -205,11 +205,11 @@ class RunFolder:
         return self._open(_JOURNAL)
 
     def write_history(self, data: bytes) -> None:
-        """Write frames that tell what was before the journal, in a run that was detached while it went on."""
+        """Write the history: frames of events before the journal, for a run that was detached while it went on."""
         self.replace(_HISTORY, data)
 
     def open_history(self) -> int:
-        """Return a descriptor for reading what was before the journal.
+        """Return a descriptor for reading the history, the events before the journal.
 
         Raises:
             FileNotFoundError: The run was detached from its beginning.
@@ -225,7 +225,7 @@ class RunFolder:
         self.replace(_LATEST, data)
 
     def replace(self, name: str, data: bytes) -> None:
-        """Write a file under another name, and rename it when it is whole."""
+        """Replace a file atomically: write under another name, then rename."""
         unfinished = self.path / f".{name}"
         try:
             with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -236,7 +236,7 @@ class RunFolder:
             raise
 
     def listen(self) -> socket.socket:
-        """Return the listening socket of the run's agent."""
+        """Create the listening socket of the run's agent."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with self._short_path(_SOCKET) as address:
@@ -248,7 +248,7 @@ class RunFolder:
         return listening
 
     def connect(self) -> socket.socket:
-        """Return a connection to the run's agent.
+        """Connect to the run's agent.
 
         Raises:
             OSError: Nobody listens.
@@ -263,12 +263,12 @@ class RunFolder:
         return connected
 
     def close_socket(self) -> None:
-        """Remove the socket of an agent that ends."""
+        """Remove the socket file, when the agent ends."""
         (self.path / _SOCKET).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _short_path(self, name: str) -> Iterator[str]:
-        """Give a file a path that fits into a socket's address, which has 107 bytes, however long the folder's is."""
+        """Yield a path of a file that fits a socket address (107 bytes), however long the folder's path is."""
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             yield f"/proc/self/fd/{folder}/{name}"
@@ -276,12 +276,12 @@ class RunFolder:
             os.close(folder)
 
     def remove(self) -> None:
-        """Remove the folder and all that is in it."""
+        """Remove the folder with its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     @property
     def changed(self) -> float:
-        """Time of the run's last sign of life, in seconds since the epoch."""
+        """Time of the run's last message, in seconds since the epoch."""
         names = (_LATEST, _JOURNAL, _FACTS)
         times = [path.stat().st_mtime for name in names if (path := self.path / name).exists()]
         return max(times, default=self.path.stat().st_mtime)
@@ -297,7 +297,7 @@ def root(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
     """Return the folder of this user's detached runs, which may not exist yet.
 
     Raises:
-        LaunchError: This user has no home.
+        LaunchError: The user's state folder has no absolute path.
     """
     state = os.path.expanduser(environ.get("XDG_STATE_HOME") or "~/.local/state")
     if not os.path.isabs(state):
@@ -323,7 +323,7 @@ def make(name: str, run_id: str = "", *, is_unique: bool = False) -> tuple[RunFo
         is_unique: Whether to refuse the name of a run that goes on.
 
     Raises:
-        LaunchError: It can't be made, or a run of that name goes on.
+        LaunchError: The folder can't be made, or ``is_unique`` and a run of that name goes on.
     """
     going = [folder for folder in every() if folder.facts.name == name and folder.is_held]
     if going and is_unique:
@@ -347,7 +347,7 @@ def make(name: str, run_id: str = "", *, is_unique: bool = False) -> tuple[RunFo
 
 
 def every() -> list[RunFolder]:
-    """Return the folders of this user's detached runs that can be read, the oldest first.
+    """Return the readable folders of this user's detached runs, the oldest first.
 
     Folders that another user owns or can open are left out.
     """
@@ -364,10 +364,12 @@ def every() -> list[RunFolder]:
 
 
 def find(which: str = "") -> RunFolder:
-    """Return a run by its name or id: one that goes on, else the latest. Without a name, the only one, or the latest.
+    """Return the run with this name or id, preferably one that goes on, otherwise the latest.
+
+    Without a name, return the only run that goes on; if none does, the latest.
 
     Raises:
-        NotebookAccelError: There is none, or the folder's rights are wrong.
+        NotebookAccelError: There is no such run, several go on, or the folder's permissions are wrong.
     """
     _check_rights(root())
     known = every()
@@ -376,7 +378,7 @@ def find(which: str = "") -> RunFolder:
     if named and (which or len(going) <= 1):
         return (going or named)[-1]
     if which in {path.name for path in root().iterdir()}:
-        RunFolder(root() / which).check()  # which says why it was left out
+        RunFolder(root() / which).check()  # raises the reason why ``every`` left it out
     listed = ", ".join(dict.fromkeys(folder.facts.name for folder in known))
     what = f"There is no detached run {which!r}" if which else "Several detached runs go on" if going else ""
     raise NotebookAccelError(
@@ -386,7 +388,7 @@ def find(which: str = "") -> RunFolder:
 
 
 def find_session(which: str = "") -> RunFolder | None:
-    """Return a session that goes on, as ``find`` does; ``None`` if there is none, or that is another run."""
+    """Return the session that ``find`` finds; ``None`` if it finds none, or a run that is no session or has ended."""
     with contextlib.suppress(NotebookAccelError):
         found = find(which)
         return found if found.facts.is_session and found.is_held else None
@@ -394,10 +396,10 @@ def find_session(which: str = "") -> RunFolder | None:
 
 
 def remove_old(*, all_ended: bool = False) -> list[str]:
-    """Remove the folders of runs that ended longer ago than they are kept, and what killed launches have left.
+    """Remove the folders of runs whose ``keep_days`` are over, and the folders of killed launches.
 
     Args:
-        all_ended: Whether to remove every run that has ended.
+        all_ended: Whether to remove all runs that have ended.
 
     Returns:
         The ids of the removed runs.
@@ -409,7 +411,7 @@ def remove_old(*, all_ended: bool = False) -> list[str]:
             with contextlib.suppress(NotebookAccelError, OSError):
                 folder = RunFolder(path)
                 folder.check()
-                # The launch may be under way; another machine's lock may not be seen here.
+                # The launch may be under way, or the lock may be another machine's and invisible here.
                 may_be_young = not folder.is_published or folder.facts.host != socket.gethostname()
                 if not folder.is_held and (_is_old(folder) or (all_ended and not may_be_young)):
                     folder.remove()
@@ -418,7 +420,7 @@ def remove_old(*, all_ended: bool = False) -> list[str]:
 
 
 def this_process() -> str:
-    """Return this process in words, for those who find a run of it."""
+    """Return a description of this process, for messages to other users of a run."""
     return f"process {os.getpid()} ({pathlib.Path(sys.argv[0] or sys.executable).name})"
 
 
@@ -430,7 +432,7 @@ def _is_old(folder: RunFolder) -> bool:
 
 @functools.cache
 def boot_id() -> str:
-    """Return the id that this machine has since it was started; empty if it has none."""
+    """Return the machine's id since its last start; empty if it has none."""
     with contextlib.suppress(OSError):
         return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

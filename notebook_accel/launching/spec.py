@@ -1,4 +1,4 @@
-"""The head of a payload, which describes the run."""
+"""The head of a payload: the description of the run, which the kernel writes and each rank reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, 
 
 
 class Source(msgspec.Struct, frozen=True):
-    """The source of a cell, which is in no file. ``label`` is its name in tracebacks, such as ``In[7]``."""
+    """The source of a cell, which has no file. ``label`` is the cell's name in tracebacks, such as ``In[7]``."""
 
     label: str
     text: str
@@ -33,11 +33,11 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         sources: Sources of the notebook's functions, by the file name in their code.
         cell: The cell's source; ``None`` if the target is a function.
         cell_filename: The file name of the cell's code; a key of ``sources``.
-        calls: Name of the function to call, which the cell ends by defining; empty if there is none.
-        pull: Names of the variables that rank 0 sends back beside its result.
-        unsent: Variables that the cell may read and that couldn't be sent, with the reasons.
-        is_detached: True if the run goes on without the kernel, so that its processes should say what they are.
-        nonce: A number that differs between runs.
+        calls: Name of the function to call, which the cell defines at its end; empty if there is none.
+        pull: Names of the variables that rank 0 sends back with its result.
+        unsent: Variables that the cell may read but that couldn't be sent, with the reasons.
+        is_detached: True if the run goes on without the kernel, so that its processes need titles that identify them.
+        nonce: A random number that differs between runs.
     """
 
     name: str
@@ -60,7 +60,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, data: bytes) -> JobSpec:
-        """Return the spec from the bytes of ``encode``."""
+        """Decode the bytes of ``encode``."""
         return _decoder.decode(data)
 
 

@@ -1,4 +1,4 @@
-"""Trace files of torch's profiler, in the format of Chrome and Perfetto: what is in one, and several as one.
+"""Trace files of torch's profiler, in the format of Chrome and Perfetto: digesting one, and merging several.
 
 A trace has a time base in nanoseconds since 1970 and times in microseconds after it, so traces of processes on one
 machine share a clock.
@@ -48,13 +48,13 @@ class _Trace(msgspec.Struct):
 
 @dataclasses.dataclass(frozen=True)
 class Digest:
-    """The content of a trace that people look at.
+    """A summary of a trace, for display.
 
     Attributes:
         begin_s: Begin of the first step, in seconds since 1970.
         steps: Number of steps.
-        spans: The parts of the time. Of each kind only the longest are here, in their order.
-        operators: The operators of the host, and the kernels of the device, that took most.
+        spans: The longest spans of each kind, in order of time.
+        operators: The operators of the host, and the kernels of the device, that took the most time.
     """
 
     begin_s: float
@@ -64,12 +64,12 @@ class Digest:
 
 
 def digest(path: pathlib.Path, marks: Sequence[Mark], count: int) -> Digest:
-    """Return the content of a rank's trace.
+    """Summarise a rank's trace.
 
     Args:
         path: The trace file.
         marks: The phases of the main thread.
-        count: Number of whole steps in it. Another one may have been cut short.
+        count: Number of whole steps in the trace. A further step may have been cut short.
 
     Raises:
         OSError: The file can't be read.
@@ -113,7 +113,7 @@ def _phases(marks: Sequence[Mark], begin: float, end: float) -> Iterator[_Event]
 
 
 def _outermost(events: Iterable[_Event]) -> list[_Event]:
-    """Return the events that no other one contains. All are of one thread or one device."""
+    """Return the events that no other event contains. All are of one thread or one device."""
     found: list[_Event] = []
     for event in sorted(events, key=lambda event: (event.ts, -event.dur)):
         if not found or event.ts >= found[-1].end:
@@ -122,14 +122,14 @@ def _outermost(events: Iterable[_Event]) -> list[_Event]:
 
 
 def _collectives(events: Iterable[_Event]) -> list[_Event]:
-    """Return the collectives. On CUDA these are the times of the device, not those in which the host starts them."""
+    """Return the collectives. On CUDA their times are the device's, not those of their launch on the host."""
     found = [event for event in events if event.name.startswith(_COLLECTIVES)]
     on_device = [event for event in found if event.cat == "gpu_user_annotation"]
     return on_device or found
 
 
 def _self_times(events: Iterable[_Event]) -> Iterator[tuple[str, float]]:
-    """Yield the name of each operator, and its microseconds without those of the operators that it called."""
+    """Yield each operator's name and its own microseconds, without the operators that it called."""
     running: dict[int | str, list[list[Any]]] = collections.defaultdict(list)  # by thread: event and its own time
     for event in sorted(events, key=lambda event: (event.ts, -event.dur)):
         stack = running[event.tid]
@@ -155,14 +155,14 @@ def _costliest(times: Iterable[tuple[str, float]], are_kernels: bool = False) ->
 
 
 def merge(traces: Mapping[int, pathlib.Path], into: pathlib.Path) -> None:
-    """Write the traces of several ranks as one, in which each process is named after its rank.
+    """Merge the traces of several ranks into one file, which names each process after its rank.
 
     Args:
         traces: The trace files by rank.
         into: The file to write.
 
     Raises:
-        OSError: A file can't be read, or there is no room.
+        OSError: A file can't be read, or the disk is full.
         ValueError: A file is no trace.
     """
     first_base_ns: int | None = None
@@ -182,9 +182,9 @@ def merge(traces: Mapping[int, pathlib.Path], into: pathlib.Path) -> None:
 
 
 def _of_rank(events: Iterable[dict[str, Any]], rank: int, shift_us: float, pids: dict[Any, int]) -> Iterator[Any]:
-    """Yield a rank's events with numbers of processes and arrows that no other rank has."""
+    """Yield a rank's events, with process and flow ids that are unique among the ranks."""
     for event in events:
-        if isinstance(event.get("pid"), str):  # the profiler's notes on itself
+        if isinstance(event.get("pid"), str):  # the profiler's own metadata
             continue
         event["pid"] = pids.setdefault((rank, event.get("pid")), len(pids) + 1)
         if "ts" in event:

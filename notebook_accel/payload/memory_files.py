@@ -40,14 +40,14 @@ class Buffer(Protocol):
 
 
 class FileContents(NamedTuple):
-    """The pickle and the buffers of a file, as views of one private mapping."""
+    """A file's pickle and buffers, as views of one private mapping."""
 
     pickle: memoryview
     buffers: list[memoryview]
 
 
 def memory_file(name: str) -> int:
-    """Return the descriptor of a new anonymous memory file, which lives until its last descriptor and mapping end.
+    """Create an anonymous memory file, and return its descriptor. The file lives as long as a descriptor or mapping.
 
     Raises:
         OSError: There are too many open files, or this system has no memory files.
@@ -61,7 +61,7 @@ def memory_file(name: str) -> int:
 
 
 def make_unwritable(descriptor: int) -> None:
-    """Seal the memory file against all changes, also through this descriptor. Private mappings still work."""
+    """Seal the memory file against all changes, even through this descriptor. Private mappings still work."""
     # Not imported at the top, so that this module can be imported on systems without Linux's calls.
     fcntl = importlib.import_module("fcntl")
     fcntl.fcntl(descriptor, _F_ADD_SEALS, _NO_MORE_SEALS | _NO_SHRINKING | _NO_GROWING | _NO_WRITING)
@@ -131,17 +131,17 @@ def read(descriptor: int) -> FileContents:
 
 
 def _map_privately(descriptor: int) -> memoryview:
-    """Map the file's bytes, in pages that are copied when this process writes to them.
+    """Map the file copy-on-write.
 
-    Before Python 3.13, ``mmap.mmap`` keeps a duplicate of the descriptor as long as the mapping, and a notebook with
-    many results would run out of descriptors.
+    Not by ``mmap.mmap``: before Python 3.13 it keeps a duplicate of the descriptor as long as the mapping, and a
+    notebook with many results would run out of descriptors.
     """
     length = os.fstat(descriptor).st_size
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    # Nothing is reserved: with its holes, the file may be longer than the machine has memory.
+    # Reserve nothing: because of its holes, the file may be larger than the machine's memory.
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
     address = libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
     if address == _MAP_FAILED:

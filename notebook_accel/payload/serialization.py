@@ -1,11 +1,11 @@
-"""Pickling of objects that travel between the notebook and the ranks.
+"""Pickling of objects that travel between the notebook and the ranks. Both sides use it.
 
 The notebook's functions and classes travel by value, through cloudpickle. Large buffers, one for each tensor storage
 and array, travel beside the pickle in an anonymous memory file. Every receiver maps it privately: nothing is copied
 until a process writes, and then only the pages that it writes to.
 
-Functions and classes of the notebook go back as references, never as copies: cloudpickle unpickles a class that it has
-seen before *into* that class, and so would replace the notebook's methods by copies with globals of their own.
+Functions and classes of the notebook return as references, never as copies: cloudpickle unpickles a class that it has
+seen before *into* that class, and would so replace the notebook's methods by copies with their own globals.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Pickled:
     Attributes:
         data: The pickle.
         buffers: Its out-of-band buffers, in order.
-        by_value: The functions and classes in the pickle by value. The receiver refers to them by their place in here
-            when it sends something back.
+        by_value: The functions and classes that the pickle holds by value. What the receiver sends back refers to them
+            by their index here.
         sizes_bytes: Each root's size, by its label. Objects that two roots share count for the first.
         memoized: The objects in the pickle except numbers, strings and tuples, if ``SharedPickling`` asks for them, in
-            the order in which pickle met them. That is the best order to enter cycles in.
+            the order in which pickle met them: the best order to enter cycles in.
     """
 
     data: memoryview
@@ -61,12 +61,12 @@ class Pickled:
 
 
 class SharedPickling:
-    """The common part of several pickles for one receiver, which is sent once.
+    """The state that several pickles for one receiver share, so that common objects are sent once.
 
     Attributes:
         blocks: The memory of the pickles' tensors and arrays.
         namespaces: cloudpickle's stand-ins for the namespaces of functions.
-        links: References to objects of other pickles, by the objects' ids. ``loads_linked`` resolves them.
+        links: References to objects in other pickles, by the objects' ids. ``loads_linked`` resolves them.
         keeps_memo: Whether to record the objects in each pickle.
     """
 
@@ -79,10 +79,7 @@ class SharedPickling:
 
 @dataclasses.dataclass(frozen=True)
 class Opened:
-    """The object that ``load`` returns, and the functions and classes that travelled by value.
-
-    Each of these has its name in the sender's namespace, or ``None``.
-    """
+    """An unpickled object, and the definitions sent by value, each with its name in the sender's namespace, if any."""
 
     value: Any
     by_value: Sequence[tuple[str | None, Any]]
@@ -103,18 +100,19 @@ def pickle_by_value(
 
     Args:
         value: The object.
-        roots: The value's parts, by the words that a message uses for them, such as ``global "model"``.
+        roots: The value's parts, by the labels that error messages use for them, such as ``global "model"``.
         namespace: The sender's module namespace. Functions with these globals get the receiver's namespace instead of a
             dict of their own.
-        origins: Objects that the receiver has, by its numbers for them: for functions and classes that came from it,
-            their place in its ``Pickled.by_value``. They travel as references.
+        origins: Objects that the receiver has, by the receiver's numbers: for functions and classes that it sent, their
+            index in its ``Pickled.by_value``. They travel as references.
         device_tensors_to_cpu: Whether tensors on a device travel as CPU copies; otherwise they are refused.
-        shared: The part that this pickle has in common with others.
-        wholes: Whole copies of tensors that are sharded over ranks, by the tensors' ids. Others are refused.
-        advice: An error's advice for what to do instead.
+        shared: The state that this pickle shares with others.
+        wholes: Gathered copies of tensors that are sharded over ranks, by the tensors' ids. Other sharded tensors are
+            refused.
+        advice: What an error advises to do instead.
 
     Raises:
-        PayloadError: An object can't be pickled. The message has the path to it.
+        PayloadError: An object can't be pickled. The message has the path to the object.
     """
     numbers = {id(origin): number for number, origin in _numbered(origins)}
     options = _Options(namespace, numbers, device_tensors_to_cpu, wholes or {})
@@ -132,9 +130,9 @@ def pickle_by_value(
 
 
 def find_sharded(value: Any, *, origins: Origins = ()) -> list[Any]:
-    """Return the tensors of an object that are sharded over ranks, in the order in which it is pickled.
+    """Return an object's tensors that are sharded over ranks, in the order in which pickle meets them.
 
-    Blocks of ``fully_shard`` that are gathered are freed. For an object that can't be pickled, nothing is found.
+    Reshards gathered blocks of ``fully_shard``. Returns nothing for an object that can't be pickled.
     """
     options = _Options(None, {id(origin): number for number, origin in _numbered(origins)}, True, {})
     finder = _Finder(options)
@@ -149,7 +147,7 @@ def dump(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
     """Write a head and a pickle into an empty file, and return its length.
 
     Raises:
-        PayloadError: There is not enough memory; or, for the file of a detached run, not enough room on the disk.
+        PayloadError: There is not enough memory or, for the file of a detached run, not enough disk space.
     """
     needed = len(pickled.data) + sum(buffer.used_bytes for buffer in pickled.buffers)
     if needed > _LARGE_BYTES and needed > host_memory.available_bytes():
@@ -168,8 +166,8 @@ def load(descriptor: int, *, namespace: dict[str, Any] | None = None, origins: O
 
     Args:
         descriptor: The memory file.
-        namespace: The namespace in place of the sender's; without one, functions get a dict of their own.
-        origins: Objects that the sender may refer to: those that this side sent by value, or has numbered itself.
+        namespace: The namespace that replaces the sender's. Without one, functions get a dict of their own.
+        origins: Objects that the sender may refer to: those that this side sent by value or has numbered.
     """
     contents = memory_files.read(descriptor)
     with _receiving({} if namespace is None else namespace, origins):
@@ -189,7 +187,7 @@ def loads_linked(
 ) -> Any:
     """Return the object in one of several pickles of a ``SharedPickling``.
 
-    ``resolve`` returns the object of another pickle for a link; ``origins`` are as for ``load``.
+    ``resolve`` takes a link and returns the object in another pickle; ``origins`` are as for ``load``.
     """
     with _receiving({}, origins):
         _, value, _ = _LinkingUnpickler(io.BytesIO(data), buffers, resolve).load()
@@ -209,7 +207,7 @@ class _TooLargeError(pickle.PicklingError):
 
 
 class _Stream(io.BytesIO):
-    """A buffer for a pickle. It raises while there is still memory for the later copy of it."""
+    """A buffer for a pickle. ``write`` raises ``_TooLargeError`` before the memory can't hold a copy of the pickle."""
 
     _checked_bytes = _LARGE_BYTES
 
@@ -232,8 +230,8 @@ class _Mark:
 class _PickleOutput:
     """The pickle so far, its out-of-band buffers, and each root's share of both.
 
-    It has no reference to the pickler. A pickler whose buffer callback is a method of its own would be in a reference
-    cycle, with the memory of everything that it has pickled.
+    Separate from the pickler, whose buffer callback would otherwise be its own method: a reference cycle that keeps all
+    pickled memory alive.
     """
 
     def __init__(self, blocks: Blocks) -> None:
@@ -262,13 +260,13 @@ class _PickleOutput:
         }
 
     def begin(self, root: str) -> None:
-        """Count what follows for the root with this label."""
+        """Count the bytes from here on for the root with this label."""
         taken = self.stream.tell() - self._root_start
         self._in_band_bytes[self._root] = self._in_band_bytes.get(self._root, 0) + taken
         self._root, self._root_start = root, self.stream.tell()
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Take a large buffer out of band. Pickle's ``buffer_callback``: return whether the pickle keeps the buffer."""
+        """Take a large buffer out of band. As pickle's ``buffer_callback``, return whether the buffer stays in band."""
         if buffer.raw().nbytes < _OUT_OF_BAND_BYTES:
             return True
         memory = self._blocks.of(buffer)
@@ -290,17 +288,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         super().__init__(self.output.stream, protocol=5, buffer_callback=self.output.take)
         self.globals_ref = shared.namespaces
         if options.namespace is not None:
-            # cloudpickle keeps one stand-in for each globals dict of functions. This is the one for the sender's.
+            # cloudpickle keeps one stand-in for each globals dict of functions. Set the one for the sender's namespace.
             self.globals_ref[id(options.namespace)] = _Namespace()
 
     def dump_with(self, value: Any, roots: Mapping[str, Any]) -> None:
-        # The roots come first, one by one, to measure each; the value then refers to them. The list at the end fills
-        # while the objects before it are pickled.
+        # The roots come first, one by one, to measure each; the value then refers to them. ``by_value`` comes last,
+        # since it fills while the objects before it are pickled.
         marked = [(_Mark(label), root) for label, root in roots.items()]
         self.dump(([*marked, _Mark("")], value, self.by_value))
 
     def memoized(self) -> tuple[Any, ...]:
-        """Return pickle's memo in order, without constants, since there may be millions."""
+        """Return pickle's memo in order, without strings, bytes and tuples, of which there may be millions."""
         found = [entry for entry in self.memo.copy().values() if type(entry[1]) not in (str, bytes, tuple)]
         return tuple(obj for _, obj in sorted(found, key=operator.itemgetter(0)))
 
@@ -392,7 +390,7 @@ _now_receiving = _Receiving()
 
 @contextlib.contextmanager
 def _receiving(namespace: dict[str, Any], origins: Origins) -> Iterator[None]:
-    outer = dict(vars(_now_receiving))  # of a pickle that needs another one to be opened
+    outer = dict(vars(_now_receiving))  # set if unpickling one object unpickles another
     _now_receiving.namespace, _now_receiving.origins = namespace, origins
     try:
         yield
@@ -423,7 +421,7 @@ def _failure(obj: Any, options: _Options) -> Exception | None:
 
 
 def reduce_definition(obj: Any) -> Any:
-    """Return a definition's ``reducer_override``, ``NotImplemented`` for any other object."""
+    """Reduce a definition that travels by value; return ``NotImplemented`` for any other object."""
     reducer = _REDUCERS.get(type(obj))
     return NotImplemented if reducer is None or can_be_imported(obj) else reducer(obj)
 

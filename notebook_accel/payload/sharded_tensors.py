@@ -1,7 +1,7 @@
-"""Tensors that are sharded over the ranks, and the models of ``fully_shard`` that hold them.
+"""Pickling of tensors that are sharded over the ranks, and of models of ``fully_shard`` that hold them.
 
-A share is of no use outside its process group. So a whole copy travels in its place, which the ranks have gathered
-before. A module travels as it was before ``fully_shard``: an object of its own class, without torch's hooks.
+A shard is useless outside its process group. So a whole copy, which the ranks have gathered before, travels in its
+place. A module travels as it was before ``fully_shard``: an object of its own class, without torch's hooks.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")  # torch's attribu
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Return whether a value is a ``DTensor``. As long as nobody has imported that class, nothing is."""
+    """Return whether a value is a ``DTensor``. False until that class is imported."""
     tensors: Any = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(value, getattr(tensors, "DTensor", ()))
 
 
 def is_sharded_module(value: object) -> bool:
-    """Return whether ``fully_shard`` was applied to a module itself, rather than to a part of it."""
+    """Return whether ``fully_shard`` was applied to this module itself, not only to a submodule."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(value, getattr(fsdp, "FSDPModule", ()))
 
 
 def note_on(value: Any) -> str:
-    """Return a line that says how to get a value whole of which a rank shows its share; ``""`` for any other value."""
+    """Return a line that tells how to gather a sharded value; empty for any other value."""
     if not types():
         return ""
     module_class: Any = types()[1]
@@ -49,7 +49,7 @@ def note_on(value: Any) -> str:
 
 
 def types() -> tuple[type, ...]:
-    """Return the classes whose objects ``reduce`` looks at; none as long as nothing can be sharded."""
+    """Return the classes whose objects ``reduce`` handles; none until ``DTensor`` is imported."""
     if "torch.distributed.tensor" not in sys.modules:
         return ()
     torch: Any = sys.modules["torch"]
@@ -57,7 +57,7 @@ def types() -> tuple[type, ...]:
 
 
 def reduce(obj: Any, wholes: Mapping[int, Any], protocol: int) -> Any:
-    """Reduce a sharded tensor, or a module with parts of ``fully_shard``, for ``reducer_override``.
+    """Reduce a sharded tensor, or a module that ``fully_shard`` has changed, for ``reducer_override``.
 
     Args:
         obj: The object, of one of the ``types``.
@@ -88,7 +88,7 @@ def _reduce_module(module: Any, protocol: int) -> Any:
     theirs = _hooks_of_ranks(vars(module))
     own = kind = type(module)
     if is_sharded_module(module):
-        own = kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]  # as FSDPModule.__new__ finds it
+        own = kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]  # as in FSDPModule.__new__
     elif not theirs:
         return NotImplemented
     object.__setattr__(module, "__class__", own)  # bypasses the module's own __setattr__
@@ -99,7 +99,7 @@ def _reduce_module(module: Any, protocol: int) -> Any:
     if not isinstance(reduced, tuple):
         return reduced
     make, args, *rest = reduced
-    if getattr(make, "__name__", "") == "__newobj__":  # pickle insists that the object is of the class that it makes
+    if getattr(make, "__name__", "") == "__newobj__":  # pickle requires an object of exactly this class for __newobj__
         make = args[0].__new__
     if rest and isinstance(rest[0], dict):
         rest[0] = _without(rest[0], theirs)
@@ -107,19 +107,19 @@ def _reduce_module(module: Any, protocol: int) -> Any:
 
 
 def _hook_dicts(attributes: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
-    """Return the dictionaries in which a module keeps its hooks, and facts about them, by numbers."""
+    """Return the dictionaries of a module's hooks and of their flags, each keyed by the hooks' numbers."""
     named = ((name, value) for name, value in attributes.items() if name.endswith(_HOOK_DICTS))
     return {name: value for name, value in named if isinstance(value, dict)}
 
 
 def _hooks_of_ranks(attributes: Mapping[str, Any]) -> set[int]:
-    """Return the numbers of a module's hooks that are torch's or this package's, and work in the ranks only."""
+    """Return the numbers of a module's hooks that work in the ranks only: torch's and this package's."""
     found = (entry for hooks in _hook_dicts(attributes).values() for entry in hooks.items())
     return {number for number, hook in found if str(getattr(hook, "__module__", "")).startswith(_HOOKS_OF)}
 
 
 def _without(attributes: Mapping[str, Any], hooks: set[int]) -> dict[str, Any]:
-    """Return a module's attributes without some hooks and without the state of ``fully_shard``."""
+    """Return a module's attributes without these hooks and without the state of ``fully_shard``."""
     contract: Any = importlib.import_module("torch.distributed._composable.contract")
     dropped = (contract.STATE_KEY, contract.REGISTRY_KEY, *_MARKS)
     kept = {name: value for name, value in attributes.items() if name not in dropped}

@@ -1,8 +1,8 @@
 """The memory of tensors and arrays, pickled out of band.
 
 Tensors and arrays are pickled as views of a block of memory. Each block is pickled once, so that shared memory stays
-shared, also between torch and numpy. Only the parts of a block that views use are sent. An array that is a file mapped
-into memory is opened again from its file.
+shared, also between torch and numpy. Only the parts of a block that views use are sent. The receiver of an array that
+is a memory-mapped file maps the file itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PLAIN_KINDS = frozenset("biufcmMSUV")  # kinds of numpy's types whose memory ho
 
 
 class Whole:
-    """A buffer of another object than a tensor or an array. All of it is sent."""
+    """A buffer of an object that is no tensor or array. All of it is sent."""
 
     def __init__(self, buffer: pickle.PickleBuffer) -> None:
         self._bytes = buffer.raw()
@@ -33,7 +33,7 @@ class Whole:
 
 
 class Block:
-    """A range of memory, kept alive by its owner, and the parts of it that views use. Pickled as its bytes."""
+    """A range of memory, the owner that keeps it alive, and the parts that views use. Pickled as its bytes."""
 
     def __init__(self, address: int, size_bytes: int, owner: Any) -> None:
         self.address = address
@@ -47,7 +47,7 @@ class Block:
         """Record that a view uses these bytes, counted from the block's beginning."""
         if start == end:
             return
-        if self._used and self._used[-1][0] <= start <= self._used[-1][1]:  # as when rows follow each other
+        if self._used and self._used[-1][0] <= start <= self._used[-1][1]:  # such as consecutive rows
             self._used[-1] = (self._used[-1][0], max(end, self._used[-1][1]))
         else:
             self._used.append((start, end))
@@ -73,7 +73,7 @@ class Block:
 
 
 class Blocks:
-    """The blocks of one pickle. Tensors on a device become CPU copies with ``device_tensors_to_cpu``, else errors."""
+    """The blocks of one pickle. With ``device_tensors_to_cpu``, device tensors become CPU copies; else they raise."""
 
     def __init__(self, *, device_tensors_to_cpu: bool) -> None:
         self._device_tensors_to_cpu = device_tensors_to_cpu
@@ -81,7 +81,7 @@ class Blocks:
         self._by_buffer: dict[int, Block] = {}
         self._storages: dict[tuple[str, int, int], _Storage] = {}
         self._files: dict[int, _MappedFile] = {}
-        # Don't import these: a kernel without torch has no tensors. Another thread may also have imported only a part.
+        # Don't import these: a kernel without torch has no tensors. Another thread may be in the middle of an import.
         self._torch: Any = sys.modules.get("torch")
         self._tensor_type = getattr(self._torch, "Tensor", None)
         self._storage_types = _storage_types()
@@ -90,7 +90,7 @@ class Blocks:
 
     @staticmethod
     def is_storage(obj: Any) -> bool:
-        """Return whether the object is a torch storage. torch makes a new object for each access to it."""
+        """Return whether the object is a torch storage. torch makes a new object for each access to a storage."""
         return isinstance(obj, _storage_types())
 
     def is_of_tensors(self, obj: Any) -> bool:
@@ -98,7 +98,7 @@ class Blocks:
         return self._tensor_type is not None and isinstance(obj, (self._tensor_type, *self._storage_types))
 
     def reduce(self, obj: Any) -> Any:
-        """Reduce a tensor, a storage or an array, for ``reducer_override``."""
+        """Reduce a tensor, a storage or an array; ``NotImplemented`` for other objects. For ``reducer_override``."""
         kind = type(obj)
         if kind is self._tensor_type:
             return self._reduce_tensor(obj)
@@ -115,7 +115,7 @@ class Blocks:
     # Tensors --------------------------------------------------------------------------------------------------------
 
     def _reduce_tensor(self, tensor: Any) -> Any:
-        """Reduce a tensor as torch does, without its graph, and record the bytes that it uses."""
+        """Reduce a tensor as torch does, without its autograd graph, and record the bytes that it uses."""
         alone = tensor if tensor.grad_fn is None else tensor.detach()
         if alone.device.type not in ("cpu", "meta") and not _has_address(alone):
             self._refuse_if_it_must_stay(alone.device)
@@ -131,7 +131,7 @@ class Blocks:
         untyped = getattr(obj, "_untyped_storage", obj)
         storage = self._storage(untyped)
         storage.reached()
-        # torch expects an untyped storage for its newer types, and accepts one of bytes.
+        # torch expects an untyped storage for its newer types, and accepts one of type uint8.
         return _typed_storage, (storage, self._torch.uint8 if obj is untyped else obj.dtype)
 
     def _storage(self, untyped: Any) -> _Storage:
@@ -171,7 +171,7 @@ class Blocks:
 
     def _block_of(self, root: Any) -> Block:
         """Return the memory of an array that is no view of another."""
-        if type(root.base) is self._tensor_type:  # as tensor.numpy() makes them
+        if type(root.base) is self._tensor_type:  # the array comes from tensor.numpy()
             return self._storage(root.base.untyped_storage()).block
         low, high = _reach(root.shape, root.strides, root.itemsize)
         return self._block(_address(root) + low, high - low, root)
@@ -190,7 +190,7 @@ def _storage_types() -> tuple[type, ...]:
 
 
 def _has_address(tensor: Any) -> bool:
-    """Return whether a tensor's storage has an address. A compiler's, such as XLA's, has none."""
+    """Return whether a tensor's storage has an address. Tensors of a compiler, such as XLA's, have none."""
     try:
         tensor.untyped_storage().data_ptr()
     except RuntimeError:
@@ -199,11 +199,11 @@ def _has_address(tensor: Any) -> bool:
 
 
 class _Storage:
-    """A stand-in for one tensor storage, so that pickle's memo keeps views and ties together."""
+    """A stand-in for one tensor storage, by which pickle's memo recognises views and tied tensors."""
 
     def __init__(self, block: Block, original: Any) -> None:
         self.block = block
-        self._original = original  # kept alive, so that no other storage gets its address meanwhile
+        self._original = original  # kept alive, so that no other storage gets its address
         self._expected = 0
 
     def expect(self, start: int, end: int) -> None:
@@ -212,7 +212,7 @@ class _Storage:
         self._expected += 1
 
     def reached(self) -> None:
-        """Record that the storage is pickled. Without an ``expect`` before, all of it counts as used."""
+        """Record that the storage is pickled. If no ``expect`` came before, the whole storage counts as used."""
         if self._expected:
             self._expected -= 1
         else:
@@ -223,7 +223,7 @@ class _Storage:
 
 
 class _MappedFile:
-    """A stand-in for an array that is a file mapped into memory."""
+    """A stand-in for an array that is a memory-mapped file."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -244,10 +244,7 @@ def _can_be_opened(root: Any) -> bool:
 
 
 def _reach(shape: Sequence[int], steps: Sequence[int], item_bytes: int, step_bytes: int = 1) -> tuple[int, int]:
-    """Return the first byte and the end of the bytes that a view uses, counted from its first element.
-
-    ``steps`` are its strides, in units of ``step_bytes``.
-    """
+    """Return start and end of a view's bytes, counted from its first element. ``steps``: strides in ``step_bytes``."""
     low = high = 0
     for size, step in zip(shape, steps, strict=True):
         if size == 0:
@@ -267,7 +264,7 @@ def _address(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-# Functions that unpickling calls. They import torch and numpy only where the pickle has their objects.
+# Functions that unpickling calls. They import torch and numpy only if the pickle has objects of these libraries.
 
 
 def _same(buffer: Any) -> Any:

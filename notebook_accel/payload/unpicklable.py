@@ -1,4 +1,4 @@
-"""Pickling errors, which name the object and the path to it from a name that the user knows."""
+"""Pickling errors that name the object and the path to it from a name that the user knows."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class OnDeviceError(pickle.PicklingError):
 
 
 class StaysError(pickle.PicklingError):
-    """An object belongs to its process. ``why`` is the end of a sentence about the object."""
+    """An object can't leave its process. ``why`` completes the sentence that names the object."""
 
     def __init__(self, obj: object, why: str) -> None:
         super().__init__(why)
         self.obj = obj
 
 
-# Classes whose objects pickle within their process only, with functions that raise ``StaysError`` for one. Picklers for
-# other processes have these in their ``dispatch_table``, which costs nothing for all other objects.
+# Classes whose objects can be pickled within their process only, each with a function that raises ``StaysError``.
+# Picklers for other processes have them in their ``dispatch_table``, which costs nothing for all other objects.
 STAYING: dict[type, Callable[[Any], NoReturn]] = {}
 
 
@@ -38,10 +38,10 @@ def explain(roots: Mapping[str, Any], error: Exception, try_pickle: TryPickle, a
     """Return the error that names the unpicklable object and the path to it.
 
     Args:
-        roots: The objects to pickle, by the words that a message uses for them.
-        error: The error of pickling all of them.
+        roots: The objects to pickle, by the labels that messages use for them.
+        error: The error of pickling all objects together.
         try_pickle: Function that pickles one object and returns the error, or ``None``.
-        advice: Advice for what to do instead.
+        advice: What the error advises to do instead.
     """
     visited: set[int] = set()
     for label, obj in roots.items():
@@ -54,10 +54,7 @@ def explain(roots: Mapping[str, Any], error: Exception, try_pickle: TryPickle, a
 
 
 def too_large(sizes_bytes: Mapping[str, int], available_bytes: int, *, is_all: bool = True) -> PayloadError:
-    """Return the error that lists the objects that don't fit into memory.
-
-    Without ``is_all``, the last object was only measured in part.
-    """
+    """Return the error that lists objects too large for memory. Unless ``is_all``, the last is measured in part."""
     ordered = sorted(sizes_bytes.items(), key=lambda entry: -entry[1])
     rest = sum(size_bytes for _, size_bytes in ordered[_MOST_LISTED:])
     listed = [f"  {label}: {format_size(size_bytes)}" for label, size_bytes in ordered[:_MOST_LISTED]]
@@ -74,7 +71,7 @@ def too_large(sizes_bytes: Mapping[str, int], available_bytes: int, *, is_all: b
 
 
 def too_large_for_disk(sizes_bytes: Mapping[str, int], available_bytes: int) -> PayloadError:
-    """Return the error that names the largest object of those that the disk of a detached run has no room for."""
+    """Return the error for a detached run whose disk has no room for the objects. It names the largest."""
     largest = max(sizes_bytes, key=lambda label: sizes_bytes[label], default="")
     total = format_size(sum(sizes_bytes.values()))
     return PayloadError(
@@ -121,7 +118,7 @@ _KINDS = {
 def _descend(
     obj: Any, path: list[str], try_pickle: TryPickle, reason: Exception, visited: set[int]
 ) -> tuple[list[str], Any, Exception]:
-    """Follow unpicklable parts down to one whose own parts can all be pickled."""
+    """Descend into unpicklable parts until all parts of one can be pickled. Return its path, itself and its error."""
     visited.add(id(obj))
     if isinstance(reason, StaysError) and reason.obj is obj:
         return path, obj, reason
@@ -175,7 +172,7 @@ def _function_parts(obj: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def global_names(code: types.CodeType) -> list[str]:
-    """Return the names that a function's code, with that inside it, looks up in its module or as attributes."""
+    """Return the names that a function's code, nested code included, looks up as globals or attributes."""
     inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in global_names(const)]
     return list(dict.fromkeys([*code.co_names, *inner]))
 

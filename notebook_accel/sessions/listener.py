@@ -1,7 +1,7 @@
-"""The socket through which ranks join their session. It lies in a folder that only this user can read.
+"""The socket through which ranks join their session, in a folder that only this user can read. Both sides use it.
 
-Each rank proves with a secret from that folder that it belongs to the session. Inherited socket pairs wouldn't do,
-since a rank that is restarted has to join too. In a detached session, all ranks join each kernel that attaches.
+Each rank proves that it belongs to the session with a secret from that folder. Inherited socket pairs wouldn't do,
+since a restarted rank must join too. In a detached session, all ranks join each kernel that attaches.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class JoinedRank:
 
     Attributes:
         rank: The rank's number.
-        connection: The connection to it.
-        pidfd: A reference to its process, which holds even if the process ID is reused.
-        kept: What the rank has from earlier kernels; ``None`` for a fresh process.
+        connection: The connection to the rank.
+        pidfd: A descriptor of its process, valid even if the pid is reused.
+        kept: The rank's state from earlier kernels; ``None`` for a fresh process.
         was_taken: Set once the rank's connection is served.
     """
 
@@ -75,7 +75,7 @@ class Listener:
         self._secret = secrets.token_bytes(32)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._remove_files()  # a kernel that was killed has left them
+            self._remove_files()  # left behind by a kernel that was killed
             (self.folder / _SECRET).touch(mode=0o600)
             (self.folder / _SECRET).write_bytes(self._secret)
             with _short_path(self.folder) as path:
@@ -87,7 +87,7 @@ class Listener:
         self._socket.settimeout(_POLL_PERIOD_S)
 
     def close(self) -> None:
-        """Stop listening, and remove what this has made."""
+        """Stop listening, and remove the files and a temporary folder."""
         self._socket.close()
         self._remove_files()
         if self._is_temporary:
@@ -102,7 +102,7 @@ class Listener:
             os.close(self._hold)
 
     def accept(self) -> JoinedRank | None:
-        """Return a rank that joins; ``None`` if none does for a moment."""
+        """Wait a moment for a rank that joins, and return it; ``None`` if none comes."""
         try:
             connected, _ = self._socket.accept()
         except TimeoutError:
@@ -114,7 +114,7 @@ class Listener:
             (self.folder / name).unlink(missing_ok=True)
 
     def _checked(self, sock: socket.socket) -> JoinedRank | None:
-        """Check a new connection. Return the rank behind it, or ``None`` for anything else."""
+        """Check a new connection. Return the rank behind it; ``None`` if it is no rank of this session."""
         pid, uid = peer_of(sock)
         connection = Connection(sock)
         connection.set_receive_deadline(_HELLO_DEADLINE_S)
@@ -129,7 +129,7 @@ class Listener:
 
 
 def _temporary_folder() -> tuple[pathlib.Path, int | None]:
-    """Make a folder, and return it with a descriptor that keeps it from removal."""
+    """Make a folder, and return it with a descriptor that protects it from removal."""
     folder = logs.make_folder("", "session")
     if folder is None:
         raise LaunchError(
@@ -140,7 +140,7 @@ def _temporary_folder() -> tuple[pathlib.Path, int | None]:
 
 
 def read_secret(folder: str) -> bytes:
-    """Return the secret of the kernel that listens in the folder, or that was the last to do so.
+    """Return the secret of the kernel that listens in the folder, or was the last to listen.
 
     Raises:
         OSError: No kernel has listened there.

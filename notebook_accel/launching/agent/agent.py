@@ -1,8 +1,8 @@
-"""The agent: supervises the ranks of one kernel, or of one detached run, and never imports torch.
+"""The agent process: supervises the ranks of one kernel, or of one detached run, and never imports torch.
 
-A kernel can be busy, stopped or killed at any time. So the agent does what must happen to ranks all the same: it reads
-their output, stops the others when one fails, escalates an end until every rank is gone, starts the ranks again where
-that is wanted, and ends everything when the kernel has gone.
+A kernel can be busy, stopped or killed at any time, so its ranks need a supervisor of their own. The agent reads their
+output, stops the others when one fails, escalates signals until every rank is gone, restarts ranks if the launch allows
+that, and ends everything when the kernel has gone.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _FIXES = {errno.E2BIG: "shorten the longest environment variables, or sys.path: 
 
 
 class Agent:
-    """The event loop between those who are told of runs, and the templates and ranks of these.
+    """The event loop that connects the audience of runs with their templates and ranks.
 
     Args:
-        audience: The kernel, or those that are attached to a detached run.
-        signals: A descriptor from which the agent reads the numbers of the signals that it gets; -1 for none.
+        audience: The kernel, or the kernels that are attached to a detached run.
+        signals: A descriptor from which the agent reads the numbers of its own signals; -1 for none.
     """
 
     def __init__(self, audience: Audience, signals: int = -1) -> None:
@@ -126,7 +126,7 @@ class Agent:
         if self._runs or self._waiting:
             self._busy_until_s = now_s
         elif self._idle_timeout_s is not None and now_s > self._busy_until_s + self._idle_timeout_s:
-            self._busy_until_s = now_s  # ask again after as long, in case the kernel doesn't let it go
+            self._busy_until_s = now_s  # repeat the message after the same time, in case the kernel ignores it
             self._tell_kernel(messages.Idle())
 
     # The kernel ----------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Agent:
         self._audience.flush()
 
     def _leave(self, reason: messages.Reason) -> None:
-        """Stop every run, with its grace, and go when the last one has ended."""
+        """Stop every run, with its grace period, and exit when the last one has ended."""
         self._is_leaving = True
         for job_id in [run.launch.job_id for run in (*self._waiting, *self._runs.values())]:
             self._end(messages.End(job_id=job_id, how="stop"), reason)
@@ -175,8 +175,8 @@ class Agent:
         self._is_quitting = True
 
     def _detach(self, told: messages.Detach, descriptors: list[int]) -> None:
-        """Go on without the kernel, if the run goes on and is the only one."""
-        _, *results = descriptors  # the first is the lock, which is held as long as this process lives
+        """Disconnect from the kernel if the run is going on and is the agent's only one."""
+        _, *results = descriptors  # the first is the folder's lock, held as long as this process lives
         run = self._runs.get(told.job_id)
         why = "" if run is not None else "it has ended"
         if run is not None and (self._waiting or len(self._runs) > 1):
@@ -208,7 +208,7 @@ class Agent:
     def _heard_of_rank(self, said: messages.Forked | messages.NotForked | messages.Exited) -> None:
         run = self._runs.get(said.job_id)
         if run is None or (said.rank != messages.ELASTIC and not run.awaits(said.rank)):
-            if isinstance(said, messages.Forked):  # the order went out before an error ended the rank here
+            if isinstance(said, messages.Forked):  # an error ended the rank here after its fork was ordered
                 kill_group(said.pid)
             return
         if said.rank == messages.ELASTIC:
@@ -240,7 +240,7 @@ class Agent:
             for rank in run.alive:
                 self._rank_ended(run, rank, -signal.SIGKILL)
         if template.pidfd >= 0:
-            return  # no other run waits for it
+            return  # an adopted template: no other run waits for it
         if not self._templates.is_one_coming:
             broken = _TEMPLATE_LOST if template.is_ready else _TEMPLATE_FAILED
             if template.refusal:
@@ -254,7 +254,7 @@ class Agent:
             self._start_waiting()
 
     def _refuse_waiting(self, broken: messages.Broken, *, is_news: bool = True) -> None:
-        """Refuse the runs that wait for a template. If that is news, tell the kernel, which then prepares anew."""
+        """Refuse the runs that wait for a template. With ``is_news``, tell the kernel first; it then prepares anew."""
         if is_news:
             self._tell_kernel(broken)  # before the refusals, since the kernel may launch as soon as it has read them
         waiting, self._waiting = self._waiting, []
@@ -262,7 +262,7 @@ class Agent:
             self._refuse(run, broken)
 
     def _take_back(self, run: Run, template: TemplateProcess) -> None:
-        """Let a run wait for the next template: its own has died before any rank came to the user's code."""
+        """Make a run wait for the next template: its own died before any rank reached the user's code."""
         for rank in run.alive:
             self._loop.unwatch(rank.connection.fileno())
         run.take_back()
@@ -273,7 +273,7 @@ class Agent:
 
     @contextlib.contextmanager
     def _owning_errors(self, run: Run) -> Iterator[None]:
-        """End a run, and nothing else, when the system refuses it something."""
+        """On an ``OSError``, end this run only. The agent's other runs go on."""
         try:
             yield
         except OSError as error:
@@ -334,10 +334,10 @@ class Agent:
             self._elastic.begin(run, template)
 
     def _restart(self, run: Run) -> None:
-        """Start all ranks of a run again. The last of them is gone, and one has failed."""
+        """Restart all ranks of a run, after one has failed and all are gone."""
         run.rest()
         run.tick(time.monotonic())
-        if run.reason:  # its time has run out meanwhile
+        if run.reason:  # the run's timeout has passed meanwhile
             return
         run.restarts += 1
         if (broken := _open_store(run)) is not None:
@@ -358,12 +358,12 @@ class Agent:
     def _respawn(self, told: messages.Respawn) -> None:
         run = self._runs.get(told.job_id)
         if run is None or run.reason or not run.may_respawn(told.rank):
-            return  # it has ended meanwhile, or is there again
-        self._say(run, run.ranks[told.rank], events.Respawning())  # for those who attach later
+            return  # the run has ended, or the rank is alive again
+        self._say(run, run.ranks[told.rank], events.Respawning())  # for kernels that attach later
         self._fork(run, self._templates.of(run), told.rank)
 
     def _fork(self, run: Run, template: TemplateProcess, number: int) -> bool:
-        """Order the fork of one rank, and return whether another one can be ordered."""
+        """Order the fork of one rank, and return whether that was possible."""
         try:
             os.ftruncate(run.descriptors[1 + number], 0)  # an earlier process of this rank may have begun to write
             rank, theirs, complaint = open_rank(run.launch, number, lambda event: self._say(run, rank, event))
@@ -374,7 +374,7 @@ class Agent:
             with contextlib.closing(theirs):
                 template.connection.send(*fork_order(run, rank, theirs))
         except (ClosedError, TimeoutError):
-            template.kill()  # its end is handled where it is noticed, whatever the reason
+            template.kill()  # _template_lost handles its end
             return False
         except OSError as error:
             self._not_started(run, number, str(error))
@@ -416,7 +416,7 @@ class Agent:
             run.close_descriptors()
             elsewhere = self._elastic.failure_elsewhere(run)
             self._tell_kernel(messages.RunEnded(job_id=run.launch.job_id, reason=run.reason, elsewhere=elsewhere))
-        self._flush()  # a cell waits for this message, and not for what follows
+        self._flush()  # a cell waits for this message; the cleanup below can come later
         self._templates.release(run)
         self._elastic.forget(run)
         run.ended()
@@ -456,7 +456,7 @@ class Agent:
         if self._audience.is_behind:
             return
         for rank, size in run.with_new_output(now_s):
-            self._read_rank(run, rank)  # events that it sent before it had written so much
+            self._read_rank(run, rank)  # first the events that the rank sent before this output
             rank.log.read(now_s, size)
 
     def _read_rank(self, run: Run, rank: Rank) -> None:
@@ -477,7 +477,7 @@ class Agent:
             return  # a garbled message of one rank must not end all runs
         if isinstance(event, events.Started):
             rank.said_started = True
-            rank.forked(event.pid)  # its template may report that later than the rank itself
+            rank.forked(event.pid)  # the template may report the pid later than the rank itself
             if not run.needs_descriptors:
                 run.close_descriptors()
         elif isinstance(event, events.Finished):
@@ -486,11 +486,11 @@ class Agent:
         elif isinstance(event, events.Failed):
             rank.said_failed, rank.lost_peer = True, event.lost_peer
             rank.failure = msgspec.structs.replace(event, exception=b"")
-            run.rank_failed(rank)  # before it exits, since its threads and children may take their time
+            run.rank_failed(rank)  # don't wait for its exit, which its threads and children may delay
         elif isinstance(event, events.Progress):
             rank.steps = event.steps
         elif isinstance(event, events.Display):
-            rank.log.read(time.monotonic(), event.log_bytes)  # lines that were printed before it
+            rank.log.read(time.monotonic(), event.log_bytes)  # first the lines that were printed before the display
         self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=msgspec.Raw(body)))
 
     def _rank_finished(self, run: Run) -> None:
@@ -509,7 +509,7 @@ class Agent:
 
 
 def _open_store(run: Run) -> messages.Broken | None:
-    """Open the listening socket of the ranks' store. Return why that is impossible, if it is."""
+    """Open the listening socket of the ranks' store. Return the error if the port can't be used, otherwise ``None``."""
     try:
         run.store = socket.create_server(("127.0.0.1", run.launch.port), backlog=4096)
     except OSError as error:
@@ -518,16 +518,16 @@ def _open_store(run: Run) -> messages.Broken | None:
 
 
 def main(kernel_descriptor: str, kernel_pid: str) -> None:
-    """Run the agent. The kernel calls this in a new interpreter."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the kernel, which tells the agent
+    """Run the agent. The kernel starts a new interpreter that calls this."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the kernel handles a terminal's Ctrl-C and tells the agent
     end_with_parent(int(kernel_pid))
     kernel = Kernel(Connection.from_descriptor(int(kernel_descriptor)), int(kernel_pid))
     Agent(kernel, signals_to_read()).serve()
 
 
 def signals_to_read() -> int:
-    """Return a descriptor from which the numbers of this process's signals can be read; SIGTERM does nothing else."""
+    """Return a descriptor from which this process's signal numbers can be read. SIGTERM has no other effect."""
     signals, raised = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(raised, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # the loop must not be cut short
+    signal.signal(signal.SIGTERM, lambda *_: None)  # the loop ends by itself, after it has stopped the runs
     return signals

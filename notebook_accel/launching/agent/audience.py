@@ -1,4 +1,4 @@
-"""The receivers of an agent's messages and senders of its orders: one kernel, or all that follow a detached run."""
+"""The audience of an agent, which gets its messages and sends its orders: one kernel, or all attached to a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, 
 _MOST_QUEUED_BYTES = 4 << 20
 """Bytes that wait for a kernel that doesn't read. Past it, output stays in the ranks' logs for now."""
 
-_MOST_MISSED_BYTES = 16 << 20  # for an attached kernel, which reads them in the journal when it is there again
-_PATIENCE_S = 10.0  # with an attached kernel that takes nothing
+_MOST_MISSED_BYTES = 16 << 20  # for an attached kernel; after it was dropped and is back, it reads them in the journal
+_PATIENCE_S = 10.0  # with an attached kernel that reads nothing
 _LONGEST_ORDER_BYTES = 1 << 16
 _MOST_ATTACHMENTS = 64
 _LATEST_PERIOD_S = 1.0
@@ -35,18 +35,18 @@ class Audience(Protocol):
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that somebody hasn't read yet."""
+        """Number of bytes that are not sent yet."""
 
     @property
     def is_behind(self) -> bool:
-        """True if so much is queued that output should wait."""
+        """True if so many bytes are queued that the ranks' output should wait."""
 
     @property
     def is_leaving(self) -> bool:
         """True if the agent should end once nothing is queued: its only run is over."""
 
     def begin(self, loop: EventLoop, hear: Hear, quit_now: Callable[[], None]) -> None:
-        """Call ``hear`` for each message, and ``quit_now`` when nobody needs the agent any more."""
+        """Start to call ``hear`` for each message, and ``quit_now`` when nobody needs the agent any more."""
 
     def tell(self, message: msgspec.Struct) -> None:
         """Queue a message."""
@@ -55,12 +55,12 @@ class Audience(Protocol):
         """Write as much of the queued messages as fits.
 
         Raises:
-            ClosedError: The kernel has gone, with which the agent ends.
+            ClosedError: The kernel has gone, and the agent must end with it.
         """
 
 
 class Kernel:
-    """The one kernel of a usual agent, which ends with it.
+    """The audience of an ordinary agent: one kernel, with which the agent ends.
 
     Args:
         connection: The connection to the kernel.
@@ -77,7 +77,7 @@ class Kernel:
         self._loop, self._hear = loop, hear
         self._connection.set_blocking(False)
         loop.watch(self._connection.fileno(), self._read)
-        # The connection's other end may live on in a process that the kernel forked. Its pidfd can't be fooled.
+        # The connection's other end may survive in a process that the kernel forked; the kernel's pidfd tells its end.
         self._pidfd = pidfd_open(self._pid)
         loop.watch(self._pidfd, quit_now)
 
@@ -97,11 +97,11 @@ class Kernel:
             self._loop.watch_writing(self._connection.fileno(), not self._connection.flush())
         except ClosedError:
             raise
-        except OSError:  # the system has no memory for it just now: the rest goes with the next round
+        except OSError:  # the system has no memory at the moment; the next flush sends the rest
             self._loop.watch_writing(self._connection.fileno(), False)
 
     def leave(self) -> None:
-        """Write what is queued, and close the connection: the agent outlives the kernel from now on."""
+        """Flush the queue and close the connection. From now on the agent outlives the kernel."""
         self._loop.unwatch(self._connection.fileno())
         self._loop.unwatch(self._pidfd)
         os.close(self._pidfd)
@@ -118,18 +118,20 @@ class Kernel:
 
 
 class Attachments:
-    """All that are attached to a detached run. It goes on without them, and its journal is for those that come later.
+    """The audience of a detached run: all attached kernels, and a journal for those that attach later.
 
-    The kernel that launches the run is the first. Only it may launch, and the agent ends if it goes before it has.
+    The run goes on without any of them. The first is the launching kernel. Only it may launch, and the agent ends if
+    that kernel goes before it has launched the run.
 
     Args:
         folder: The run's folder.
         launcher: The connection to the launching kernel; ``None`` for a run that was detached while it went on.
         world_size: Number of ranks.
-        results: Such a run's result files, which are copied to the folder at its end. This owns them.
+        results: Result files of a run that was detached while it went on. They are copied to the folder at the run's
+            end, and closed.
     """
 
-    is_behind = False  # output goes to the journal, whoever reads it
+    is_behind = False  # the journal takes all output
 
     def __init__(
         self, folder: RunFolder, launcher: Connection | None, world_size: int, results: Sequence[int] = ()
@@ -165,14 +167,14 @@ class Attachments:
         is_ours = getattr(message, "job_id", "") == self._folder.id
         is_end = is_ours and isinstance(message, messages.RunEnded | messages.Broken)
         if is_end:
-            self._copy_results()  # before anybody hears of the end and reads them
+            self._copy_results()  # before anybody gets the end message and reads the results
         self._told += 1
         body = numbered(self._told, messages.encode(message))
         for attachment in self._attached:
             if attachment.follows:
                 attachment.connection.queue(body)
         if isinstance(message, messages.Inspected) or not is_ours:
-            return  # news for those who are there
+            return  # only those attached now need this message
         self._journal.add(self._told, message)
         self._has_news = True
         if is_end:
@@ -182,7 +184,7 @@ class Attachments:
     def _copy_results(self) -> None:
         """Copy the ranks' results to the folder. The ranks have gone."""
         for rank, result in enumerate(self._results):
-            with contextlib.suppress(OSError):  # no room: a file that isn't whole is reported where it is read
+            with contextlib.suppress(OSError):  # a full disk: the reader reports the incomplete file
                 self._folder.fill_result(rank, result)
         close_all(self._results)
         self._results = ()
@@ -198,11 +200,11 @@ class Attachments:
             self._loop.watch_writing(attachment.connection.fileno(), not is_done)
         if self._has_news and now_s >= self._latest_due_s:
             self._has_news, self._latest_due_s = False, now_s + _LATEST_PERIOD_S
-            with contextlib.suppress(OSError):  # the disk is full: the journal may have it, or a later call
+            with contextlib.suppress(OSError):  # a full disk: the journal may have the message, or a later call writes
                 self._folder.replace_latest(self._journal.latest())
 
     def close(self) -> None:
-        """Let everybody go. The run is over."""
+        """Close all connections and the journal, when the run is over."""
         self._folder.close_socket()
         self._listening.close()
         for attachment in self._attached:
@@ -212,7 +214,7 @@ class Attachments:
             self._folder.replace_latest(self._journal.latest())
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has gone again, or there are too many open files
+        with contextlib.suppress(OSError):  # the peer has gone, or there are too many open files
             accepted, _ = self._listening.accept()
             if peer_of(accepted)[1] != os.getuid() or len(self._attached) >= _MOST_ATTACHMENTS:
                 accepted.close()
@@ -273,15 +275,15 @@ class Attachments:
 
 
 class _Attachment:
-    """One that is attached, or has connected to say something.
+    """A peer that is attached to the run, or has connected to send an order.
 
     Args:
-        connection: The connection to it.
-        sock: Its socket; ``None`` for the launching kernel.
+        connection: The connection to the peer.
+        sock: The peer's socket; ``None`` for the launching kernel.
 
     Attributes:
-        who: The other end in words, once it has said who it is.
-        follows: True if it hears of the run.
+        who: The peer in words, once it has introduced itself.
+        follows: True if the peer gets the run's messages.
     """
 
     def __init__(self, connection: Connection, sock: socket.socket | None) -> None:
@@ -295,20 +297,20 @@ class _Attachment:
 
     @property
     def is_launcher(self) -> bool:
-        """True for the kernel that launches the run."""
+        """True for the launching kernel."""
         return self._socket is None
 
     def receive(self) -> list[Message]:
         """Return the complete messages that have come.
 
         Raises:
-            OSError: The other end has gone.
-            ValueError: It sends something else.
+            OSError: The peer has gone.
+            ValueError: The peer sends something that is no order.
         """
         if self._socket is None:
             return self.connection.receive()
         try:
-            data = self._socket.recv(_LONGEST_ORDER_BYTES)  # not ``recvmsg``: descriptors that came with it are closed
+            data = self._socket.recv(_LONGEST_ORDER_BYTES)  # not ``recvmsg``, so that the system closes any descriptors
         except BlockingIOError:
             return []
         if not data:
@@ -320,11 +322,11 @@ class _Attachment:
         return found
 
     def flush(self, now_s: float) -> bool:
-        """Write what fits, and return whether nothing is left.
+        """Send as much as the socket takes, and return whether nothing is left.
 
         Raises:
-            OSError: The other end has gone.
-            TimeoutError: It takes nothing, or is too far behind.
+            OSError: The peer has gone.
+            TimeoutError: The peer reads nothing, or is too far behind.
         """
         is_done = self.connection.flush()
         left = self.connection.queued_bytes

@@ -1,4 +1,4 @@
-"""The agent of a detached run: an agent that no kernel's end ends, with a journal and a socket for later kernels."""
+"""The agent of a detached run: it outlives the kernel, and has a journal and a socket for later kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from notebook_accel.protocol.channel import Connection
 
 
 def main(launcher: str, folder: str, lock: str) -> None:
-    """Run the agent. The launching kernel calls this in a new interpreter, and waits only for its first process.
+    """Run the agent in a fork, as a daemon. The launching kernel starts the interpreter that calls this.
 
     Args:
         launcher: Descriptor of the connection to the launching kernel.
@@ -21,9 +21,9 @@ def main(launcher: str, folder: str, lock: str) -> None:
         lock: Descriptor that holds the folder's lock until this process ends.
     """
     if os.fork():
-        os._exit(0)  # nobody has to wait for a process whose parent is gone
+        os._exit(0)  # the child is then an orphan, which init reaps
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal that closes; SIGTERM ends the run, with its grace
+    for number in (signal.SIGINT, signal.SIGHUP):  # from a terminal; SIGTERM ends the run, with its grace period
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(int(lock), False)
     run_folder = RunFolder(pathlib.Path(folder))

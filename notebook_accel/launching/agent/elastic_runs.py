@@ -1,7 +1,7 @@
 """The agent's record of runs on several nodes. Each has an elastic process, which decides when ranks are started.
 
-The agent forks, reads, stops and reaps the ranks of such a run like those of any other. Only when they are gone, the
-elastic process decides what follows. After an end that somebody wanted nothing follows.
+The agent forks, reads, stops and reaps the ranks of such a run like those of any other. When the ranks are gone, the
+elastic process decides whether they are restarted, unless the user or the kernel has asked to end the run.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ _MOST_TRACEBACK_CHARACTERS = 20_000
 
 @dataclasses.dataclass(eq=False)
 class _ElasticProcess:
-    """One elastic process, as the agent sees it.
+    """The agent's record of one elastic process.
 
     Attributes:
-        run: Its run.
-        line: The agent's end of the connection to it.
-        pid: Its process, ``None`` before it was forked and when it is gone.
-        attempt: The last attempt for which it had ranks started, 0 before the first.
-        has_ranks: True if ranks were started whose end wasn't reported to it.
-        knows_results: True if it was told that all ranks have their results.
-        is_ending: True if it has sent its last message or is being killed, so that its end means nothing.
-        wanted: The reason of an end that somebody wanted.
+        run: The process's run.
+        line: The agent's end of the connection to the process.
+        pid: The pid, ``None`` before the fork and after the exit.
+        attempt: Number of the last attempt for which the process had ranks started, 0 before the first.
+        has_ranks: True if ranks were started whose end wasn't reported to the process.
+        knows_results: True if the process was told that all ranks have finished.
+        is_ending: True if the process has sent its last message or is being killed, so that its exit is expected.
+        wanted: The reason of a requested end of the run; empty if none was requested.
         elsewhere: The failure on another node that ends the run.
-        must_go_s: The time of ``time.monotonic()`` at which it is killed unless it has gone.
+        must_go_s: The time of ``time.monotonic()`` at which the process is killed unless it has exited.
+        steps: The least and the most steps of the ranks, as last reported to the process.
     """
 
     run: Run
@@ -64,7 +65,7 @@ class _ElasticProcess:
         self.flush()
 
     def flush(self) -> None:
-        with contextlib.suppress(ClosedError):  # its end is noticed as such
+        with contextlib.suppress(ClosedError):  # the template reports its exit
             self.line.flush()
 
     def kill(self) -> None:
@@ -73,7 +74,7 @@ class _ElasticProcess:
             kill_group(self.pid)
 
     def send_away(self, now_s: float) -> None:
-        """End the run because somebody wants it, and let the other nodes know."""
+        """Order the process to end the run, as was requested, and to tell the other nodes."""
         self.run.reason = self.wanted or self.run.reason
         self.is_ending, self.must_go_s = True, now_s + _LEAVING_S
         self.tell(elastic_messages.Leave(why=f"The run was ended there ({self.run.reason})."))
@@ -85,8 +86,8 @@ class ElasticRuns:
     Args:
         loop: The agent's event loop.
         owning_errors: Context manager in which a run's errors end that run only.
-        start_ranks: Starts all ranks of a run at their present places.
-        tell_kernel: Sends the kernel a message.
+        start_ranks: Function that starts all ranks of a run at their present places.
+        tell_kernel: Function that sends the kernel a message.
     """
 
     def __init__(
@@ -124,13 +125,13 @@ class ElasticRuns:
             try:
                 template.connection.send(messages.encode(order), [theirs.fileno()])
             except (ClosedError, TimeoutError):
-                template.kill()  # its end is handled where it is noticed
+                template.kill()  # the agent handles the template's end
             except OSError:
-                self._gone(elastic)  # it won't come, and nothing must wait for it
+                self._gone(elastic)  # nothing must wait for a process that was never forked
                 raise
 
     def heard(self, said: messages.Forked | messages.NotForked | messages.Exited) -> None:
-        """Take a template's message about an elastic process."""
+        """Process a template's message about an elastic process."""
         elastic = self._all[said.job_id]
         if isinstance(said, messages.Forked):
             elastic.pid = said.pid
@@ -142,18 +143,18 @@ class ElasticRuns:
         self._gone(elastic)
 
     def lost(self, run: Run) -> None:
-        """Note that a run's template is gone, and its elastic process with it."""
+        """Record that a run's elastic process is gone with its template."""
         if run.launch.job_id in self._all:
             self._gone(self._all[run.launch.job_id])
 
     def end(self, run: Run, reason: messages.Reason) -> None:
-        """Note that somebody wants a run to end."""
+        """Record that a run's end was requested."""
         if run.launch.job_id in self._all:
             elastic = self._all[run.launch.job_id]
             elastic.wanted = elastic.wanted or reason
 
     def tick(self, now_s: float) -> None:
-        """Report to elastic processes what has become of their ranks; continue those that somebody has stopped."""
+        """Report the ranks' state to their elastic processes, and resume processes that were stopped by SIGSTOP."""
         is_time = now_s >= self._next_look_s
         if is_time:
             self._next_look_s = now_s + _LOOK_PERIOD_S
@@ -165,7 +166,7 @@ class ElasticRuns:
                     _tell_steps(elastic)
 
     def failure_elsewhere(self, run: Run) -> messages.Failure | None:
-        """Return the failure on another node that has ended a run, if one has."""
+        """Return the failure on another node that has ended a run; ``None`` if there was none."""
         return self._all[run.launch.job_id].elsewhere if run.launch.job_id in self._all else None
 
     def forget(self, run: Run) -> None:
@@ -216,7 +217,7 @@ class ElasticRuns:
             elif not elastic.is_ending:
                 elastic.send_away(time.monotonic())
         elif isinstance(said, elastic_messages.StopRanks):
-            # Without ranks the answer is on its way: the last of them were ending when this was sent.
+            # Without ranks there is nothing to stop: the report of their end is already on its way.
             if elastic.has_ranks and said.attempt == elastic.attempt:
                 run.end("stop", "failed")
         elif isinstance(said, messages.AboutNodes):
@@ -253,7 +254,7 @@ class ElasticRuns:
 
     def _gone(self, elastic: _ElasticProcess) -> None:
         elastic.pid = None
-        self._read(elastic)  # its last message
+        self._read(elastic)  # the process's last message
         if not elastic.is_ending:
             elastic.run.end("kill", "elastic lost")
         elastic.is_ending = True
@@ -273,7 +274,7 @@ def _tell_steps(elastic: _ElasticProcess) -> None:
 
 
 def _first_failure(run: Run) -> messages.Failure | None:
-    """Return the failure of the rank that failed first. One that only lost its peer comes after every other."""
+    """Return the failure of the rank that failed first. Ranks that only lost a peer come last."""
     died = [rank for rank in run.ranks if rank.failure is None and rank.status and not rank.was_told_to_end]
     raised = sorted(
         (rank.failure.lost_peer, rank.failure.time_s, rank.number) for rank in run.ranks if rank.failure is not None

@@ -1,8 +1,8 @@
-"""Reads the ranks' logs and sends their lines to the notebook.
+"""Reads the ranks' logs in the agent, and sends their lines to the kernel.
 
-A rank writes to its log file itself. So a slow agent, kernel or front end never delays a print, and the file is
-complete whatever happens to them. The agent reads the file as it grows. Lines that are too many for a notebook stay in
-the file and are counted.
+A rank itself writes its log file. So a slow agent, kernel or front end never delays a print, and the file is complete
+even if they die. The agent reads the file as it grows. If there are too many lines for a notebook, some are only
+counted.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from notebook_accel.payload import memory_files
 from notebook_accel.protocol import events
 
 _MIB = 1 << 20
-_BURST_BYTES = 4 * _MIB  # of all ranks of a run together, after some calm
-_BYTES_PER_S = _MIB  # of all ranks of a run together, for good
+_BURST_BYTES = 4 * _MIB  # of all ranks of a run together, after a pause
+_BYTES_PER_S = _MIB  # of all ranks of a run together, sustained
 _SMALLEST_SHARE_BYTES = 1 << 14
-_FIRST_BYTES = 1 << 16  # of each rank, which are sent in any case
-_LAST_BYTES = 1 << 16  # of each rank, which are sent at its end, whatever it wrote before
+_FIRST_BYTES = 1 << 16  # of each rank, always sent
+_LAST_BYTES = 1 << 16  # of each rank, always sent at its end
 _LONGEST_LINE_BYTES = _MIB
 _CHUNK_BYTES = _MIB
-_MOST_SCANNED_BYTES = 64 * _MIB  # at a time, so that the agent can look after other things in between
+_MOST_SCANNED_BYTES = 64 * _MIB  # at a time, so that the agent's event loop isn't blocked
 
 
 def open_log(folder: str, rank: int) -> tuple[int, str]:
     """Open a rank's log, which the rank writes and the agent reads.
 
     Args:
-        folder: The run's folder; empty if none could be made.
+        folder: The run's log folder; empty if none could be made.
         rank: The rank.
 
     Returns:
-        The descriptor, and a message to the user if the log is in memory only, otherwise an empty one.
+        The descriptor, and a message to the user if the log is in memory only, otherwise empty text.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -54,7 +54,7 @@ def open_log(folder: str, rank: int) -> tuple[int, str]:
 
 
 class Allowance:
-    """A token bucket of a rank's output: a burst at once, then so many bytes a second.
+    """A token bucket for a rank's output: a burst at once, then a limited number of bytes per second.
 
     Args:
         world_size: Number of ranks that share the run's allowance.
@@ -68,12 +68,12 @@ class Allowance:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that may be sent now."""
+        """Number of bytes that may be sent now."""
         return int(self._left)
 
     @property
     def is_worth_a_gap(self) -> bool:
-        """True if enough may be sent to make skipping lines worthwhile, at most once a second."""
+        """True if enough bytes may be sent to make skipping lines worthwhile, at most once a second."""
         return self._left >= min(_LAST_BYTES, self._bytes_per_s)
 
     def fill(self, now_s: float) -> None:
@@ -83,17 +83,17 @@ class Allowance:
         self._filled_s = now_s
 
     def take(self, size_bytes: int) -> None:
-        """Take sent bytes off the allowance."""
+        """Subtract sent bytes from the allowance."""
         self._left = max(self._left - size_bytes, 0.0)
 
 
 class LogTail:
-    """Follows one rank's log and sends its whole lines, in order, and the last ones if they are too many.
+    """Follows one rank's log and sends its whole lines in order; if there are too many, only the last ones.
 
-    A carriage return restarts a line, as on a terminal, so that a progress bar becomes one line, its last.
+    A carriage return restarts a line, as on a terminal, so that a progress bar becomes one line: its last state.
 
     Args:
-        descriptor: The log, which this owns.
+        descriptor: The log, which this object owns.
         allowance: The rank's allowance.
         say: Function that takes the lines, and the number of skipped lines before them.
     """
@@ -131,7 +131,7 @@ class LogTail:
         return None
 
     def read(self, now_s: float, size: int) -> None:
-        """Send the new lines, or leave them for a later call if they are too many at the moment.
+        """Send the new lines, or leave them for a later call if the allowance is too small now.
 
         Args:
             now_s: The time of ``time.monotonic()`` in seconds.
@@ -143,7 +143,7 @@ class LogTail:
 
     def _read(self, now_s: float, size: int) -> None:
         self._allowance.fill(now_s)
-        if self.size_bytes < self._position:  # somebody has emptied the file
+        if self.size_bytes < self._position:  # the user has truncated the file
             self._position = 0
         size = min(size, self.size_bytes)
         if size <= self._position:
@@ -156,8 +156,8 @@ class LogTail:
         self._say_lines(size)
 
     def finish(self) -> None:
-        """Send the last lines, also one without a newline. Call it when the rank is gone."""
-        with self._owning_errors():  # even if it couldn't be read before: a network may be there again
+        """Send the last lines, even one without a newline. Call it when the rank is gone."""
+        with self._owning_errors():  # try even a log that couldn't be read before: its network may work again
             self._finish()
 
     def _finish(self) -> None:
@@ -173,7 +173,7 @@ class LogTail:
 
     @contextlib.contextmanager
     def _owning_errors(self) -> Iterator[None]:
-        """Report a log that can't be read, on a network's file system for example, once instead of raising."""
+        """On an ``OSError``, such as of a network file system, report once that the log can't be read."""
         try:
             yield
         except OSError as error:
@@ -189,20 +189,20 @@ class LogTail:
             self._first_bytes = 0
 
     def _pass_over(self, start: int) -> bool:
-        """Skip the lines before ``start``, and return whether that is done; otherwise call it again."""
+        """Skip a part of the lines before ``start``. Return True once all are skipped; until then, call it again."""
         if start <= self._position:
             return True
         stop = min(start, self._position + _MOST_SCANNED_BYTES)
         while self._position < stop:
             chunk = os.pread(self.descriptor, min(_CHUNK_BYTES, stop - self._position), self._position)
-            if not chunk:  # somebody has emptied the file
+            if not chunk:  # the user has truncated the file
                 return True
             self._left_out += chunk.count(b"\n")
             self._position += len(chunk)
         if stop < start:
             return False
         if os.pread(self.descriptor, 1, self._position - 1) != b"\n":
-            self._left_out += 1  # the rest of a line that began before, if its end comes soon
+            self._left_out += 1  # skip the rest of the line that crosses ``start``, if its end is near
             self._position += os.pread(self.descriptor, _LAST_BYTES, self._position).find(b"\n") + 1
         return True
 
@@ -213,7 +213,7 @@ class LogTail:
         if len(rest) > _LONGEST_LINE_BYTES:
             lines.append(rest)
             rest = b""
-        else:  # the part that a carriage return has overwritten need not be read again
+        else:  # don't read again what a carriage return has overwritten
             rest = rest[max(rest.rstrip(b"\r").rfind(b"\r"), 0) :]
         self._position += len(data) - len(rest)
         if lines:

@@ -1,4 +1,4 @@
-"""The agent's record of one run: its ranks, why it is ending, and which signals are still to be sent to end it."""
+"""The agent's record of one run: its ranks, the reason for its end, and the signals still to be sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import Connection
 
 _LOOK_PERIOD_S = 0.05
-# A rank's end breaks the connections of the others, which report that before the agent knows that the rank has ended.
+# A rank's death breaks its peers' connections, and they may report that before the agent has noticed the death.
 _CAUSE_DEADLINE_S = 1.0
 _EXIT_DEADLINE_S = 60.0  # from a run's last event to its last exit: an atexit function may upload something
 _REASONS: dict[messages.How, messages.Reason] = {"interrupt": "interrupted", "stop": "stopped", "kill": "stopped"}
@@ -39,20 +39,20 @@ class Rank:
     """One rank of a run.
 
     Attributes:
-        number: Its rank.
-        connection: The connection on which it sends its events.
+        number: The rank's number.
+        connection: The connection on which the rank sends its events.
         log: The log of its standard output and error.
-        dump: Descriptor of the file to which it writes its stacks when it is asked for them.
+        dump: Descriptor of the file to which the rank writes its stacks on request.
         pid: Its process, ``None`` until it was forked.
         status: Its exit status, ``None`` while it lives.
-        said_started: True once it has come to the user's code.
-        said_finished: True once its result is there.
-        said_failed: True once it has reported an exception. It ends by itself then.
-        lost_peer: True if that exception only says that another rank has gone.
-        failure: Its report, without the exception itself.
-        steps: Steps that it has done, ``None`` if it counts none.
-        was_told_to_end: True if a signal was sent to it, or will be as soon as its process exists.
-        must_exit_s: The time of ``time.monotonic()`` at which it is killed unless it has exited; ``None``: no deadline.
+        said_started: True once the rank has reached the user's code.
+        said_finished: True once its result is written.
+        said_failed: True once the rank has reported an exception. It then ends by itself.
+        lost_peer: True if the exception only means that another rank has gone.
+        failure: The report of the exception, without the exception itself.
+        steps: Number of steps done, ``None`` if the rank counts none.
+        was_told_to_end: True if a signal was sent to the rank, or will be sent once its process exists.
+        must_exit_s: The time of ``time.monotonic()`` at which a rank that hasn't exited is killed; ``None``: never.
     """
 
     number: int
@@ -73,40 +73,40 @@ class Rank:
 
     @property
     def has_ended_by_itself(self) -> bool:
-        """True if its process is gone and its template has not reported that yet."""
+        """True if the process is gone and the template has not reported its exit yet."""
         return self.pid is not None and state(self.pid) in ("Z", "X", "")
 
     def forked(self, pid: int) -> None:
-        """Note its process. If its end was decided before, it gets its signal now. A second call does nothing."""
+        """Set the rank's process, and send a signal that was waiting for it. A second call does nothing."""
         if self.pid is not None:
             return
         self.pid = pid
         if self.was_told_to_end and self._waiting_signal != signal.SIGKILL:
-            self.signal(signal.SIGTERM)  # it is too young to take an interrupt
+            self.signal(signal.SIGTERM)  # the process is too young to handle an interrupt
         elif self._waiting_signal is not None:
             self.signal(self._waiting_signal)
 
     def close(self) -> None:
-        """Close its connection and files. Call it when the process is gone."""
+        """Close the connection and files, once the process is gone."""
         self.connection.close()
         self.log.close()
         close_all([self.dump])
 
     def tell(self, message: messages.ToRank) -> None:
-        """Send the rank a message, if it takes one."""
+        """Send the rank a message. Ignores a rank that has ended."""
         self.connection.queue(messages.encode(message))
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):
             self.connection.flush()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the rank itself, so that its own code can react; SIGKILL also to all that it has started."""
+        """Send a signal to the rank's process only, so that its code can react; send SIGKILL to its whole group."""
         if self.pid is None:
             self._waiting_signal = number
         elif number == signal.SIGKILL:
             kill_group(self.pid)
         else:
-            with contextlib.suppress(OSError):  # it has ended, or became another user's
-                # A stopped process couldn't react, and whichever thread resumed it first would take the signal.
+            with contextlib.suppress(OSError):  # the process has ended, or became another user's
+                # A stopped process can't react. Resumed later, any of its threads might take the signal.
                 os.kill(self.pid, signal.SIGCONT)
                 os.kill(self.pid, number)
 
@@ -116,15 +116,15 @@ class Run:
     """One run.
 
     Attributes:
-        launch: The kernel's message.
-        descriptors: The descriptors that came with it, until all ranks run; to the end if ranks may be started again.
+        launch: The kernel's Launch message.
+        descriptors: The message's descriptors, kept until all ranks run; to the end if ranks may be restarted.
         ranks: The ranks in order; empty until the run is started.
-        reason: Why it is ending or has ended; empty as long as nothing but success ends it.
-        refusal: The message to the user if it could not be started, otherwise ``None``.
-        store: The listening socket of the ranks' store, as long as there are descriptors.
+        reason: Why the run is ending or has ended early; empty otherwise.
+        refusal: The message to the user if the run could not be started, otherwise ``None``.
+        store: The listening socket of the ranks' store, kept as long as the descriptors.
         places: The ranks' places and further variables, for a part of a larger run.
-        restarts: How often the agent has started its ranks again after a failure.
-        is_held: True while it goes on even without a rank, because its elastic process may start some.
+        restarts: How often the agent has restarted the ranks after a failure.
+        is_held: True while the run goes on even without a rank, because its elastic process may start some.
     """
 
     launch: messages.Launch
@@ -154,29 +154,29 @@ class Run:
 
     @property
     def first_rank(self) -> int:
-        """The place of the first of these ranks among the ranks of all nodes."""
+        """The number of this node's first rank among the ranks of all nodes."""
         return self.places[0][0].rank if self.places else 0
 
     def trace_of(self, rank: Rank, number: str) -> str:
-        """Return the path of a rank's trace of a profile; empty without a log folder."""
+        """Return the path for a rank's trace of the profile ``number``; empty without a log folder."""
         folder = self.launch.log_folder
         return str(logs.trace_file(folder, number, rank.number)) if folder else ""
 
     def awaits(self, number: int) -> bool:
-        """Return whether a rank was ordered and has not exited."""
+        """Return whether a rank's fork was ordered and the rank has not exited."""
         return number < len(self.ranks) and self.ranks[number].status is None
 
     def may_respawn(self, number: int) -> bool:
-        """Return whether a rank of a run that keeps the others has exited."""
+        """Return whether a rank has exited and may be restarted, since its run keeps the others."""
         return self.keeps and 0 <= number < len(self.ranks) and self.ranks[number].status is not None
 
     @property
     def keeps(self) -> bool:
-        """True if it goes on when a rank has died, even the last one."""
+        """True if the run goes on when a rank has died, even the last one."""
         return self.launch.on_death == "keep"
 
     def outlive_kernel(self, folder: str) -> None:
-        """Note the run's folder, for ranks of a session that are started again."""
+        """Add the run's folder to the variables of restarted ranks, if the run is a session."""
         if self.keeps:
             variables = {**self.launch.variables, environment.SESSION_FOLDER: folder}
             self.launch = msgspec.structs.replace(self.launch, variables=variables)
@@ -203,9 +203,9 @@ class Run:
 
     @property
     def is_to_restart(self) -> bool:
-        """True if its ranks, of which none is left, are to be started again: one has failed, and nobody wants the end.
+        """True if the ranks, all gone, must be restarted: one has failed, and no one has asked to end the run.
 
-        A rank that raises KeyboardInterrupt wants the end.
+        KeyboardInterrupt in a rank counts as such a request.
         """
         if self._restarts_left <= 0 or self.refusal is not None or self.reason not in ("", "failed"):
             return False
@@ -214,27 +214,27 @@ class Run:
         return not all(rank.said_finished for rank in self.ranks)
 
     def stop_restarting(self, reason: messages.Reason) -> None:
-        """Somebody wants the end: that is the reason, even if the ranks were ending because of a failure."""
+        """Rule out further restarts. ``reason`` replaces a failure as the reason of the end."""
         self._wanted = self._wanted or reason
         if self.launch.max_restarts and self.reason == "failed":
             self.reason = self._wanted
 
     @property
     def is_over(self) -> bool:
-        """True if every rank has exited and none will be started in its place."""
+        """True if every rank has exited and none will be started again."""
         if self.alive or self.is_held:
             return False
         return not self.keeps or self._how is not None or all(rank.said_finished for rank in self.ranks)
 
     @property
     def may_start_again(self) -> bool:
-        """True if it can be started again unnoticed, which is done once: no rank has come to the user's code."""
+        """True if the whole run can be restarted unnoticed, at most once: no rank has reached the user's code."""
         if self.reason or self.is_held or self.launch.places or self._was_taken_back:
             return False
         return not any(rank.said_started for rank in self.ranks)
 
     def take_back(self) -> None:
-        """Reset it to what it was before it was started. Its ranks are gone."""
+        """Reset the run to its state before the start. Its ranks are gone."""
         self._was_taken_back = True
         for rank in self.alive:
             rank.close()
@@ -244,7 +244,7 @@ class Run:
         self._let_go_of_logs()
 
     def rest(self) -> None:
-        """Forget its ranks, which are gone, and why they ended, so that all can be started again."""
+        """Forget the ranks, which are gone, and the reason of their end, so that all can be restarted."""
         self.ranks.clear()
         self.reason, self._how = "", None
         self._steps, self._next_step_s, self._cause_deadline_s = [], None, None
@@ -254,58 +254,58 @@ class Run:
             self.store = None
 
     def started(self) -> None:
-        """Start its clock, unless it was started before, and hold its log folder."""
+        """Start the clock of ``timeout_s``, unless it already runs, and hold the log folder."""
         self._log_folder = logs.hold(self.launch.log_folder)
         if self.launch.timeout_s is not None and self._deadline_s is None:
             self._deadline_s = time.monotonic() + self.launch.timeout_s
 
     def end(self, how: messages.How, reason: messages.Reason | None = None) -> None:
-        """Begin to end it. The first reason stays; a later call counts only if it asks for a stronger end."""
+        """Start to end the run. The first reason stays; a later call has an effect only if its ``how`` is stronger."""
         if self._how is not None and _STRENGTH[how] <= _STRENGTH[self._how]:
             return
         self._how = how
         self.reason = self.reason or (reason or _REASONS[how])
         for rank in self.alive:
             if rank.said_finished:
-                rank.connection.shutdown()  # it only waits for its release
+                rank.connection.shutdown()  # the rank only waits for its release
         self._steps = list(_STEPS[how])
         self._step(time.monotonic())
 
     def become_part(self) -> None:
-        """Take the ranks' places, and the socket of the store if rank 0 is here, from the launch."""
+        """Set the ranks' places from the launch, and the store's socket if rank 0 is here."""
         of_all = 1 + self.launch.world_size
         listening = [socket.socket(fileno=descriptor) for descriptor in self.descriptors[of_all:]]
         del self.descriptors[of_all:]
         self.begin_at(self.launch.places, listening.pop() if listening else None)
 
     def begin_at(self, places: Sequence[tuple[RankPlace, dict[str, str]]], store: socket.socket | None) -> None:
-        """Take the places at which all ranks are about to be started."""
+        """Set the places and the store of the ranks that are about to be started."""
         self.places, self.store = places, store
         for result in self.descriptors[1:]:
             os.ftruncate(result, 0)  # earlier processes may have begun to write
 
     def put(self, rank: Rank) -> None:
-        """Add a rank, or put it in the place of an earlier one of the same number."""
+        """Add a rank, or replace the earlier one with the same number."""
         self.ranks[rank.number : rank.number + 1] = [rank]
         if self._is_interrupted_at_start:
             rank.signal(signal.SIGINT)
 
     def refuse(self, broken: messages.Broken) -> None:
-        """End it, because it could not be started as a whole."""
+        """End the run because it could not be started as a whole."""
         self.refusal = self.refusal or broken
         self.end("kill", "failed")
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the ranks that run the user's code, and do nothing more."""
+        """Send SIGINT to the ranks that run the user's code, without escalation."""
         self._is_interrupted_at_start = not self.ranks
         for rank in self.alive:
             if not rank.said_finished and not rank.said_failed:
                 rank.signal(signal.SIGINT)
 
     def rank_failed(self, rank: Rank) -> None:
-        """End the other ranks, unless the run keeps them: this one has raised, or is gone without a result.
+        """End the other ranks, unless the run keeps them, after this rank has raised or died without a result.
 
-        If it has only lost its peer, the others get a moment, so that the peer can still report why it ended.
+        If this rank has only lost a peer, the others get a moment, so that the peer's own failure can arrive.
         """
         if self.keeps:
             rank.must_exit_s = time.monotonic() + _EXIT_DEADLINE_S
@@ -315,13 +315,13 @@ class Run:
             self.end("stop", "failed")
 
     def release(self) -> None:
-        """Release the ranks: all have finished. They wait for this, since rank 0 serves the store that all use."""
+        """Let the finished ranks exit. They wait until all have finished, since rank 0 serves the store of all."""
         for rank in self.alive:
             rank.connection.shutdown()
         self._steps, self._next_step_s = [signal.SIGKILL], time.monotonic() + _EXIT_DEADLINE_S
 
     def tick(self, now_s: float) -> None:
-        """Do what has become due."""
+        """Check all deadlines and act on those that have passed."""
         if self._deadline_s is not None and now_s > self._deadline_s and not self.reason:
             self.end("interrupt", "timeout")  # the interrupt shows where each rank stood
         if self._cause_deadline_s is not None and now_s > self._cause_deadline_s and not self.reason:
@@ -333,7 +333,7 @@ class Run:
                 rank.signal(signal.SIGKILL)
 
     def with_new_output(self, now_s: float) -> list[tuple[Rank, int]]:
-        """Return the ranks that have written something, each with its log's size; none if a look is not due."""
+        """Return the ranks with new output, each with its log's size; none if the next look is not due."""
         if now_s < self._next_look_s:
             return []
         self._next_look_s = now_s + _LOOK_PERIOD_S
@@ -341,7 +341,7 @@ class Run:
         return [(rank, size) for rank, size in grown if size is not None]
 
     def ended(self) -> None:
-        """Release its logs and remove the oldest logs of others. The run is over."""
+        """Release the logs of the run, which is over, and remove the oldest logs of other runs."""
         self._let_go_of_logs()
         logs.remove_old(kernel_pid=os.getppid())
 
@@ -369,7 +369,7 @@ class Run:
 
 
 def reason_of(how: messages.How) -> messages.Reason:
-    """Return the reason of the end of a run that never started."""
+    """Return the reason of a run that is ended before it has started."""
     return _REASONS[how]
 
 
@@ -388,7 +388,7 @@ def open_rank(
         to the user if the rank can't have a log file, otherwise an empty one.
 
     Raises:
-        OSError: The system has no room for them. Nothing is left open.
+        OSError: The system refuses another file or connection. Nothing is left open.
     """
     with contextlib.ExitStack() as opened:
         ours, theirs = Connection.pair()

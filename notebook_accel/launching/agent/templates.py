@@ -1,4 +1,4 @@
-"""The agent's record of its templates: one for new runs, and others that only wait for their last ranks."""
+"""The agent's record of its templates: one for new runs, and older ones whose last ranks still run."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _LOOK_PERIOD_S = 0.5
 
 @dataclasses.dataclass(eq=False)
 class TemplateProcess:
-    """One template, as the agent sees it.
+    """The agent's record of one template.
 
     Attributes:
-        connection: The agent's end of the connection to it.
-        pid: Its process's number.
-        deadline_s: The time of ``time.monotonic()`` by which it has to be ready.
-        process: Its process; ``None`` for one that the kernel has forked and reaps.
-        pidfd: The pidfd of one that the kernel has forked.
-        is_ready: True once it has reported that it can fork ranks.
-        refusal: The reason why it can't be used, if it has reported one.
-        error: The system's error when its connection couldn't be read.
-        files: The files of its imported packages, as they were then.
-        runs: The runs whose ranks it forks.
+        connection: The agent's end of the connection to the template.
+        pid: The template's pid.
+        deadline_s: The time of ``time.monotonic()`` by which the template must be ready.
+        process: The process; ``None`` for a template that the kernel has forked and reaps.
+        pidfd: The pidfd of a template that the kernel has forked; otherwise -1.
+        is_ready: True once the template has reported that it can fork ranks.
+        refusal: The reported reason why the template can't be used; otherwise empty.
+        error: The system's error when the connection couldn't be read.
+        files: Each imported package's file, with its modification time in ns and inode at the import.
+        runs: The runs whose ranks the template forks.
     """
 
     connection: Connection
@@ -50,11 +50,11 @@ class TemplateProcess:
 
     @property
     def is_stale(self) -> bool:
-        """True if a package that it has imported was reinstalled, changed or removed since."""
+        """True if an imported package was reinstalled, changed or removed since the import."""
         return any(_identity(path) != identity for path, identity in self.files.items())
 
     def kill(self) -> None:
-        """Kill it. The end of its connection shows its end."""
+        """Kill the template. The agent notices its end by the connection's end."""
         with contextlib.suppress(OSError):
             if self.process is not None:
                 self.process.kill()
@@ -62,7 +62,7 @@ class TemplateProcess:
                 pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill it and wait for its end."""
+        """Kill the template and reap it."""
         self.connection.close()
         self.kill()
         if self.process is not None:
@@ -84,7 +84,7 @@ def _identity(path: str) -> tuple[int, int] | None:
 
 
 class Templates:
-    """Starts templates, and ends those that nobody needs any more.
+    """Starts templates, and ends those that no run needs any more.
 
     Args:
         loop: The agent's event loop.
@@ -109,13 +109,13 @@ class Templates:
         self._heard = heard
         self._lost = lost
         self._current: TemplateProcess | None = None  # the one for new runs
-        self._all: list[TemplateProcess] = []  # and those whose last ranks still run
+        self._all: list[TemplateProcess] = []  # the current one, and those whose last ranks still run
         self._prepare: messages.Prepare | None = None
         self._next_look_s = 0.0
 
     @property
     def ready(self) -> TemplateProcess | None:
-        """The template for new runs, if there is one and it can fork ranks."""
+        """The template for new runs; ``None`` if there is none, or if it can't fork ranks yet."""
         return self._current if self._current is not None and self._current.is_ready else None
 
     @property
@@ -124,7 +124,7 @@ class Templates:
         return self._current is not None
 
     def start(self, prepare: messages.Prepare) -> None:
-        """Start a template for new runs, in place of the one before."""
+        """Start a template for new runs, which replaces the current one."""
         before, self._current = self._current, None
         if before is not None:
             self.drop_if_unused(before)
@@ -149,7 +149,7 @@ class Templates:
         return self._add(template)
 
     def adopt(self, connection: Connection, pid: int, pidfd: int) -> TemplateProcess:
-        """Take over a template that the kernel has forked for one run. It does its orders once it is ready."""
+        """Take over a template that the kernel has forked for one run. It executes its orders once it is ready."""
         return self._add(TemplateProcess(connection, pid, _deadline_s(_READY_DEADLINE_S), pidfd=pidfd))
 
     def _add(self, template: TemplateProcess) -> TemplateProcess:
@@ -173,20 +173,20 @@ class Templates:
         return next(template for template in self._all if run in template.runs)
 
     def end_unready_fork_for(self, run: Run) -> None:
-        """Kill the fork of the kernel that serves a run, unless it is ready: it may never get so far. The run ends."""
+        """Kill a run's template if it is a fork of the kernel that isn't ready, and may never be. The run is ending."""
         for template in self._all:
             if run in template.runs and template.pidfd >= 0 and not template.is_ready:
                 template.kill()
 
     def release(self, run: Run) -> None:
-        """Note that a run has ended. Its template ends too if nobody needs it any more."""
+        """Remove an ended run from its template, which ends too if no run needs it any more."""
         for template in list(self._all):
             if run in template.runs:
                 template.runs.remove(run)
                 self.drop_if_unused(template)
 
     def tick(self, now_s: float) -> None:
-        """Continue templates that somebody has stopped, and kill those that weren't ready in time."""
+        """Resume templates that were stopped by SIGSTOP, and kill those that weren't ready in time."""
         if now_s < self._next_look_s:
             return
         self._next_look_s = now_s + _LOOK_PERIOD_S
@@ -206,7 +206,7 @@ class Templates:
             self._drop(template)
 
     def _drop(self, template: TemplateProcess) -> None:
-        """End a template. Its ranks die with it, by the signal that they asked Linux for."""
+        """End a template. Its ranks die with it, by their parent-death signal."""
         self._loop.unwatch(template.connection.fileno())
         self._all.remove(template)
         if template is self._current:

@@ -1,11 +1,11 @@
 """The elastic process of a run on several nodes: torch elastic, whose ranks our own agent starts and stops.
 
-It decides when this node's ranks are started, and as which ranks among all nodes. It also tells the other nodes about
-its ranks, so that a failure on one node is known on all at once, and nobody waits in vain for a rank that is gone.
+The process decides when this node's ranks are started, and their numbers among all nodes. It also reports its ranks to
+the other nodes, so that all nodes learn of a failure at once and nobody waits in vain for a rank that is gone.
 
-The process is a fork of the template and ends with it. It never forks itself, since it has the threads of torch's
-stores. Torch elastic's own workers, signal handlers and logs stay unused. This module and ``rendezvous`` are the only
-ones of ``launching`` that import torch; only the template imports them, by name.
+The process is a fork of the template and ends with it. It never forks, since it has the threads of torch's stores.
+Torch elastic's own workers, signal handlers and logs stay unused. Within ``launching``, only this module and
+``rendezvous`` import torch; only the template imports them, by name.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from notebook_accel.protocol import elastic_messages
 from notebook_accel.protocol.agent_messages import Meeting
 from notebook_accel.protocol.channel import ClosedError, Connection
 
-_MEETING_S = 60.0  # for the steps that follow at once when all nodes are there
+_MEETING_S = 60.0  # for the steps that follow immediately once all nodes are there
 _LEAVING_S = 5.0
 _CAUSE_S = 10.0  # for a node, which may be busy, to report why its rank has gone
-_ANSWER_S = 600.0  # for our agent to follow an order; far longer than a killed rank with much memory takes to go
+_ANSWER_S = 600.0  # for our agent to follow an order; far longer than a killed rank with much memory takes to exit
 _ROLE = "default_role"  # as torch elastic's launcher calls it
 _SHORTEST_S = 1e-3
 _LOSS = messages.Failure(what="A rank has gone.", lost_peer=True)
@@ -51,7 +51,7 @@ class LeaveError(Exception):
 
 
 class Line:
-    """The connection to the agent, for the run of its order."""
+    """The connection to the agent that ordered the run."""
 
     def __init__(self, connection: Connection, order: messages.ForkElastic) -> None:
         self._connection = connection
@@ -72,10 +72,10 @@ class Line:
         return bool(select.select([self._connection.fileno()], [], [], 0)[0])
 
     def say_that_it_waits(self, line: str) -> None:
-        """Report for which nodes this one waits, and check that it may go on waiting.
+        """Report which nodes this node waits for, and check that the run goes on.
 
         Raises:
-            LeaveError: The run is to end.
+            LeaveError: The agent ends the run.
         """
         self.say_about_nodes([line], is_news=[line] != self._lines)
         if self.has_news:
@@ -91,10 +91,10 @@ class Line:
 
 
 class ElasticAgent(api.SimpleElasticAgent):
-    """Torch elastic's agent, which starts and stops this node's ranks through our own.
+    """Torch elastic's agent, which starts and stops this node's ranks through our own agent.
 
     Attributes:
-        elsewhere: The failure on another node that was the last reason to stop ranks here; ``None`` if there was none.
+        elsewhere: The last failure on another node that stopped the ranks here; ``None`` if there was none.
     """
 
     def __init__(self, spec: api.WorkerSpec, line: Line, order: messages.ForkElastic) -> None:
@@ -132,7 +132,7 @@ class ElasticAgent(api.SimpleElasticAgent):
                     with rendezvous.refusals(self._meeting):
                         super()._rendezvous(worker_group)
             except GoneError as gone:
-                # A node that was lost while all were meeting may come back. A run with restarts waits for it.
+                # A node that was lost during the rendezvous may come back. A run with restarts waits for it.
                 if self._worker_group.spec.max_restarts == 0 or time.monotonic() > deadline_s:
                     raise RefusedError(str(gone), fix="launch it on all nodes again") from None
             else:
@@ -153,7 +153,7 @@ class ElasticAgent(api.SimpleElasticAgent):
             raise GoneError("A node has gone while all were meeting.") from error
 
     def _meet(self, store: Guarded, meeting: Meeting, rank: int, size: int) -> None:
-        """Show the cards, agree on the number of restarts so far, and learn the address of the ranks' store."""
+        """Exchange cards, agree on the number of restarts so far, and learn the address of the ranks' store."""
         spec = self._worker_group.spec
         cards = self._shown_cards(store, meeting, rank, size)
         soon_s = time.monotonic() + _MEETING_S
@@ -193,7 +193,7 @@ class ElasticAgent(api.SimpleElasticAgent):
                 waits_for=lambda missing: self._line.say_that_it_waits(rendezvous.waiting_for(missing, meeting)),
             )
         except nodes.MisfitError as misfit:
-            with contextlib.suppress(GoneError):  # the others need this node's card to find the same
+            with contextlib.suppress(GoneError):  # the other nodes need this node's card to find the same misfit
                 nodes.leave(store, rank, range(size), time.monotonic() + _LEAVING_S, serves=self._serves(rank))
             raise RefusedError(str(misfit), fix="launch the same, with the same packages, on all nodes") from None
         except TimeoutError as late:
@@ -224,7 +224,7 @@ class ElasticAgent(api.SimpleElasticAgent):
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
     def _place(self, group: api.WorkerGroup, worker: api.Worker) -> tuple[RankPlace, dict[str, str]]:
-        """Return a rank's place, and the further environment variables that torchrun sets."""
+        """Return a rank's place, and the other environment variables that torchrun sets."""
         spec, size = group.spec, group.spec.local_world_size
         place = RankPlace(worker.global_rank, worker.world_size, worker.local_rank, size, *self._master)
         variables = {
@@ -285,7 +285,7 @@ class ElasticAgent(api.SimpleElasticAgent):
             raise RefusedError(text, why="A process that the system can't end keeps the others waiting.")
 
     def _end_everywhere(self, why: str) -> None:
-        """Tell the other nodes, with this node's last report, to start nothing again."""
+        """Set this node's last report, which tells the other nodes not to restart."""
         stopped = messages.Failure(what=why, is_wanted=True)
         self._here = msgspec.structs.replace(self._here, state="failed", failure=stopped)
 
@@ -293,7 +293,7 @@ class ElasticAgent(api.SimpleElasticAgent):
         return [] if self._nodes is None else list(self._nodes.others)
 
     def _look_around(self, around: NodeRound) -> None:
-        """Take failures on other nodes, and report their status."""
+        """Read the other nodes' status: adopt their failures, and report changes to the agent."""
         failures = []
         for rank, _, status in around.others:
             if status is not None and status.state == "failed" and status.failure is not None:
@@ -313,28 +313,28 @@ class ElasticAgent(api.SimpleElasticAgent):
         )
 
     def _has_failed_for_good(self) -> bool:
-        """Return whether ranks here have failed, and another node had the time to report it if the cause is there."""
+        """Return whether ranks here have failed, and other nodes had time to report a cause that lies with them."""
         if self._here.state != "failed" or self._here.failure is None:
             return False
         waits = self._nodes is not None and self._here.failure.lost_peer
         return not waits or time.monotonic() > self._failed_s + _CAUSE_S
 
-    def _stop_workers(self, worker_group: api.WorkerGroup) -> None:  # noqa: ARG002 - torch elastic gives it
+    def _stop_workers(self, worker_group: api.WorkerGroup) -> None:  # noqa: ARG002 - torch elastic passes it
         if self._are_there:
             self._are_stopped = True
             self._answer_due_s = time.monotonic() + self._order.grace_s + _ANSWER_S
             self._line.say(elastic_messages.StopRanks(attempt=self._attempt))
-        while self._are_there:  # our agent ends them, by SIGKILL in the end
+        while self._are_there:  # our agent ends the ranks, finally by SIGKILL
             self._hear()
             with contextlib.suppress(GoneError):
                 if self._nodes is not None:
                     self._nodes.pulse(self._here)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Do nothing: our agent ends the ranks with the run."""
+        """Do nothing: our agent ends the ranks when the run ends."""
 
     def _exit_barrier(self) -> None:
-        """Do nothing: ranks have succeeded when those of all nodes have."""
+        """Do nothing: ``_monitor_workers`` reports success only when the ranks of all nodes have finished."""
 
     def leave(self) -> None:
         """Send this node's last report to the others, and close the rendezvous."""
@@ -371,18 +371,18 @@ def _listening(host: str) -> socket.socket:
 
 
 def run(order: messages.ForkElastic, descriptors: list[int]) -> int:
-    """Run a run's elastic process and return its exit status. The descriptors are those of the order."""
+    """Run the elastic process and return its exit status. The descriptors came with the order."""
     signal.signal(signal.SIGCONT, signal.SIG_DFL)
     # SIGTERM stays ignored, as in the template: the agent ends this process when it has stopped the ranks.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    # If torch elastic shared its own store with the ranks, which have another one here, a node that comes later would
-    # wait for ever for an address that is written in the first round only (seen with torch 2.13).
+    # Our ranks have their own store. If torch elastic shared its store with them, a node that joins later would wait
+    # for ever for an address that is written in the first round only (seen with torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    api._get_fq_hostname = socket.gethostname  # its events want the full name, and asking for that can take long
+    api._get_fq_hostname = socket.gethostname  # torch elastic's events look up the full name, which can take long
     line = Line(Connection.from_descriptor(descriptors[0]), order)
     try:
         line.say(_run(order, line))
-    except (ClosedError, LeaveError):  # the agent has gone and took its ranks along, or it ends them itself
+    except (ClosedError, LeaveError):  # the agent has gone with its ranks, or ends them itself
         return 1
     return 0
 
@@ -418,8 +418,8 @@ def _spec(order: messages.ForkElastic, line: Line) -> api.WorkerSpec:
         role=_ROLE,
         local_world_size=order.world_size,
         rdzv_handler=handler,
-        entrypoint="ranks",  # only events have it, which nobody reads
+        entrypoint="ranks",  # appears only in torch elastic's events, which nobody reads
         max_restarts=options.max_restarts,
-        # Torch elastic sleeps so long before each look. The look itself waits for our agent's messages.
+        # Torch elastic's sleep before each ``_monitor_workers``, which itself waits for our agent's messages.
         monitor_interval=_SHORTEST_S,
     )

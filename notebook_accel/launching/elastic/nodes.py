@@ -1,10 +1,10 @@
-"""Messages between the nodes of a run: plain values in the store at which they meet, never pickles.
+"""Messages between the elastic processes of a run's nodes: plain values in a shared store, never pickles.
 
-Before ranks start, each node shows a card. If two cards differ in a way that would make the training another one, the
-run ends on all nodes. From then on each node writes its status about once a second, which is also its heartbeat. Every
-wait here has a deadline.
+Before ranks start, each node writes a card. If two cards differ in a way that would change the training, the run ends
+on all nodes. From then on each node writes its status about once a second, which is also its heartbeat. Every wait here
+has a deadline.
 
-This module doesn't know torch: a store is anything that has ``set``, ``get`` and ``check``.
+This module is independent of torch: a store is any object with ``set``, ``get`` and ``check``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NAMES = {
 
 
 class Store(Protocol):
-    """The part of torch's stores that is used here."""
+    """The methods of torch's stores that are used here."""
 
     def set(self, key: str, value: bytes) -> None:
         """Set a key."""
@@ -48,19 +48,19 @@ class Store(Protocol):
 
 
 class GoneError(Exception):
-    """A node has gone or doesn't answer. The text says which one."""
+    """A node has gone or doesn't answer. The text names it."""
 
 
 class MisfitError(Exception):
-    """Two nodes would not train the same. The text says in which options or packages they differ."""
+    """Two nodes have options or packages that don't fit together. The text names the differences."""
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's options and packages, which have to be the same on all nodes, and its name.
+    """A node's options and packages, which must be the same on all nodes, and its name.
 
     Attributes:
         host: The node's name.
-        restarts: Number of times that its ranks were started again.
+        restarts: Number of restarts of the node's ranks.
     """
 
     num_nodes: str
@@ -73,7 +73,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
 
     def misfit(self, other: Card) -> str:
-        """Return how two nodes differ, from this one's point of view; empty if they fit."""
+        """Return in words how another node differs from this one; empty if both fit together."""
         found = [
             f"{shown} is {getattr(self, name)} here and {getattr(other, name)} there"
             for name, shown in _NAMES.items()
@@ -86,10 +86,10 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A node's status.
 
     Attributes:
-        beat: Counts the node's reports: as long as it rises, the node is there.
-        state: The state of its ranks.
-        ranks: Number of its ranks.
-        steps: Steps of its slowest and of its fastest rank, if they count any.
+        beat: Number of the report. As long as it rises, the node is alive.
+        state: The state of the node's ranks.
+        ranks: Number of the node's ranks.
+        steps: Steps of the slowest and of the fastest rank, if they count any.
         failure: The failure of the rank that failed first.
     """
 
@@ -105,9 +105,9 @@ _status = msgspec.msgpack.Decoder(NodeStatus)
 
 
 class Patience:
-    """Calls functions that may never return, such as those of a store whose machine has stopped, with a deadline.
+    """Calls functions that may never return, such as those of a store on a dead machine, with a deadline.
 
-    A thread that stays in such a call does no harm, since the process ends soon after.
+    A thread that is stuck in such a call does no harm, since the process ends soon afterwards.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Patience:
         """Return the function's result.
 
         Raises:
-            TimeoutError: It hasn't returned by then.
+            TimeoutError: The function hasn't returned within ``timeout_s``.
         """
         future = self._thread.submit(function)
         try:
@@ -132,9 +132,9 @@ class Guarded:
 
     Args:
         store: The store.
-        patience: The caller with a deadline.
-        deadline_s: The longest that each call may take.
-        where: The node that serves it, in the words of an error.
+        patience: The object that calls with a deadline.
+        deadline_s: Longest duration of a call in seconds.
+        where: The node that serves the store, as errors name it.
     """
 
     def __init__(self, store: Any, patience: Patience, deadline_s: float, where: str) -> None:
@@ -162,13 +162,13 @@ class Guarded:
 def show_cards(
     store: Store, rank: int, size: int, card: Card, *, deadline_s: float, waits_for: Callable[[list[int]], None]
 ) -> dict[int, Card]:
-    """Show this node's card in the store of this round, and return all cards once they are there.
+    """Write this node's card to the store of this round, and return all cards once they are there.
 
-    ``waits_for`` is called with the missing nodes, as long as there are some.
+    ``waits_for`` is called repeatedly with the missing nodes.
 
     Raises:
-        MisfitError: A card differs from this one.
-        TimeoutError: Some nodes haven't come by ``deadline_s`` of ``time.monotonic()``. It has the list of them.
+        MisfitError: A card differs from this node's.
+        TimeoutError: Nodes are missing at ``deadline_s`` of ``time.monotonic()``. Its argument is the list of them.
         GoneError: The store has gone.
     """
     store.set(f"card/{rank}", msgspec.msgpack.encode(card))
@@ -192,7 +192,7 @@ def wait_for(store: Store, key: str, deadline_s: float) -> bytes:
     """Return the value of a key that another node is about to set.
 
     Raises:
-        GoneError: It isn't set by this time of ``time.monotonic()``.
+        GoneError: The key isn't set at ``deadline_s`` of ``time.monotonic()``.
     """
     while not store.check([key]):
         if time.monotonic() > deadline_s:
@@ -205,10 +205,10 @@ class NodeRound:
     """The status of each node in one round.
 
     Args:
-        store: The store of this round alone.
+        store: The store of this round only.
         rank: This node's number.
         cards: The cards of all nodes.
-        silence_s: A node that is silent for so long counts as gone.
+        silence_s: Seconds of silence after which a node counts as gone.
     """
 
     def __init__(self, store: Store, rank: int, cards: dict[int, Card], silence_s: float) -> None:
@@ -226,7 +226,7 @@ class NodeRound:
 
     @property
     def others(self) -> Iterator[tuple[int, str, NodeStatus | None]]:
-        """Each other node with its host and its status, ``None`` before its first report."""
+        """Number, host and status of each other node; the status is ``None`` before the first report."""
         for rank, (status, _) in self._statuses.items():
             yield rank, self._cards[rank].host, status
 
@@ -235,7 +235,7 @@ class NodeRound:
         return f"node {rank} ({self._cards[rank].host})"
 
     def pulse(self, mine: NodeStatus) -> None:
-        """Write this node's status and read those of the others, if that is due or this node's state has changed.
+        """Write this node's status and read the others', if the next beat is due or this node's state has changed.
 
         Raises:
             GoneError: A node has been silent for too long, or the store has gone.
@@ -265,15 +265,15 @@ class NodeRound:
             )
 
     def leave(self, deadline_s: float, *, serves: bool) -> None:
-        """Tell the others that this node needs them no more. See ``leave``."""
+        """Report that this node no longer needs the others. See the function ``leave``."""
         leave(self._store, self.rank, self._cards, deadline_s, serves=serves)
 
 
 def leave(store: Store, rank: int, nodes: Iterable[int], deadline_s: float, *, serves: bool) -> None:
-    """Tell the other nodes that this one needs them no more.
+    """Report that this node no longer needs the others.
 
-    If the store may go with this node, which then ``serves`` it, wait until they say the same, up to ``deadline_s`` of
-    ``time.monotonic()``.
+    If this node ``serves`` the store, so that the store ends with it, wait until all others have reported the same, up
+    to ``deadline_s`` of ``time.monotonic()``.
     """
     store.set(f"left/{rank}", b"1")
     others = [f"left/{other}" for other in nodes if other != rank]

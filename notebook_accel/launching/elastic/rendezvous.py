@@ -1,7 +1,7 @@
-"""The rendezvous of a run's nodes, each time before their ranks are started.
+"""The rendezvous of a run's nodes before each start of their ranks. Runs in the elastic process.
 
 Numbered nodes meet at a port of node 0. Node 0 counts the rounds, so that a node whose kernel was restarted joins the
-round in which the others are. A number of nodes that may change meets by torch elastic's own rendezvous.
+others' present round. If the number of nodes may change, they meet by torch elastic's own rendezvous.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from notebook_accel.launching.elastic.nodes import GO, GoneError, Guarded, Patie
 from notebook_accel.protocol.agent_messages import Broken, ElasticOptions, Meeting
 
 _POLL_S = 0.2
-_ANSWER_S = 10.0  # for each answer of a store
+_ANSWER_S = 10.0  # deadline for each answer of a store
 _HANDSHAKE_S = 6.0
 
 
@@ -48,13 +48,13 @@ class RefusedError(Exception):
 class Static(StaticTCPRendezvous):
     """The rendezvous of numbered nodes: node 0 serves the store, and the others connect to it.
 
-    Torch elastic's own one doesn't count rounds, and listens on all addresses.
+    Torch elastic's own static rendezvous doesn't count rounds, and listens on all addresses.
 
     Args:
         options: The run's options.
-        meeting: The place and the way in which nodes meet.
-        patience: The caller of stores, with a deadline.
-        waits: Called with a line that says for which node this one waits.
+        meeting: The options of the rendezvous.
+        patience: The object that calls stores with a deadline.
+        waits: Function that is called with a line that names the missing node.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Static(StaticTCPRendezvous):
         return RendezvousInfo(store, meeting.node_rank, meeting.most, info)
 
     def forget_store(self) -> None:
-        """Forget the store: the node that served it has gone, and another process may take its place."""
+        """Forget the store, whose node has gone and may be replaced by another process."""
         if self._meeting.node_rank != 0:
             self._store = None
 
@@ -99,7 +99,7 @@ class Static(StaticTCPRendezvous):
             return self._round + 1
         while True:
             current = int(store.get(key)) if store.check([key]) else 0
-            # In a round that has begun, this node's place belongs to an earlier process.
+            # In a round that has started, this node's place belongs to an earlier process.
             if current > self._round and not store.check([f"{self.run_id}/{current}/{GO}"]):
                 return current
             self._waits(waiting_for([0], self._meeting))
@@ -151,7 +151,7 @@ def _served(host: str, port: int) -> Any:
         port,
         is_master=True,
         wait_for_workers=False,
-        master_listen_fd=listening.detach(),  # on this address alone; by itself the store listens on all
+        master_listen_fd=listening.detach(),  # on this address only; without this the store listens on all
         timeout=datetime.timedelta(seconds=_ANSWER_S),
     )
 
@@ -161,7 +161,7 @@ def _is_listened_at(host: str, port: int) -> bool:
         socket.create_connection((host, port), timeout=_ANSWER_S).close()
     except socket.gaierror as error:
         raise _unknown_host(host, error) from None
-    except OSError:  # nobody listens there yet, or no route leads there now
+    except OSError:  # nobody listens there yet, or there is no route to it yet
         return False
     return True
 
@@ -174,13 +174,13 @@ def _unknown_host(host: str, error: OSError) -> RefusedError:
 
 
 def waiting_for(missing: list[int], meeting: Meeting) -> str:
-    """For whom a node waits, and where, in words."""
+    """Return in words which nodes are missing, and where."""
     who = " and ".join(f"node {rank}" for rank in missing)
     return f"waiting for {who} at {meeting.host}:{meeting.port}"
 
 
 def not_there(missing: list[int], meeting: Meeting) -> RefusedError:
-    """Return the error of a node that has waited in vain."""
+    """Return the error of a node that has waited in vain for others."""
     who = " and ".join(f"node {rank}" for rank in missing)
     return RefusedError(
         f"{who.capitalize()} {'has' if len(missing) == 1 else 'have'} not come to {meeting.host}:{meeting.port} within "
@@ -194,8 +194,8 @@ def not_there(missing: list[int], meeting: Meeting) -> RefusedError:
 def without_others(size: int, meeting: Meeting) -> RefusedError:
     """Return the error of a node that torch elastic's rendezvous lets start with too few nodes.
 
-    It dates signs of life by each node's wall clock, and drops nodes whose last one seems old from a group that is
-    complete already (seen with torch 2.13).
+    Torch elastic dates heartbeats by each node's wall clock, and drops nodes with a seemingly old heartbeat even from a
+    complete group (seen with torch 2.13).
     """
     return RefusedError(
         f"{size} of {meeting.least} nodes are left at {meeting.host}:{meeting.port}: the others seem to have gone.",
@@ -205,7 +205,7 @@ def without_others(size: int, meeting: Meeting) -> RefusedError:
 
 
 def dynamic(options: ElasticOptions, meeting: Meeting, local_addr: str) -> RendezvousHandler:
-    """Torch elastic's own rendezvous, for a number of nodes that may change."""
+    """Return torch elastic's own rendezvous handler, for a number of nodes that may change."""
     parameters = RendezvousParameters(
         backend=meeting.backend,
         endpoint=f"{meeting.host}:{meeting.port}",
@@ -221,7 +221,7 @@ def dynamic(options: ElasticOptions, meeting: Meeting, local_addr: str) -> Rende
 
 @contextlib.contextmanager
 def refusals(meeting: Meeting) -> Iterator[None]:
-    """Turn the exceptions of torch elastic's rendezvous into errors that say what to do."""
+    """Convert exceptions of torch elastic's rendezvous to ``RefusedError`` with advice."""
     place = f"{meeting.host}:{meeting.port}"
     try:
         yield

@@ -1,7 +1,6 @@
-"""The agent as the kernel sees it: its messages, and on this machine its process and the thread that starts it.
+"""The kernel's side of the agent: the messages to and from it and, on this machine, its process and a thread for it.
 
-That thread never ends before the agent does, because the signal that Linux sends a process when its parent dies is
-really sent when the parent's *thread* ends.
+The thread that starts the agent must outlive it: Linux sends the parent-death signal when the parent's *thread* ends.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _SEND_DEADLINE_S = 10.0
 _DETACH_DEADLINE_S = 30.0
 _CLOSE_DEADLINE_S = 5.0
 _LOOK_PERIOD_S = 0.5
-_SAMPLES_PAUSE_S = 0.05  # then one look takes those of many ranks, and not each its own
+_SAMPLES_PAUSE_S = 0.05  # so that one read takes the samples of many ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +49,13 @@ class TemplateLine:
     pidfd: int
 
     def close(self) -> None:
-        """Close both here; the agent has them."""
+        """Close this process's descriptors. The agent has its own."""
         self.connection.close()
         os.close(self.pidfd)
 
 
 class AgentLink(Generic[_Handle]):
-    """Sends an agent its messages, wherever it runs, and hands what it says to the runs' jobs."""
+    """Sends messages to an agent, wherever it runs, and passes the agent's messages to the runs' jobs."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, _Handle] = {}
@@ -65,10 +64,7 @@ class AgentLink(Generic[_Handle]):
         self._only_samples_since = math.inf
 
     def prepare(self, options: LaunchConfig) -> None:
-        """Ask for a template, unless one was started with today's values of the import-time variables.
-
-        One that has preloaded more than is asked for is as good.
-        """
+        """Request a template, unless the last one fits the import-time variables and has preloaded enough."""
         settings, variables, sys_path = self._environment()
         if settings == self._prepared_for and self._preloaded.issuperset(options.preload):
             return
@@ -87,7 +83,7 @@ class AgentLink(Generic[_Handle]):
         self._jobs[job.id] = job
 
     def forget(self, job: _Handle) -> None:
-        """Unregister a job whose launch failed, or of which nothing more is wanted."""
+        """Unregister a job whose launch failed, or that needs no more messages."""
         self._jobs.pop(job.id, None)
 
     def _launch_message(
@@ -115,10 +111,10 @@ class AgentLink(Generic[_Handle]):
             variables=time_limit.variables(job.config.end_at, job.config.end_margin_s),
         )
 
-    # What differs with where the agent is ---------------------------------------------------------------------------
+    # What depends on where the agent is -----------------------------------------------------------------------------
 
     def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
-        """Return a template's variables and import path; before them what a template's imports depend on."""
+        """Return the settings that a template's imports depend on, and a template's variables and import path."""
         raise NotImplementedError
 
     def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
@@ -130,38 +126,38 @@ class AgentLink(Generic[_Handle]):
         raise NotImplementedError
 
     def _receive(self) -> Sequence[bytes]:
-        """Return the next messages, or none if none have come for a while. Raise if the agent has gone."""
+        """Wait a limited time for messages and return them, possibly none. Raise if the agent has gone."""
         raise NotImplementedError
 
     def _became_idle(self) -> None:
-        """React to an agent that has had no run for ``idle_timeout_s``, if nobody else does."""
+        """React to an agent that has had no run for ``idle_timeout_s``. By default, do nothing."""
 
     def _last_words(self) -> str:
-        """Return what the agent wrote last, for an error's ``why``."""
+        """Return the end of the agent's log, for an error's ``why``."""
         raise NotImplementedError
 
     # ----------------------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Read the next messages and hand them on."""
+        """Read the next messages and process them."""
         bodies = self._receive()
         are_samples = [self._heard(messages.decode_for_kernel(body)) for body in bodies]
         if not bodies or not all(are_samples):
             self._only_samples_since = math.inf
             return
         now = time.monotonic()
-        # Not after the first ones: they may be the last words of a short run, whose end is on its way.
+        # Not after the first samples: they may be the last ones of a short run, whose end must not be delayed.
         if now - self._only_samples_since > _SAMPLES_PAUSE_S:
             time.sleep(_SAMPLES_PAUSE_S)
         self._only_samples_since = min(self._only_samples_since, now)
 
     def _heard(self, said: messages.ToKernel) -> bool:
-        """Take one message, and return whether it was a sample, of which there are many and none is urgent."""
+        """Process one message, and return whether it was a sample: samples are many, and none is urgent."""
         if isinstance(said, messages.Idle):
             self._became_idle()
             return False
         if isinstance(said, messages.Broken) and not said.job_id:
-            self._prepared_for = None  # the next launch tries again, and says why if that fails too
+            self._prepared_for = None  # the next launch tries again, and reports a second failure
             return False
         job = self._jobs.get(said.job_id)
         if isinstance(said, messages.RunEnded | messages.Broken):
@@ -218,18 +214,18 @@ class AgentProcess(AgentLink[RunHandle]):
         return bool(self._jobs)
 
     def serves(self, job: RunHandle) -> bool:
-        """Return whether the job's run is the agent's, and hasn't ended."""
+        """Return whether this agent serves the job's run and the run hasn't ended."""
         return job.id in self._jobs
 
     @property
     def log(self) -> int:
-        """Descriptor of the file that the agent and the templates write to."""
+        """Descriptor of the log file of the agent and its templates."""
         return self._errors
 
     def launch(
         self, prepared: PreparedRun, line: TemplateLine | None = None, elastic: ElasticOptions | None = None
     ) -> None:
-        """Start a run, from a template of its own if there is a line to one."""
+        """Start a run, from its own template if ``line`` leads to one."""
         prepared.job.attach(_LocalControl(self, prepared.job.id))
         own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
         message = self._launch_message(prepared.job, template_pid=0 if line is None else line.pid, elastic=elastic)
@@ -240,9 +236,9 @@ class AgentProcess(AgentLink[RunHandle]):
             raise
 
     def detach(self, job: Job, folder: RunFolder, lock: int) -> list[int]:
-        """Let the agent go on without this process, with the run, which must be its only one.
+        """Detach the agent and its run, which must be its only one, from this process.
 
-        All that the agent has said here is delivered before the job ends.
+        All messages that the agent has sent are delivered before the job ends.
 
         Args:
             job: The run's job.
@@ -250,17 +246,17 @@ class AgentProcess(AgentLink[RunHandle]):
             lock: Descriptor that holds the folder's lock.
 
         Returns:
-            The part of each rank's log that was delivered, in bytes.
+            The number of bytes of each rank's log that were delivered.
 
         Raises:
-            RunError: It doesn't: the run has ended, or another one goes on.
+            RunError: The run has ended, or another run goes on.
         """
         self._answer = _Answer(lambda: job.end_detached(folder.facts.name))
         results = job.result_files.descriptors
         try:
             self._send(messages.Detach(job_id=job.id, folder=str(folder.path)), [lock, *results])
         except LaunchError:
-            if job.done:  # its results were read and closed meanwhile
+            if job.done:  # its result files were closed meanwhile
                 raise RunError("The run can't be detached now.", why="It has ended.") from None
             raise
         self._answer.has_come.wait(_DETACH_DEADLINE_S)
@@ -274,13 +270,13 @@ class AgentProcess(AgentLink[RunHandle]):
             uninterruptible.call(lambda: self._send(message))
 
     def quit(self) -> None:
-        """Tell it to stop what runs, with its grace, and to go."""
+        """Order the agent to stop its runs, with their grace period, and to exit."""
         self._is_closing = True
         with contextlib.suppress(LaunchError):
             self._send(messages.Quit())
 
     def close(self) -> None:
-        """Stop what runs and wait until it and the agent are gone; what takes longer than its grace is killed."""
+        """Stop the runs and wait until they and the agent are gone. Kill whatever outlasts its grace period."""
         grace_s = max((job.config.grace_s for job in list(self._jobs.values())), default=0.0)
         self.quit()
         if threading.current_thread() is not self._thread:
@@ -291,7 +287,7 @@ class AgentProcess(AgentLink[RunHandle]):
             self._thread.join(_CLOSE_DEADLINE_S)
 
     def _resume(self) -> None:
-        """Continue an agent that somebody has stopped: with it, all its ranks and everybody else wait."""
+        """Resume an agent that was stopped by SIGSTOP: all its ranks and this process wait for it."""
         assert self._process is not None
         if self._process.returncode is None:
             resume_if_stopped(self._process.pid)
@@ -316,7 +312,7 @@ class AgentProcess(AgentLink[RunHandle]):
             ) from error
 
     def _run(self) -> None:
-        """Start the agent and read its messages until it has gone. Runs in the thread."""
+        """Start the agent and read its messages until it has gone. The thread's function."""
         try:
             self._process = start_process(self._theirs, self._errors)
         except OSError as error:
@@ -352,10 +348,10 @@ class AgentProcess(AgentLink[RunHandle]):
     def _lost(self) -> None:
         self.is_lost = True
         assert self._process is not None
-        self._connection.shutdown()  # whatever has ended the reading, this ends the agent
+        self._connection.shutdown()  # end the agent if the reading ended for another reason
         self._connection.close()
         if self._answer.is_detached:
-            self._process.wait()  # its parent has to, as long as it is there
+            self._process.wait()  # this process must reap it as long as it is the parent
         else:
             self._wait_for_its_end()
             self._answer.come(None)
@@ -366,7 +362,7 @@ class AgentProcess(AgentLink[RunHandle]):
                 job.end("", agent_lost_error(self._last_words()))
         self._jobs.clear()
         os.close(self._errors)
-        self._errors = -1  # the number may soon be another file's
+        self._errors = -1  # another file may get the number
 
     def _wait_for_its_end(self) -> None:
         assert self._process is not None
@@ -382,7 +378,7 @@ class AgentProcess(AgentLink[RunHandle]):
 
 
 class _Answer:
-    """The agent's answer to ``Detach``. ``when_detached`` is called if the agent goes on by itself, however late."""
+    """The agent's answer to ``Detach``. ``when_detached`` is called if the agent agrees, however late."""
 
     def __init__(self, when_detached: Callable[[], None] = lambda: None) -> None:
         self._when_detached = when_detached
@@ -392,7 +388,7 @@ class _Answer:
         self.told_bytes: list[int] = []
 
     def come(self, said: messages.Detached | None) -> None:
-        """Take the answer; ``None`` if there won't be one."""
+        """Store the answer, or ``None`` if the agent has gone without one."""
         if not self.has_come.is_set:
             said = said or messages.Detached(job_id="", why="its agent has gone")
             self.why, self.told_bytes = said.why, said.told_bytes
@@ -403,11 +399,11 @@ class _Answer:
 
 
 def start_process(theirs: Connection, log: int) -> subprocess.Popen[bytes]:
-    """Start an agent for this process, which is killed when the calling thread ends.
+    """Start an agent for this process. The agent is killed when the calling thread ends.
 
     Args:
-        theirs: Its end of the connection.
-        log: Descriptor of the file that it and the templates write to.
+        theirs: The agent's end of the connection.
+        log: Descriptor of the log file of the agent and its templates.
     """
     return subprocess.Popen(
         bootstrap("notebook_accel.launching.agent.agent", str(theirs.fileno()), str(os.getpid())),
@@ -415,7 +411,7 @@ def start_process(theirs: Connection, log: int) -> subprocess.Popen[bytes]:
         stdout=log,
         stderr=log,
         pass_fds=[theirs.fileno()],
-        start_new_session=True,  # a terminal's Ctrl-C, or an interrupt of the kernel's group, is not for it
+        start_new_session=True,  # the agent must not get a terminal's Ctrl-C, or an interrupt of the kernel's group
     )
 
 

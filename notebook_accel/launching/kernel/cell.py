@@ -1,6 +1,6 @@
-"""Analysis of a cell's source: the names that it uses and assigns, and the function that it ends by defining.
+"""Analysis of a cell's source in the kernel: the names that it uses and assigns, and the function defined at its end.
 
-The source is plain Python, into which IPython's own syntax has been translated before.
+The source is plain Python: IPython's own syntax has been translated before.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Cell:
     """A cell that can be launched.
 
     Attributes:
-        source: Its Python source, with the line numbers that the notebook shows.
+        source: The Python source, with the line numbers that the notebook shows.
         label: The cell's name in tracebacks, such as ``In[7]``; the file name of its code.
-        uses: Names that it reads before it assigns them, so that they must come from the notebook.
-        calls: The name of the function that it ends by defining, empty if it doesn't end so.
-        assigns: Names that it may assign; ``None`` if they aren't known, as after ``from x import *``.
+        uses: Names that the cell reads before it assigns them, so that they must come from the notebook.
+        calls: The name of the function that the cell's last statement defines; empty if that is no definition.
+        assigns: Names that the cell may assign; ``None`` if they aren't known, as after ``from x import *``.
     """
 
     source: str
@@ -42,7 +42,7 @@ class Cell:
     assigns: frozenset[str] | None
 
     def captured(self, namespace: Mapping[str, Any], push: Sequence[str] = ()) -> dict[str, Any]:
-        """Return the notebook's variables that the ranks get: those that the cell uses, and those of ``push``.
+        """Return the notebook's variables to send: those that the cell uses, and those of ``push``.
 
         Raises:
             CellError: The notebook has no variable of a name in ``push``.
@@ -62,7 +62,7 @@ class Cell:
         return tuple(name for name in names if (self.assigns is None or name in self.assigns) and name not in push)
 
     def submodules(self, names: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return modules that the cell uses as attributes of captured ones: ``import a.b`` binds only ``a``."""
+        """Return modules that the cell uses as attributes of captured modules: ``import a.b`` binds only ``a``."""
         tokens = {node.attr for node in ast.walk(ast.parse(self.source)) if isinstance(node, ast.Attribute)}
         packages = {value.__name__ for value in names.values() if isinstance(value, types.ModuleType)}
         return tuple(
@@ -73,7 +73,7 @@ class Cell:
         )
 
     def refuse_unknown(self, pull: Sequence[str], push: Sequence[str]) -> None:
-        """Raise for a name in ``pull`` that the cell neither assigns nor uses: before the training, not after it."""
+        """Raise ``CellError`` before the training for a name in ``pull`` that the cell neither assigns nor uses."""
         if self.assigns is None:
             return
         known = {*self.assigns, *self.uses, *push}
@@ -87,7 +87,7 @@ class Cell:
 
 
 def parse(source: str, label: str) -> Cell:
-    """Return the cell with this source.
+    """Analyse a cell's source.
 
     Raises:
         SyntaxError: The source is not Python. The error's file name is the label.
@@ -110,11 +110,11 @@ def parse(source: str, label: str) -> Cell:
 
 
 def _check_compiles(source: str, label: str) -> None:
-    """Raise for errors that parsing doesn't find, such as ``return`` outside a function."""
+    """Raise SyntaxError for errors that parsing doesn't find, such as ``return`` outside a function."""
     try:
         compile(source, label, "exec", dont_inherit=True)
     except SyntaxError as error:
-        if error.text is None and error.lineno is not None:  # Python looks for a file of the label's name
+        if error.text is None and error.lineno is not None:  # Python found no file with the label's name
             error.text = source.splitlines()[error.lineno - 1]
         if error.msg.startswith("'await' outside"):
             error.msg += ": a rank runs no event loop, so write asyncio.run(...) instead of await"
@@ -138,10 +138,10 @@ def _arguments_of(code: types.CodeType, *instructions: str) -> set[str]:
 
 
 def is_builtin(name: str, value: Any) -> bool:
-    """Return whether this value of a notebook's name is Python's own."""
+    """Return whether a variable is Python's own builtin, or IPython's replacement of one."""
     if not hasattr(builtins, name):
         return False
-    # IPython replaces `open` by its own one, which refuses the descriptors of the standard streams.
+    # IPython replaces `open` by a function that refuses the descriptors of the standard streams.
     return value is getattr(builtins, name) or getattr(value, "__module__", "") == "IPython.core.interactiveshell"
 
 
@@ -168,9 +168,9 @@ def _refuse_magics(tree: ast.Module, label: str) -> None:
 
 # --- Names that are read before they are assigned ---------------------------------------------------------------------
 #
-# The scan goes from statement to statement, with the set of names that are surely assigned by then. A name that is
-# assigned only on some paths counts as not assigned: one name too many costs time, one too few breaks the cell. One
-# exception: a for loop counts as having run, so that `loss` after a training loop isn't taken from the notebook.
+# The scan goes from statement to statement, with the set of names that are surely assigned by then. A name assigned
+# only on some paths counts as not assigned: one name too many costs time, one too few breaks the cell. The exception is
+# a for loop, which counts as having run, so that `loss` after a training loop isn't taken from the notebook.
 
 _Scan = tuple[list[str], frozenset[str]]
 
@@ -277,7 +277,7 @@ def _scan_match(node: ast.Match, assigned: frozenset[str]) -> _Scan:
 
 
 _SCANS: dict[type, Any] = {
-    ast.Break: lambda _, assigned: ([], assigned),  # it can't be compiled outside of its loop
+    ast.Break: lambda _, assigned: ([], assigned),  # not compilable outside of its loop
     ast.Continue: lambda _, assigned: ([], assigned),
     ast.If: _scan_if,
     ast.For: _scan_for,

@@ -37,9 +37,9 @@ class DraftSource:
 
     Attributes:
         label: A description.
-        options: The options that it sets.
+        options: The options that the source sets.
         problems: A line about each setting that can't be used.
-        path: Its file, ``None`` for the machine.
+        path: The source's file, ``None`` for the machine.
     """
 
     label: str
@@ -50,7 +50,7 @@ class DraftSource:
 
 @dataclasses.dataclass(frozen=True)
 class DiffLine:
-    """One line of a diff of the file, marked ``+`` if it is added, ``-`` if it is removed, else with a blank."""
+    """One line of a diff of the file, with the mark ``+`` (added), ``-`` (removed) or blank."""
 
     mark: Literal["+", "-", " "]
     text: str
@@ -82,15 +82,15 @@ class Draft:
         self.fill(self.sources()[0])
 
     def _look(self) -> None:
-        """Read the file as it is now. Later changes by others are found by comparing with it."""
+        """Read the file's present content, with which ``write`` compares to find changes by others."""
         self._seen = _bytes_of(self.path)
         try:
             self._before = config_file.read(self.path).values if self.file_exists else {}
-        except ConfigError:  # it can only be replaced as a whole, as the source's problems tell
+        except ConfigError:  # the file can only be replaced as a whole; the source's problems report it
             self._before = {}
 
     def sources(self) -> tuple[DraftSource, ...]:
-        """Return all starting points, read anew. The first is an existing file, or else the machine."""
+        """Read and return all starting points. The first is an existing file, or else the machine."""
         found = [self._basic()]
         if self.file_exists:
             found.insert(0, _file_source("the existing file", self.path))
@@ -127,7 +127,7 @@ class Draft:
         return _allowed(self.values)
 
     def findings(self) -> tuple[Finding, ...]:
-        """Return the findings against a launch with these options; none as long as an option isn't allowed."""
+        """Return the findings against a launch with these options; none while an option isn't allowed."""
         try:
             launch = self.config()
         except ConfigError:
@@ -149,7 +149,7 @@ class Draft:
         return {choice: reason for choice, reason in reasons.items() if reason}
 
     def lines(self) -> tuple[DiffLine, ...]:
-        """Return a diff from the file as it is to the draft. Raise ConfigError if an option isn't allowed."""
+        """Return a diff from the present file to the draft. Raise ConfigError if an option isn't allowed."""
         before, after = self._before, self._after()
         lines: list[DiffLine] = []
         for key in sorted({*before, *after}, key=str):
@@ -162,7 +162,7 @@ class Draft:
         return tuple(lines)
 
     def _after(self) -> dict[str, Any]:
-        """Return the new content: basic options, options unlike their defaults, harmless keys of others."""
+        """Return the new content: basic options, options that differ from their defaults, and others' harmless keys."""
         launch = self.config()
         names = {option.name for option in config.fields()}
         kept = {key: value for key, value in self._before.items() if key not in names}
@@ -185,7 +185,7 @@ class Draft:
         """Write the file, and return its path.
 
         Raises:
-            ConfigError: An option isn't allowed; or there is a file, without ``overwrite``; or the file was changed
+            ConfigError: An option isn't allowed; or the file exists, without ``overwrite``; or it was changed
                 meanwhile; or it can't be written.
         """
         content = self._after()
@@ -212,7 +212,7 @@ def _allowed(values: Mapping[str, Any]) -> LaunchConfig:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Return whether two values mean the same in a file: 7 and 7.0 do, 1 and true don't."""
+    """Return whether two values are equal in a file: 7 and 7.0 are, 1 and true aren't."""
     return bool(old == new) and isinstance(old, bool) == isinstance(new, bool)
 
 
@@ -234,7 +234,7 @@ def _bytes_of(path: pathlib.Path) -> bytes | None:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
 ) -> pathlib.Path | Literal[False]:
-    """Write a configuration for this machine, as Accelerate's function of this name does. No device is initialised.
+    """Write a configuration file for this machine, as Accelerate's ``write_basic_config`` does. Initialises no device.
 
     Args:
         mixed_precision: ``no``, ``bf16`` or ``fp16``.

@@ -1,8 +1,8 @@
-"""Detached runs, which go on when the kernel ends: launching them, finding them, and attaching to them.
+"""The kernel's side of detached runs, which go on when the kernel ends: launching, finding, and attaching to them.
 
-A detached run has an agent of its own, which is nobody's child, and a folder (``run_folders``). The launching kernel is
-the first of those that are attached; the others come through the folder's socket. All get the same stream: the journal
-from its beginning, then what the agent tells from there on. So a job that was attached is like one that was launched.
+A detached run has its own agent, a daemon, and a folder (``run_folders``). The launching kernel is the first that is
+attached; others connect through the folder's socket. All get the same stream: the journal from its beginning, then the
+agent's new messages. So an attached job equals a launched one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from notebook_accel.protocol import events
 
 _PAUSE_S = 0.1
 _START_DEADLINE_S = 60.0
-_KEPT_BYTES = 1 << 16  # of what each rank has printed before its run was detached
+_KEPT_BYTES = 1 << 16  # of each rank's output before its run was detached
 _STOP_DEADLINE_S = 30.0
 
 
@@ -79,7 +79,7 @@ def _new_folder(name: str, run_id: str = "", *, is_unique: bool) -> Iterator[tup
     """Make the folder of a new run. Remove it on leaving if no agent has taken over the launch.
 
     Yields:
-        The folder, the descriptor that holds its lock, and a function that closes the descriptor here.
+        The folder, the descriptor that holds its lock, and a function that closes the descriptor in this process.
     """
     run_folders.remove_old()
     folder, lock = run_folders.make(name, run_id, is_unique=is_unique)
@@ -115,9 +115,9 @@ class _FolderFiles(RunFiles):
 
 
 def detach(job: Job, name: str = "") -> DetachedJob:
-    """Let a run that goes on outlive this process, as if it had been launched with ``detach=True``.
+    """Detach a running run, so that it outlives this process as if it had been launched with ``detach=True``.
 
-    The job ends with the status ``detached``; the run's new job has everything from then on, and the curves so far.
+    The job ends with the status ``detached``. The run's new job has the curves so far, and everything from then on.
 
     Args:
         job: The run's job, in the foreground or the background.
@@ -128,7 +128,7 @@ def detach(job: Job, name: str = "") -> DetachedJob:
 
     Raises:
         ConfigError: A run with these options can't be detached.
-        LaunchError: A detached run of that name goes on already, or there is no place for its folder.
+        LaunchError: A detached run of that name goes on already, or the folder can't be made.
         RunError: The run has ended, or another run of this process goes on.
     """
     return job if isinstance(job, DetachedJob) else attach(let_go(job, name).id)
@@ -137,7 +137,7 @@ def detach(job: Job, name: str = "") -> DetachedJob:
 def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFolder:
     """Detach a run as ``detach`` does, without attaching to it, and return its folder.
 
-    The ranks of a session also have to be told, which its pool does: see ``RankPool.leave``.
+    A session's ranks also need a message, which its pool sends: see ``RankPool.leave``.
     """
     if isinstance(job, DetachedJob):
         return job.folder
@@ -152,7 +152,7 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
         job.wait(_PAUSE_S)
     preflight.warn(detached_runs.logout_findings())
     folder = uninterruptible.call(lambda: _let_go(job, name or job.name))
-    with contextlib.suppress(Exception):  # the run has gone, whatever happens here
+    with contextlib.suppress(Exception):  # the run is detached already, so a failure here doesn't matter
         local.engine().warm_in_kernel()  # the run has taken its agent and template along
     return folder
 
@@ -171,17 +171,17 @@ def _let_go(job: Job, name: str) -> RunFolder:
                 fix="set XDG_STATE_HOME to a folder of yours on a local disk with room",
             ) from None
         told_bytes = local.engine().detach(job, folder, lock)
-        with contextlib.suppress(OSError):  # no room: the run goes on without what was before
+        with contextlib.suppress(OSError):  # a full disk: the run goes on without its history
             folder.write_history(_history(job, told_bytes))
     return folder
 
 
 def _write_definitions(job: Job, name: str, folder: RunFolder) -> None:
-    """Write the notebook's functions and classes, to which results refer, in place of the payload."""
+    """Write the notebook's functions and classes, which results refer to, in place of the payload."""
     namespace = sys.modules["__main__"].__dict__
     try:
         pickled = serialization.pickle_by_value(tuple(job.result_files.by_value), roots={}, namespace=namespace)
-    except PayloadError:  # the notebook has changed them: a result that refers to one can't be read elsewhere
+    except PayloadError:  # they have changed since the launch: results that refer to them can't be read elsewhere
         pickled = serialization.pickle_by_value((), roots={})
     payload = folder.create_payload()
     try:
@@ -191,7 +191,7 @@ def _write_definitions(job: Job, name: str, folder: RunFolder) -> None:
 
 
 def _history(job: Job, told_bytes: Sequence[int]) -> bytes:
-    """Return frames with the run's events so far: the state's, and the last lines that each rank has printed."""
+    """Return frames of events that restore the run's state, and the last lines that each rank has printed."""
     with job.state_lock:
         told = job.state.to_events()
     for rank, (path, end) in enumerate(zip(job.log_files, told_bytes, strict=False)):
@@ -240,15 +240,15 @@ def attach(which: str = "", *, view: str | None = None) -> DetachedJob:
     """Attach to a detached run of yours on this machine, and show it as the launching notebook does.
 
     Args:
-        which: The run's name or id. Default: the only one that goes on, or the latest.
+        which: The run's name or id. Default: the only run that goes on, or the latest.
         view: View of the run: ``auto``, ``panel``, ``lines`` or ``none``. Default: that of the launch.
 
     Returns:
-        The run's job. If the run has ended, it has the results already.
+        The run's job, with the results if the run has ended.
 
     Raises:
         NotebookAccelError: There is no such run, or a version with another format has launched it.
-        RunError: The run's agent lives and doesn't answer.
+        RunError: The run's agent lives but doesn't answer.
     """
     return attach_and_show(which, view=view)
 
@@ -265,8 +265,8 @@ def attach_and_show(
     Args:
         which: The run's name or id.
         view: View of the run.
-        set_variables: Takes the pulled variables when the results are read.
-        show: Shows the run.
+        set_variables: Function that takes the pulled variables when the results are read.
+        show: Function that shows the run.
     """
     job = open_job(run_folders.find(which), set_variables)
     if view is not None:
@@ -283,12 +283,12 @@ def again(
     set_variables: Callable[[dict[str, Any]], object] | None = None,
     show: Callable[[Job], None] = foreground.draw_in_background,
 ) -> DetachedJob:
-    """Launch a detached run that has ended once more: the same code with the variables that were sent then.
+    """Launch an ended detached run again: the same code, with the variables that were sent then.
 
     Args:
         which: The run's name or id. Default: the latest.
-        set_variables: Takes the pulled variables when the results are read.
-        show: Shows the run.
+        set_variables: Function that takes the pulled variables when the results are read.
+        show: Function that shows the run.
 
     Raises:
         LaunchError: The run goes on, or this machine can't run the launch.
@@ -340,7 +340,7 @@ def stop(folder: RunFolder) -> None:
     """Stop a run, and wait until its agent is gone.
 
     Raises:
-        RunError: It is not gone in time.
+        RunError: The agent is not gone in time.
     """
     send_order(folder, messages.End(job_id=folder.id, how="stop"))
     deadline_s = time.monotonic() + _STOP_DEADLINE_S + 3 * float(folder.facts.config.get("grace_s", 0.0))

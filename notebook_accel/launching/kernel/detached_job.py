@@ -1,4 +1,4 @@
-"""The job of a detached run: one that was launched here, or one that is made from the run's folder."""
+"""The kernel's job of a detached run, which was launched here or is opened from the run's folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DetachedJob(Job):
 
     Attributes:
         folder: The run's folder.
-        is_live: True while messages come as they are told; false while the journal is read.
+        is_live: True while messages come directly from the agent; false while the journal is read.
     """
 
     def __init__(self, request: LaunchRequest, *, folder: RunFolder, **arguments: Any) -> None:
@@ -38,16 +38,16 @@ class DetachedJob(Job):
         self._pull = request.spec.pull
 
     def pull(self, *names: str) -> Any:
-        """Wait for the run's end, and return the values that variables had in rank 0 then.
+        """Wait for the run's end, and return the final values of variables in rank 0.
 
         Args:
-            names: Names that ``--pull`` named at the launch.
+            names: Names that were given to ``--pull`` at the launch.
 
         Returns:
             The value; a tuple of the values for several names.
 
         Raises:
-            NotebookAccelError: A name was not named at the launch, or has no value that can be read here.
+            NotebookAccelError: A name was not given to ``--pull``, or has no value that can be read here.
         """
         unknown = [name for name in names if name not in self._pull]
         if unknown or not names:
@@ -80,11 +80,11 @@ class DetachedJob(Job):
 def open_job(
     folder: RunFolder, set_variables: Callable[[dict[str, Any]], object] | None = None, *, has_results: bool = True
 ) -> DetachedJob:
-    """Return the job of a run that has heard nothing yet.
+    """Create the job of a run, without any messages yet.
 
     Args:
         folder: The run's folder.
-        set_variables: Takes the pulled variables when the results are read.
+        set_variables: Function that takes the pulled variables when the results are read.
         has_results: Whether the results will be read.
 
     Raises:
@@ -106,7 +106,7 @@ def open_job(
 
 
 def request_of(folder: RunFolder, set_variables: Callable[[dict[str, Any]], object] | None = None) -> LaunchRequest:
-    """Return the launch of a run, without the target, which is in its payload.
+    """Return the launch request of a run without its target, which is in the payload.
 
     Raises:
         NotebookAccelError: The folder can't be read, or has the format of another version.
@@ -139,7 +139,7 @@ def request_of(folder: RunFolder, set_variables: Callable[[dict[str, Any]], obje
 
 
 class Definitions(Sequence[Any]):
-    """The functions and classes that a run's payload has by value. The payload is opened when one is asked for."""
+    """The functions and classes that a run's payload holds by value. The payload is opened at the first access."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""The connection to the agent of a detached run: starting the agent, following the run, and giving orders."""
+"""The kernel's connection to the agent of a detached run: starting the agent, following the run, sending orders."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, Message, peer_of
 
 _DEADLINE_S = 10.0
-_START_DEADLINE_S = 60.0  # a busy machine takes its time for a new interpreter
+_START_DEADLINE_S = 60.0  # a busy machine starts a new interpreter slowly
 _LOOK_PERIOD_S = 0.5
 _PAUSE_S = 0.1
 _SHORT_PAUSE_S = 0.005
 
 
 class Link(AgentLink[DetachedJob]):
-    """Follows one detached run, and sends its agent what the job asks for.
+    """Follows one detached run, and sends the job's orders to its agent.
 
     Args:
         job: The run's job.
@@ -41,8 +41,8 @@ class Link(AgentLink[DetachedJob]):
         self._job = job
         self._folder = job.folder
         self._connection: Connection | None = None
-        self._seen = 0  # the highest number of the messages heard so far
-        self._known = 0  # what it was when the present connection began
+        self._seen = 0  # the highest number of the messages read so far
+        self._known = 0  # the value of ``_seen`` when the present connection began
         self.expect(job)
 
     @property
@@ -55,10 +55,10 @@ class Link(AgentLink[DetachedJob]):
         Args:
             prepared: The run.
             lock: Descriptor that holds the folder's lock.
-            release: Closes it here, once the agent has it.
+            release: Function that closes ``lock`` in this process, once the agent has it.
 
         Raises:
-            ProcessStartError: The agent can't be started, or has gone again.
+            ProcessStartError: The agent can't be started, or has died.
         """
         connection, theirs = Connection.pair()
         try:
@@ -86,10 +86,10 @@ class Link(AgentLink[DetachedJob]):
             time.sleep(_SHORT_PAUSE_S)
 
     def attach(self) -> None:
-        """Read the journal, and follow the run from now on if it goes on.
+        """Read the journal, and follow the run if it goes on.
 
         Raises:
-            RunError: The agent lives and doesn't answer.
+            RunError: The agent lives but doesn't answer.
         """
         self._job.attach(_Control(self, self._job.id))
         if not self._reconnect():
@@ -100,25 +100,25 @@ class Link(AgentLink[DetachedJob]):
             self._start_thread()
 
     def hear_history(self) -> None:
-        """Hear what was before the journal of a run that was detached while it went on."""
+        """Read the history of a run that was detached while it went on: its events before the journal."""
         with contextlib.suppress(FileNotFoundError):
             if not self._seen:
                 self._replay(self._folder.open_history())
 
     def hear(self, descriptor: int) -> None:
-        """Hear the messages in a file only, and close it."""
+        """Read the messages in a file, and close it."""
         self._replay(descriptor)
 
     def end_if_lost(self) -> None:
-        """End the job of a run whose agent has gone, if the run's end was not among the messages."""
+        """End the job of a run whose agent has gone, unless the messages have ended it."""
         if not self._is_over:
             self._end_lost()
 
     def tell(self, message: messages.Order) -> None:
-        """Send an order on a connection of its own, which works whatever the state of the one that is followed is."""
+        """Send an order on a separate connection, which works even if the followed connection is broken."""
         uninterruptible.call(lambda: send_order(self._folder, message))
 
-    # What differs with where the agent is ---------------------------------------------------------------------------
+    # What depends on where the agent is -----------------------------------------------------------------------------
 
     def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
         return True, environment.sendable(), environment.import_path()
@@ -132,7 +132,7 @@ class Link(AgentLink[DetachedJob]):
         return self._unknown(journal.split_number(frame.body) for frame in self._connection.receive())
 
     def _unknown(self, numbered: Iterable[tuple[int, bytes]]) -> list[bytes]:
-        """Return the messages that were not heard before this connection began."""
+        """Return the messages that had not been read when this connection began."""
         unknown = [(number, body) for number, body in numbered if number > self._known]
         self._seen = max([self._seen, *(number for number, _ in unknown)])
         return [body for _, body in unknown]
@@ -146,7 +146,7 @@ class Link(AgentLink[DetachedJob]):
     def _heard(self, said: messages.ToKernel) -> bool:
         if isinstance(said, messages.RunEnded):
             self._job.ended_by = said.by
-        with contextlib.suppress(msgspec.DecodeError):  # an event that only a newer version knows
+        with contextlib.suppress(msgspec.DecodeError):  # a newer version's event
             return super()._heard(said)
         return False
 
@@ -156,11 +156,11 @@ class Link(AgentLink[DetachedJob]):
         threading.Thread(target=self._run, name=f"notebook-accel-attached-{self._job.id}", daemon=True).start()
 
     def _run(self) -> None:
-        """Follow the run to its end. Runs in the thread."""
+        """Follow the run to its end. The thread's function."""
         try:
             while not self._is_over:
                 self._read_while_connected()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, nobody waits for ever
+        except BaseException as error:  # noqa: BLE001 - after any error, nobody may wait for ever
             if not self._is_over:
                 text = f"The run {self._job.name!r} can't be followed any more; it may go on."
                 self._end(
@@ -170,7 +170,7 @@ class Link(AgentLink[DetachedJob]):
             self._close()
 
     def _read_while_connected(self) -> None:
-        """Read until the run's end or the connection's. An agent may drop a kernel that has taken nothing for long."""
+        """Read until the run or the connection ends. An agent drops a kernel that hasn't read anything for long."""
         with contextlib.suppress(ClosedError, OSError):
             while not self._is_over:
                 self._read()
@@ -179,18 +179,18 @@ class Link(AgentLink[DetachedJob]):
             self._end_lost()
 
     def _reconnect(self) -> bool:
-        """Connect to the agent and hear what isn't known yet; if it has gone, hear the rest of the journal.
+        """Connect to the agent and read the unread messages; if the agent has gone, read the rest of the journal.
 
         Returns:
-            False if the agent has gone without a word about the run's end.
+            False if the agent has gone without reporting the run's end.
 
         Raises:
-            RunError: The agent lives and doesn't answer.
+            RunError: The agent lives but doesn't answer.
         """
         self._close()
         deadline_s = time.monotonic() + _DEADLINE_S
         while self._folder.is_held:
-            with contextlib.suppress(OSError, msgspec.MsgspecError):  # it may be about to end, or to begin
+            with contextlib.suppress(OSError, msgspec.MsgspecError):  # the agent may be starting or exiting
                 self._follow(*_connect(self._folder))
                 return True
             self._close()
@@ -203,11 +203,11 @@ class Link(AgentLink[DetachedJob]):
         return self._is_over
 
     def _follow(self, connection: Connection, agent_pid: int = 0) -> None:
-        """Say who this is, and hear what is in the journal. What comes after it comes by the connection.
+        """Introduce this kernel to the agent and read the journal. Later messages come over the connection.
 
         Args:
             connection: The connection to the agent.
-            agent_pid: The agent's process, which is continued if somebody has stopped it.
+            agent_pid: The agent's process, which is resumed if it was stopped by SIGSTOP.
         """
         self._connection = connection
         frames = _introduce(connection, agent_pid, _START_DEADLINE_S, follows=True)
@@ -220,7 +220,7 @@ class Link(AgentLink[DetachedJob]):
             self._heard(messages.decode_for_kernel(body))
 
     def _replay(self, descriptor: int, size_bytes: int | None = None) -> None:
-        """Hear what is in a journal and isn't known yet, and close it."""
+        """Read the unread messages of a journal, and close it."""
         self._job.is_live = False
         try:
             for body in self._unknown(journal.read(descriptor, size_bytes)):
@@ -284,10 +284,10 @@ class _Control:
 
 
 def send_order(folder: RunFolder, message: messages.Order) -> None:
-    """Send the agent of a run a message, if it lives. A message to an agent that has gone, or is going, is lost.
+    """Send a message to the agent of a run. If the agent has gone, or is exiting, the message is lost.
 
     Raises:
-        RunError: The agent lives and doesn't answer.
+        RunError: The agent lives but doesn't answer.
     """
     deadline_s = time.monotonic() + _DEADLINE_S
     while folder.is_held:
@@ -311,10 +311,10 @@ def _no_answer(folder: RunFolder) -> RunError:
 
 
 def _connect(folder: RunFolder) -> tuple[Connection, int]:
-    """Connect to the agent of a run. Return the connection and the agent's process.
+    """Connect to the agent of a run. Return the connection and the agent's pid.
 
     Raises:
-        OSError: Nobody listens, or another user does.
+        OSError: Nobody listens, or another user's process does.
     """
     connected = folder.connect()
     pid, user = peer_of(connected)
@@ -325,7 +325,7 @@ def _connect(folder: RunFolder) -> tuple[Connection, int]:
 
 
 def _introduce(connection: Connection, agent_pid: int, patience_s: float, *, follows: bool) -> list[Message]:
-    """Say who this is, and return the agent's answer with what it says after it.
+    """Send a Hello, and return the agent's answer and the messages that follow it.
 
     Raises:
         OSError: The agent has gone, refuses, or doesn't answer.
@@ -342,11 +342,11 @@ def _introduce(connection: Connection, agent_pid: int, patience_s: float, *, fol
 
 
 def start_agent(folder: RunFolder, theirs: Connection, lock: int) -> None:
-    """Start the agent of a run. It is nobody's child, since the process that starts it ends at once.
+    """Start the agent of a run as a daemon: its parent exits at once.
 
     Raises:
-        OSError: It can't be started.
-        SubprocessError: It has failed before that.
+        OSError: The agent can't be started.
+        SubprocessError: The parent has failed.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     log = os.open(folder.path / "agent.log", flags, 0o600)

@@ -1,4 +1,4 @@
-"""The detached runs of this user: a line about each, and what people should know of those that go on."""
+"""Summaries of this user's detached runs, and warnings about those that go on."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ _ANSWER_DEADLINE_S = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class RunSummary:
-    """A detached run in a line.
+    """One line about a detached run.
 
     Attributes:
-        id: Its id.
-        name: Its name.
-        status: A job's status in a word; ``lost`` if its agent has gone with the machine or was killed; ``unreadable``.
-        why: The reason of its end in a line; empty if there is none.
-        began: Time of its launch in seconds since the epoch.
-        changed: Time of its last sign of life.
+        id: The run's id.
+        name: The run's name.
+        status: A job's status as one word, ``lost`` if the agent was killed or has gone with the machine, or
+            ``unreadable``.
+        why: The reason of the run's end, in one line; empty if there is none.
+        began: Time of the launch, in seconds since the epoch.
+        changed: Time of the run's last message, in seconds since the epoch.
         devices: The ranks' devices in words.
-        step: Steps of the rank that has done most, ``None`` if none counts any.
+        step: The most steps that a rank has done, ``None`` if no rank counts any.
         metrics: The latest metrics of the first rank that has some.
-        folder: Its folder, with results and logs.
+        folder: The run's folder, with results and logs.
         log_folder: The folder of the logs; empty if there is none.
-        session: For a session that goes on, what its ranks do, such as ``idle`` or ``busy with In[7]``; else empty.
-        session_since: Time since which they have done so.
+        session: For a session that goes on, its ranks' activity, such as ``idle`` or ``busy with In[7]``; else empty.
+        session_since: Time at which this activity began, in seconds since the epoch.
     """
 
     id: str
@@ -66,12 +67,12 @@ class RunSummary:
 
     @property
     def state(self) -> str:
-        """The status; what the ranks do, for a session that goes on."""
+        """The status; for a session that goes on, its ranks' activity."""
         return f"session, {self.session}" if self.session else self.status
 
     @property
     def since(self) -> float:
-        """Time since which it is in that state, or of its launch while it goes on."""
+        """Time at which the run entered its ``state``; for a running run, time of the launch."""
         return self.session_since or (self.began if self.is_going else self.changed)
 
 
@@ -81,7 +82,7 @@ def summaries() -> list[RunSummary]:
 
 
 def summary(folder: RunFolder) -> RunSummary:
-    """Return a run in a line."""
+    """Return the summary of a run."""
     facts = folder.facts
     step, metrics, status, why, session, session_since = None, {}, "unreadable", "", "", 0.0
     try:
@@ -115,14 +116,14 @@ def summary(folder: RunFolder) -> RunSummary:
 
 
 def _job_of_latest(folder: RunFolder) -> DetachedJob:
-    """Return the job of a run with its present state and without its history."""
+    """Return the job of a run with its present state but without its history."""
     job = open_job(folder, has_results=False)
-    was_held = folder.is_held  # read before the messages, the last of which is written before the agent ends
+    was_held = folder.is_held  # checked before reading, since the agent writes its last message before it ends
     with contextlib.suppress(FileNotFoundError):
         link = Link(job)
         link.hear_history()
         link.hear(folder.open_latest())
-    if not job.done and not was_held:  # the disk may have been full
+    if not job.done and not was_held:  # a full disk may have cut off the latest messages
         job = open_job(folder, has_results=False)
         link = Link(job)
         link.hear_history()
@@ -153,15 +154,15 @@ def _in_words(folder: RunFolder) -> str:
 
 
 def logout_findings() -> tuple[Finding, ...]:
-    """Return a warning if systemd ends what this process starts when its user logs out."""
+    """Return a warning if systemd ends this process's children when the user logs out."""
     with contextlib.suppress(OSError, KeyError):
         # Not imported at the top: Windows, where this module can be imported, lacks it.
         user = importlib.import_module("pwd").getpwuid(os.getuid()).pw_name
         group = _OWN_GROUP.read_text()
         if "/user.slice/" not in group or (_LINGERING / user).exists():
             return ()
-        # What a session has started ends with it only if that is set. What the user's manager has started, as some
-        # hubs have it start kernels, always ends with the user's last session.
+        # Processes of a login session end with it only if KillUserProcesses is set. Processes of the user's systemd
+        # manager, by which some hubs start kernels, always end with the user's last session.
         if "/session-" in group and not _kills_user_processes():
             return ()
         return (
@@ -176,7 +177,7 @@ def logout_findings() -> tuple[Finding, ...]:
 
 
 def _kills_user_processes() -> bool:
-    """Return systemd's setting of that name."""
+    """Return systemd's setting ``KillUserProcesses``."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         asked = subprocess.run(_ASK_LOGIND, capture_output=True, text=True, timeout=_ANSWER_DEADLINE_S, check=False)
         return asked.stdout.split() == ["b", "true"]

@@ -1,7 +1,7 @@
 """The devices of this machine, counted without initialising them.
 
-The driver's management library counts NVIDIA's GPUs. Where it can't (it isn't in the container, or parts of GPUs are
-asked for), a separate process asks CUDA. For AMD's GPUs such a process asks torch, which uses CUDA's names for them.
+The driver's management library (NVML) counts NVIDIA's GPUs. If it isn't in the container, or if parts of GPUs (MIG) are
+asked for, a separate process asks CUDA. For AMD's GPUs such a process asks torch, which uses CUDA's names for them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _PERMISSIONS = {
 _VISIBILITY_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 _COUNTING_VARIABLES = (*_VISIBILITY_VARIABLES, "LD_LIBRARY_PATH", "PYTHONPATH")
 _VENDORS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
-_INTEGRATED = "0000:00:02.0"  # the place on the bus of an Intel GPU that is part of the processor
-_NVIDIA_FILE = r"nvidia\d+|nvhost-gpu"  # the second is a Jetson's
+_INTEGRATED = "0000:00:02.0"  # the PCI address of an Intel GPU that is part of the processor
+_NVIDIA_FILE = r"nvidia\d+|nvhost-gpu"  # nvhost-gpu: on a Jetson
 
 
 class UncountableError(Exception):
@@ -64,10 +64,10 @@ class Devices:
     """The devices that ranks will run on.
 
     Attributes:
-        kind: The kind of devices; the last two are PJRT's.
+        kind: The kind of devices; ``TPU`` and ``XLA CPU`` are PJRT's.
         available: Number of devices; for CPUs, the default number of ranks, which is one.
         platform: PJRT's devices, if ranks will run on them.
-        finding: A finding about GPUs that ranks won't use although the user hasn't asked for the CPU.
+        finding: A finding about GPUs that ranks won't use, although the user hasn't asked for the CPU.
     """
 
     kind: Literal["CPU", "GPU", "TPU", "XLA CPU"]
@@ -94,7 +94,7 @@ class Devices:
     def start_method(self, config: LaunchConfig) -> str:
         """Return the start method that the options ask for, or the best one for these devices.
 
-        On TPUs ranks are forks of the kernel, so that memory holds a model of the notebook once.
+        On TPUs ranks are forks of the kernel, so that they share the memory of a model made in the notebook.
         """
         return "fork" if config.start_method == "auto" and self.platform is not None else config.start_method
 
@@ -106,7 +106,7 @@ class Devices:
 
     def hiding(self) -> dict[str, str]:
         """Return the variables that hide GPUs in a rank that computes on the CPU."""
-        # HIP ignores an empty variable, and then reads the other one.
+        # HIP ignores an empty CUDA_VISIBLE_DEVICES, and then reads HIP_VISIBLE_DEVICES.
         return {"CUDA_VISIBLE_DEVICES": ""} | ({"HIP_VISIBLE_DEVICES": "-1"} if build_of_torch() == "hip" else {})
 
 
@@ -114,7 +114,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of GPUs that a new process would see, without initialising one in this process.
 
     Raises:
-        UncountableError: There are GPUs, and counting them fails.
+        UncountableError: There are GPUs, but counting them fails.
     """
     build = build_of_torch()
     listed = environ.get("CUDA_VISIBLE_DEVICES")
@@ -132,7 +132,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def visible(uuids: Sequence[str], listed: str | None) -> list[int] | None:
-    """Return the indices of the GPUs that CUDA would show, in order; ``None`` where only CUDA itself knows.
+    """Return the indices of the GPUs that CUDA would show, in order; ``None`` if only CUDA itself can tell.
 
     The list ends at the first entry that names no GPU, and a list that names a GPU twice shows none, as in torch's
     reading of the variable (``torch.cuda._parse_visible_devices``) and CUDA's programming guide.
@@ -157,7 +157,7 @@ def visible(uuids: Sequence[str], listed: str | None) -> list[int] | None:
 
 
 def _index(entry: str, uuids: Sequence[str], *, by_uuid: bool) -> int | None:
-    if by_uuid:  # the beginning of a UUID is enough, if no other begins alike
+    if by_uuid:  # a unique prefix of a UUID is enough
         matching = [index for index, uuid in enumerate(uuids) if entry.startswith("GPU-") and uuid.startswith(entry)]
         return matching[0] if len(matching) == 1 else None
     number = re.match(r"\s*\+?(\d+)", entry)  # as C's strtoul, which ignores whatever follows the number
@@ -175,7 +175,7 @@ def _nvml() -> Iterator[tuple[Any, list[Any]]]:
         nvml.nvmlShutdown()
 
 
-@functools.cache  # the library takes its time to start, and GPUs come with a machine
+@functools.cache  # the library starts slowly, and a machine's GPUs don't change
 def _installed_gpus() -> tuple[str, ...] | None:
     """Return the UUIDs of NVIDIA's GPUs, ``MIG-`` for a divided one; ``None`` without the driver's library."""
     with contextlib.suppress(Exception), _nvml() as (nvml, handles):  # no library, no driver, no permission
@@ -193,7 +193,7 @@ def _count_in_process(build: Literal["cuda", "hip"], environ: Mapping[str, str])
     return _counted(build, tuple((name, environ[name]) for name in _COUNTING_VARIABLES if name in environ))
 
 
-@functools.cache  # errors are not kept
+@functools.cache  # exceptions are not cached
 def _counted(build: Literal["cuda", "hip"], variables: tuple[tuple[str, str], ...]) -> int:
     """Return the number of devices that a process with these variables counts.
 
@@ -224,14 +224,14 @@ def _counted(build: Literal["cuda", "hip"], variables: tuple[tuple[str, str], ..
 
 def _unused_gpus(build: Build) -> Finding | None:
     """Return a finding about GPUs of this machine that ranks won't use."""
-    if any(name in os.environ for name in _VISIBILITY_VARIABLES):  # whoever sets one has chosen the devices
+    if any(name in os.environ for name in _VISIBILITY_VARIABLES):  # the user has chosen the devices
         return None
     builds: dict[str, Build] = {}
     if _has_device_file(_NVIDIA_FILE):
         builds["NVIDIA"] = "cuda"
     if _has_device_file("kfd"):
         builds["AMD"] = "hip"
-    # Many processors have a GPU, which few people want to train on.
+    # Many processors have an integrated GPU, which few people want to train on.
     if any(vendor == "Intel" and (build == "xpu" or place != _INTEGRATED) for vendor, place, _ in _cards(_ROOT)):
         builds["Intel"] = "xpu"
     for vendor, its_build in builds.items():
@@ -249,7 +249,7 @@ def _unused_gpus(build: Build) -> Finding | None:
 
 @functools.cache
 def build_of_torch() -> Build:
-    """Return the accelerator that torch is built for. Its ``version.py`` is read, and nothing is imported."""
+    """Return the accelerator that torch is built for, read from its ``version.py`` without importing torch."""
     spec = None
     with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec("torch")
@@ -269,7 +269,7 @@ def _has_device_file(pattern: str) -> bool:
     return any(re.fullmatch(pattern, file) for file in _device_files(_ROOT))
 
 
-@functools.cache  # every launch asks, and GPUs come with a machine
+@functools.cache  # every launch asks, and a machine's GPUs don't change
 def _device_files(root: pathlib.Path) -> frozenset[str]:
     with contextlib.suppress(OSError):
         return frozenset(os.listdir(root / "dev"))
@@ -278,7 +278,7 @@ def _device_files(root: pathlib.Path) -> frozenset[str]:
 
 @functools.cache
 def _cards(root: pathlib.Path) -> tuple[tuple[str, str, str], ...]:
-    """Return the GPUs with files in ``/dev/dri``: vendor, place on the PCI bus, and name."""
+    """Return vendor, PCI address and name of each GPU that has a file in ``/dev/dri``."""
     found = []
     for file in sorted(root.glob("dev/dri/renderD*")):
         device = root / "sys/class/drm" / file.name / "device"
@@ -304,8 +304,8 @@ def _named(vendor: str) -> str:
 
 # Compute capability: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions
 _BF16_SINCE = (8, 0)
-# A folder, a module and a variable of each service. One of them may be left over from something else, such as a package
-# that somebody has installed or a variable in an image; two are not.
+# A folder, a module and a variable of each service. A single sign may come from elsewhere, such as an installed package
+# or a variable in an image; two signs are proof.
 _SIGNS = {
     "Colab": ("content", "google.colab", "COLAB_RELEASE_TAG"),
     "Kaggle": ("kaggle/working", "kaggle_secrets", "KAGGLE_KERNEL_RUN_TYPE"),
@@ -333,7 +333,7 @@ class Machine:
 
     Attributes:
         devices: The ranks' devices by default.
-        gpus: The GPUs that ranks would see. Empty also where the driver's library can't describe them.
+        gpus: The GPUs that ranks would see. Also empty if the driver's library can't describe them.
         cores: Number of CPU cores that this process may use, within a container's quota.
         memory_bytes: Memory that this process may use.
         host: The notebook service, ``Colab`` or ``Kaggle``; empty elsewhere.
@@ -354,7 +354,7 @@ class Machine:
         return cls(devices, gpus, host_memory.cores(), host_memory.total_bytes(), notebook_service(), pjrt.chips())
 
     def precisions(self, *, use_cpu: bool = False) -> dict[str, str]:
-        """Return for each precision the reason why it doesn't suit the devices, empty if it does."""
+        """Return for each precision the reason why it doesn't suit the devices; empty if it suits them."""
         reasons = {"no": "", "bf16": "", "fp16": ""}
         if use_cpu or self.devices.kind != "GPU":
             reasons["fp16"] = "needs a GPU"
@@ -363,7 +363,7 @@ class Machine:
         return reasons
 
     def facts(self) -> tuple[tuple[str, str], ...]:
-        """Return a description for people: pairs of a label and a text."""
+        """Return a human-readable description: pairs of a label and a text."""
         cores = format_count(self.cores, "CPU core")
         facts = [("devices", self._devices()), ("machine", f"{cores}, {format_size(self.memory_bytes)} of memory")]
         if self.tpus:
@@ -382,7 +382,7 @@ class Machine:
 
 
 def _gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Return the GPUs that a new process would see. The driver's library answers, and CUDA stays uninitialised."""
+    """Return the GPUs that a new process would see, by the driver's library, which doesn't initialise CUDA."""
     found = []
     with contextlib.suppress(Exception), _nvml() as (nvml, handles):  # no library, driver or permission; a divided GPU
         seen = visible([nvml.nvmlDeviceGetUUID(handle) for handle in handles], environ.get("CUDA_VISIBLE_DEVICES"))
@@ -394,7 +394,7 @@ def _gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 
 def notebook_service(root: pathlib.Path = _ROOT, environ: Mapping[str, str] = os.environ) -> str:
-    """Return ``Colab`` or ``Kaggle`` if two of three signs of the service are there, else an empty text."""
+    """Return ``Colab`` or ``Kaggle`` if two of the service's three signs are present, otherwise empty text."""
     for name, (folder, module, variable) in _SIGNS.items():
         signs = ((root / folder).is_dir(), pjrt.is_installed(module), variable in environ)
         if sum(signs) >= 2:

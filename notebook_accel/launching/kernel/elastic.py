@@ -1,7 +1,7 @@
-"""The engine for runs on several nodes: torch elastic in a process of its own.
+"""The engine for runs on several nodes, by torch elastic in a separate process.
 
-Nothing of torch elastic is imported in the kernel, where it would install signal handlers and never remove them. Its
-ranks don't differ from those of a run on one machine.
+The kernel imports nothing of torch elastic, which would install signal handlers and never remove them. The ranks are
+the same as those of a run on one machine.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol.agent_messages import ElasticOptions, Meeting
 
-PORT = 29500  # as torchrun's and Accelerate's
+PORT = 29500  # the default of torchrun and Accelerate
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_TIMEOUT_S = 600.0  # as torch elastic's
-_KEEP_ALIVE = {"keep_alive_interval": 5.0, "keep_alive_max_attempt": 3.0}  # seconds and a number; torch elastic's too
+_TIMEOUT_S = 600.0  # torch elastic's default
+_KEEP_ALIVE = {"keep_alive_interval": 5.0, "keep_alive_max_attempt": 3.0}  # seconds, count; torch elastic's defaults
 _STATIC = ("timeout", *_KEEP_ALIVE)
 _C10D = (
     *("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout"),
@@ -30,10 +30,10 @@ def is_wanted(config: LaunchConfig) -> bool:
 
 
 def check(config: LaunchConfig) -> None:
-    """Check the options about nodes, also those of a launch on one node.
+    """Check the options about nodes, even for a launch on one node.
 
     Raises:
-        ConfigError: They don't fit together.
+        ConfigError: The options don't fit together.
     """
     if is_wanted(config):
         _meeting(config)
@@ -42,7 +42,7 @@ def check(config: LaunchConfig) -> None:
     for name, is_unused in (
         ("node_rank", config.node_rank == 0),
         ("master_addr", config.master_addr in _LOOPBACK),
-        # torchrun's documentation has c10d with an endpoint for one node too. Nobody else comes to it.
+        # torchrun's documentation uses c10d with an endpoint for one node too. Nothing else connects to it.
         ("rdzv_endpoint", not config.rdzv_endpoint or config.rdzv_backend == "c10d"),
     ):
         if not is_unused:
@@ -54,10 +54,10 @@ def check(config: LaunchConfig) -> None:
 
 
 class ElasticEngine:
-    """Runs the ranks of this node in a run on several."""
+    """Runs this node's ranks of a run on several nodes."""
 
     def launch(self, request: LaunchRequest) -> Job:
-        """Start the run's elastic process, which has the ranks started. See ``Engine``."""
+        """Start the run's elastic process, which orders the start of the ranks. See ``Engine``."""
         config = request.config
         options = ElasticOptions(
             max_restarts=config.max_restarts,

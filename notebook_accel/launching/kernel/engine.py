@@ -1,4 +1,4 @@
-"""The seams between the launcher, a run's handle and the engines that run ranks."""
+"""The interfaces between the launcher, a run's handle and the engines that run ranks."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 
 
 class RunControl(Protocol):
-    """The engine's side of a run: what its handle may ask for."""
+    """The engine's side of a run: the operations that the run's handle may request."""
 
     def interrupt(self, *, escalate: bool) -> None:
-        """Raise KeyboardInterrupt in the ranks; with ``escalate``, end them after the grace."""
+        """Raise KeyboardInterrupt in the ranks; with ``escalate``, terminate them after the grace period."""
 
     def stop(self) -> None:
-        """End the ranks: SIGTERM, and SIGKILL after the grace."""
+        """Send the ranks SIGTERM, and SIGKILL after the grace period."""
 
     def kill(self) -> None:
-        """End the ranks at once."""
+        """Kill the ranks."""
 
     def inspect(self) -> None:
-        """Ask the ranks for their stacks, without waiting. The answer goes to ``take_dumps``."""
+        """Request the ranks' stacks, without waiting. They are delivered by ``take_dumps``."""
 
     def profile(self, message_to: Callable[[str], Profile]) -> None:
-        """Ask the ranks to profile their next steps, without waiting. The answers are events.
+        """Request a profile of the ranks' next steps, without waiting. The ranks answer by events.
 
         Args:
-            message_to: Makes the message to an agent, given the run's id there.
+            message_to: Function that makes the message to an agent, from the run's id there.
         """
 
     def respawn(self, rank: int) -> None:
-        """Start a dead rank once more."""
+        """Restart a dead rank."""
 
 
 class RunHandle(Protocol):
@@ -65,23 +65,23 @@ class RunHandle(Protocol):
 
     @property
     def on_death(self) -> OnDeath:
-        """``stop`` or ``keep``: the other ranks' fate when one dies."""
+        """What happens to the other ranks when one dies: ``stop`` or ``keep``."""
 
     @property
     def log_folder(self) -> pathlib.Path | None:
         """Folder for the ranks' logs, ``None`` without logs."""
 
     def deliver(self, rank: int, event: Event) -> None:
-        """Take one event of a rank."""
+        """Process one event of a rank."""
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
-        """Take the ranks' stacks."""
+        """Process the ranks' stacks."""
 
     def start(self, starting: Starting) -> None:
-        """Note that the ranks are started, or started again."""
+        """Record that the ranks are started or restarted."""
 
     def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
-        """Note the end: every rank is gone. ``elsewhere`` is the failure on another node that ended the run."""
+        """Record the end: every rank is gone. ``elsewhere`` is the failure on another node that ended the run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,18 +90,18 @@ class LaunchRequest:
 
     Attributes:
         target: The function or cell that the ranks run.
-        roots: The target's objects by the words that an error uses for them, such as ``argument 1``.
+        roots: The target's objects by the labels that messages use for them, such as ``argument 1``.
         spec: The ranks' ``JobSpec``, without the sources of functions that are pickled.
         config: The options.
         devices: The ranks' devices in words, such as ``2 CPUs``.
-        variables: Environment variables that the launch itself sets for the ranks.
+        variables: Environment variables that the launch sets for the ranks.
         optional_names: Names of the target that are left out if they can't be pickled.
-        foreground_lock: Held while the cell that started the run waits for it. An engine ends the run's processes once
-            the lock is free. ``None`` for a run in the background.
-        set_variables: Takes the pulled variables by name.
-        on_death: Whether the other ranks stop or stay when one dies.
+        foreground_lock: Lock that is held while the cell waits for the run. An engine ends the run's processes once
+            the lock is free. ``None`` for a background run.
+        set_variables: Function that takes the pulled variables by name.
+        on_death: What happens to the other ranks when one dies: ``stop`` or ``keep``.
         detach: True if the run goes on when the kernel ends.
-        detached_id: Its id then; empty for a new one.
+        detached_id: The id of a detached run; empty for a new one.
     """
 
     target: Target
@@ -119,10 +119,10 @@ class LaunchRequest:
 
 
 class Engine(Protocol):
-    """Anything that can run ranks."""
+    """Runs ranks."""
 
     def launch(self, request: LaunchRequest) -> Job:
-        """Start the ranks and return the run's job, with a control attached; deliver its events and end it.
+        """Start the ranks and return the run's job, with a control attached. From then on, deliver events and the end.
 
         Raises:
             LaunchError: The ranks can't be started.
@@ -136,11 +136,11 @@ class ClusterEngine(Engine, Protocol):
         """Return the ranks' devices."""
 
     def check(self, config: LaunchConfig) -> tuple[Finding, ...]:
-        """Return findings on what the ranks need and the machines don't have."""
+        """Return findings about resources that the ranks need and the machines lack."""
 
 
 # Each module has ``connect(config)``, which returns its engine, and ``check_options(pairs)`` for ``engine_options``.
-# They are imported by name, since they build on the kernel's side of a launch.
+# The modules are imported by name, since they themselves import this package.
 _CLUSTERS = {"ray": "notebook_accel.launching.ray.engine"}
 
 
@@ -148,7 +148,7 @@ def connect_cluster(config: LaunchConfig) -> ClusterEngine | None:
     """Connect to the cluster that the option ``engine`` names; return ``None`` for this machine.
 
     Raises:
-        ConfigError: An option has no meaning on that cluster, its library isn't installed, or there is no cluster.
+        ConfigError: An option can't be used on that cluster, its library isn't installed, or there is no cluster.
     """
     if config.engine not in _CLUSTERS:
         return None
@@ -157,10 +157,10 @@ def connect_cluster(config: LaunchConfig) -> ClusterEngine | None:
 
 
 def check_engine_options(config: LaunchConfig) -> None:
-    """Check the options for engines, also without their engine, as in a form that isn't filled in yet.
+    """Check ``engine_options``, even if no cluster engine is chosen yet, as in an unfinished form.
 
     Raises:
-        ConfigError: One doesn't exist, or can't have its value.
+        ConfigError: An option doesn't exist, or can't have this value.
     """
     if config.engine_options:
         module = _CLUSTERS.get(config.engine, _CLUSTERS["ray"])  # no other engine has options

@@ -1,4 +1,4 @@
-"""Waiting for a run in the cell: drawing its view until it has ended, and ending it on an interrupt."""
+"""The wait of a cell for its run: draws the run's view until the run has ended, and ends the run on an interrupt."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from notebook_accel.launching.views.view import NoView, View, open_panel, open_v
 
 _T = TypeVar("_T")
 _REFRESH_PERIOD_S = 0.2
-_DRAWING_SHARE = 0.02  # of one core: a view that is slow to draw is drawn less often
+_DRAWING_SHARE = 0.02  # of one core: a slow view is drawn less often
 _LONGEST_PERIOD_S = 1.0
-# To draw a panel takes a whole processor, which starting ranks need; and a run that ends by then, which looks instant
-# to people, needs no panel.
+# Drawing a panel takes a whole processor, which starting ranks need. A run that ends within this time looks instant and
+# needs no panel.
 _DRAWING_DELAY_S = 0.1
 _INTERRUPT_DEADLINE_S = 3.0
 _ANSWER_DEADLINE_S = 5.0  # the ranks have three seconds to send their stacks
@@ -30,10 +30,10 @@ _ANSWER_DEADLINE_S = 5.0  # the ranks have three seconds to send their stacks
 def run_in_foreground(launch: Callable[[threading.Lock], Job]) -> Results:
     """Launch a run, draw its view, wait for its end and return its results.
 
-    An interrupt goes to the ranks, which have the grace to end by themselves; a second one kills them.
+    An interrupt goes to the ranks, which may end by themselves within the grace period; a second one kills them.
 
     Args:
-        launch: A function that starts the run. Its lock is held as long as this function waits for the run. A run that
+        launch: Function that starts the run. This function holds the lock as long as it waits for the run. A run that
             goes on after that is ended, even if interrupts come before or while this function handles them.
 
     Raises:
@@ -57,25 +57,25 @@ def _follow(job: Job) -> Results:
             _run_here(job, view, job.run_here)
     except KeyboardInterrupt as interrupt:
         _end_interrupted(job)
-        view = view or _open(job)  # the ranks' output is shown all the same
+        view = view or _open(job)  # show the ranks' output even so
         _guarded(job, view.close, None)
         saved, lost = job.pull_saved()
         # IPython shows this in place of a traceback, which would have only frames of this package.
         interrupt._render_traceback_ = lambda: [_describe_interrupt(job, saved, lost)]  # type: ignore[attr-defined]
         raise
-    except BaseException:  # such as an exception of the user's signal handler: the run must not go on unattended
+    except BaseException:  # such as from the user's signal handler: the run must not go on unattended
         job.kill()
         raise
     return job.results()
 
 
 def draw_in_background(job: Job) -> None:
-    """Draw a job's view in a thread of its own, until the job has ended."""
+    """Draw a job's view in a separate thread until the job has ended."""
     _draw_in_thread(job, _open(job))
 
 
 def draw_attached(job: Job) -> None:
-    """Draw the view of a job that was attached, to its end; at once, if it has ended."""
+    """Draw an attached job's view in a thread until the job has ended; directly if it has ended already."""
     view = _open(job, f"Attached to {job.name!r}: {job.status}, on {job.devices}.")
     if job.done:
         _guarded(job, view.close, None)
@@ -84,7 +84,7 @@ def draw_attached(job: Job) -> None:
 
 
 def show_panel(job: Job) -> None:
-    """Draw a job's panel in a thread. Without a panel nothing is drawn: the run's output is shown elsewhere."""
+    """Draw a job's panel in a thread. Without a panel draw nothing, since the run's output is shown elsewhere."""
     no_view: View = NoView(job)
     _draw_in_thread(job, _guarded(job, lambda: open_panel(job) or no_view, no_view))
 
@@ -121,7 +121,7 @@ def _refresh_until_done(job: Job, view: View) -> None:
 
 
 def _run_here(job: Job, view: View, run: Callable[[], None]) -> None:
-    """Run the one rank in this thread, where a debugger and an interrupt reach it. Another thread draws."""
+    """Run the only rank in this thread, where debuggers and interrupts reach it. Another thread draws the view."""
     drawing = threading.Thread(target=_refresh_until_done, args=(job, view), name=f"notebook-accel-view-{job.id}")
     drawing.start()
     try:
@@ -136,7 +136,7 @@ def _run_here(job: Job, view: View, run: Callable[[], None]) -> None:
 
 
 def _guarded(job: Job, act: Callable[[], _T], otherwise: _T) -> _T:
-    """Call a view's function. If it raises, report that and let the training go on."""
+    """Call a view's function. If it raises, report the error and let the training go on."""
     try:
         return act()
     except Exception as error:
@@ -149,7 +149,7 @@ def _guarded(job: Job, act: Callable[[], _T], otherwise: _T) -> _T:
 
 
 def _was_raised_by_a_signal(error: Exception) -> bool:
-    """Return whether a signal handler of the user raised it. Python may call handlers at any moment."""
+    """Return whether a user's signal handler raised the error. Python may call handlers at any moment."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -167,7 +167,7 @@ def _end_interrupted(job: Job) -> None:
 
 
 def _does_agent_answer(job: Job) -> bool:
-    """Return whether the agent answers. If so, a rank is in an unkillable system call, and other runs go on."""
+    """Return whether the agent answers. If it does, a rank hangs in an unkillable system call, and other runs go on."""
     try:
         job.stacks(_ANSWER_DEADLINE_S)
     except RunError:

@@ -1,12 +1,11 @@
 """The engine whose ranks are forks of the kernel, so that they share its objects without copying them.
 
-The kernel forks once. That child becomes a template for this one run: it forks the ranks, as every template does, so
-that supervision, output, results and ends are the same as of ranks that start clean.
+The kernel forks once. The child becomes a template for this run only, which forks the ranks as every template does. So
+supervision, output, results and ends are the same as for ranks that start clean.
 
-It is forked by a thread that does nothing else, for three reasons. GNU's OpenMP hangs in a fork of a thread that has
-computed with several threads, and this one has computed nothing. The signal that the child gets at its parent's end is
-sent when that *thread* ends, and this one ends only with the kernel or after the child. And somebody has to wait for
-the child.
+A dedicated thread forks the child, for three reasons. GNU's OpenMP hangs in a fork of a thread that has computed with
+several threads, and this thread has computed nothing. Linux sends the parent-death signal when the parent's *thread*
+ends, and this thread ends only with the kernel or after the child. And a thread must wait for the child, to reap it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from notebook_accel.protocol.channel import Connection
 from notebook_accel.uninterruptible import Latch
 
 _FORK_DEADLINE_S = 30.0
-# What a fork must not share: the kernel's lines to its front end, to the agent, and whatever waits on them.
+# Files that a fork must not share: the kernel's connections to front end and agent, and the objects that poll them.
 _LINES = ("socket:", "anon_inode:[eventfd]", "anon_inode:[eventpoll]", "anon_inode:[pidfd]", "anon_inode:[timerfd]")
 
 
@@ -92,14 +91,14 @@ class _Forking:
         """Fork the template and return the line to it.
 
         Raises:
-            ProcessStartError: The system wouldn't.
+            ProcessStartError: The fork has failed.
         """
         thread = threading.Thread(target=self._run, name="notebook-accel-fork", daemon=True)
         try:
             thread.start()
             self._has_forked.wait(_FORK_DEADLINE_S)
         except BaseException:
-            self._ours.close()  # which ends the template, if it is there already
+            self._ours.close()  # this ends a template that was forked already
             raise
         if self._pidfd < 0:
             self._ours.close()
@@ -108,10 +107,10 @@ class _Forking:
 
     def _run(self) -> None:
         collects_garbage = gc.isenabled()
-        gc.disable()  # a process group that is garbage can't be destroyed in a fork, which has none of its threads
+        gc.disable()  # a fork can't destroy a garbage process group, whose threads it doesn't have
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of threads; preflight has looked at them
+                warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which preflight has checked
                 pid = os.fork()
             if pid == 0:
                 gc.freeze()
@@ -125,11 +124,11 @@ class _Forking:
                 gc.enable()
             self._theirs.close()
             self._has_forked.set()
-        with contextlib.suppress(ChildProcessError):  # somebody has waited for whatever ends
+        with contextlib.suppress(ChildProcessError):  # other code in the kernel has reaped the child
             os.waitpid(pid, 0)
 
     def _become_template(self) -> NoReturn:
-        """Serve as the template until the end. Runs in the child."""
+        """Serve as the template until the end. Runs in the child process."""
         status = 1
         try:
             template.come_under(self._kernel_pid)
@@ -139,25 +138,25 @@ class _Forking:
             status = 0
         except SystemExit:
             status = 0
-        except BaseException:  # noqa: BLE001 - nobody else would say it
+        except BaseException:  # noqa: BLE001 - the log is the only place to report it
             os.write(self._log, traceback.format_exc().encode())
         finally:
             os._exit(status)
 
 
 def _let_go_of_the_kernel(keep: set[int], log: int) -> None:
-    """Undo what is right for the kernel and wrong for a fork of it."""
+    """Detach a fork from the kernel's signals, exit functions, output and connections."""
     signal.set_wakeup_fd(-1)
-    atexit._clear()  # what was registered there is to be done once, by the kernel
+    atexit._clear()  # only the kernel must run its exit functions
     os.dup2(log, 1)
     os.dup2(log, 2)
     nowhere = os.open(os.devnull, os.O_RDWR)
     sys.stdout = sys.stderr = os.fdopen(os.dup(nowhere), "w")
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
-        with contextlib.suppress(OSError):  # the one that lists the folder
+        with contextlib.suppress(OSError):  # the descriptor that listed the folder is closed already
             if os.readlink(f"/proc/self/fd/{name}").startswith(_LINES) and descriptor not in keep:
-                # Its number stays taken: the objects that own it may close it at any time, and must not hit another.
+                # Keep the number in use: the object that owns it may close it at any time, and must not hit a new file.
                 os.dup2(nowhere, descriptor)
     os.dup2(nowhere, 0)
     os.close(nowhere)

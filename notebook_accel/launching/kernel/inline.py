@@ -1,7 +1,7 @@
-"""The engine whose one rank is this process: for ``breakpoint()``, ``input()`` and post-mortem debugging.
+"""The engine whose only rank is the kernel itself: for ``breakpoint()``, ``input()`` and post-mortem debugging.
 
-Nothing is pickled, and no other process is started. Variables that a cell assigns stay in the notebook, as if the magic
-were not there. The rank's environment variables, store and default process group exist only while it runs.
+Nothing is pickled, and no other process is started. Variables that a cell assigns stay in the notebook, as in a cell
+without the magic. The rank's environment variables, store and default process group exist only while it runs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class InlineEngine:
 
 @dataclasses.dataclass(frozen=True)
 class _InlineRun:
-    """One rank in this process. ``listening`` is the socket of its store."""
+    """One rank in this process. ``listening`` is the socket of the rank's store."""
 
     job: Job
     spec: JobSpec
@@ -90,7 +90,7 @@ class _InlineRun:
 
     @contextlib.contextmanager
     def _as_rank(self) -> Iterator[None]:
-        """Give this process a rank's environment, store and reporter, and take them away on leaving."""
+        """Give this process a rank's environment, store and reporter for the body."""
         place = RankPlace(0, 1, 0, 1, "127.0.0.1", self.listening.getsockname()[1])
         config = self.job.config
         wanted = {**self.spec.environment, **place.variables(), **store.VARIABLES}
@@ -108,7 +108,7 @@ class _InlineRun:
 
 @dataclasses.dataclass(frozen=True)
 class _DirectConnection:
-    """A connection that delivers events to the job directly, in place of the one to the agent."""
+    """A connection that delivers events directly to the job, in place of the connection to the agent."""
 
     job: Job
 

@@ -1,4 +1,4 @@
-"""The handle of a run: the notebook holds it, a view draws it and an engine feeds it."""
+"""The kernel's handle of a run: an engine updates it, a view draws it, and the notebook holds it."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class Handle(abc.ABC):
     @property
     @abc.abstractmethod
     def status(self) -> Status:
-        """The status in a word. A cell is ``waiting`` while the ranks are busy with earlier ones."""
+        """The status as one word. A cell is ``waiting`` while the ranks run earlier cells."""
 
     @property
     def done(self) -> bool:
-        """True if the code has ended, in whatever way."""
+        """True once the code has ended, with or without success."""
         return self._ended.is_set
 
     @property
@@ -73,15 +73,15 @@ class Handle(abc.ABC):
         return self._ended.wait(timeout_s)
 
     def results(self, timeout_s: float | None = None) -> Results:
-        """Return the result of every rank that has run the code, as soon as all are there.
+        """Wait for the end of the code and return the result of every rank that ran it.
 
         Args:
             timeout_s: Longest wait in seconds; ``None`` waits until the code has ended.
 
         Raises:
-            RunTimeoutError: The code hasn't ended by then; it goes on.
+            RunTimeoutError: The code hasn't ended within ``timeout_s``, and continues.
             RunError: The code has failed or was stopped.
-            ResultError: A result can't be had here; the others are in the error.
+            ResultError: A result can't be read in this process. The error carries the others.
         """
         if not self.wait(timeout_s):
             raise RunTimeoutError(
@@ -97,7 +97,7 @@ class Handle(abc.ABC):
 
     @abc.abstractmethod
     def stop(self) -> None:
-        """End the code. Doesn't wait for the end."""
+        """Stop the code. Doesn't wait for the end."""
 
     @abc.abstractmethod
     def stacks(self, timeout_s: float = 10.0) -> Stacks:
@@ -105,18 +105,18 @@ class Handle(abc.ABC):
 
     @abc.abstractmethod
     def _results(self) -> Results:
-        """Return the results, or raise the error, of code that has ended."""
+        """Return the results of code that has ended, or raise its error."""
 
 
 @dataclasses.dataclass
 class Ending:
-    """The end of a run. It may outlive the job.
+    """The outcome of a run. It may outlive the job.
 
     Attributes:
-        status: The status in a word; empty while the run goes on.
-        why: The reason of a failure or of an early end in a line; empty if there was none.
+        status: The final status as one word; empty while the run goes on.
+        why: The reason for a failure or an early end, in one line; empty if there is none.
         took_s: Duration of the run in seconds.
-        diagnosis: Where the time of the steps went.
+        diagnosis: How the steps spent their time.
     """
 
     status: str = ""
@@ -125,40 +125,40 @@ class Ending:
     diagnosis: Diagnosis = dataclasses.field(default_factory=Diagnosis)
 
     def fill_in(self, status: str, why: str, took_s: float, diagnosis: Diagnosis) -> None:
-        """Note the end. The status comes last, so that a thread that sees it sees the rest too."""
+        """Set all fields. The status is set last: a thread that sees it also sees the other fields."""
         self.why, self.took_s, self.diagnosis = why, took_s, diagnosis
         self.status = status
 
 
 class Job(Handle):
-    """A run that was started. The launcher makes it, an engine feeds it, views and users read it.
+    """A started run. The launcher creates the job, an engine updates it, and views and users read it.
 
     Attributes:
         id: An identifier, unique among this user's runs.
         name: The run's name.
-        spec: The description of the run that its ranks get.
-        config: Its options.
-        world_size: Number of ranks here.
+        spec: The description of the run that each rank receives.
+        config: The run's options.
+        world_size: Number of ranks on this node.
         devices: The ranks' devices in words, such as ``2 CPUs``.
-        is_background: Whether the cell that started the run doesn't wait for it.
-        on_death: The other ranks' fate when one dies: ``stop`` or ``keep``. A run that keeps them goes on, even without
-            any rank, until it is stopped or all have finished.
+        is_background: Whether the run is in the background, so that its cell doesn't wait for it.
+        on_death: What happens to the other ranks when one dies: ``stop`` or ``keep``. With ``keep`` the run goes on,
+            even without any rank, until it is stopped or all ranks have finished.
         started_s: Time of the start, in seconds of ``time.monotonic()``.
         ended_s: Time of the end, ``None`` while the run goes on.
-        ending: The end of the run, filled in when it comes.
+        ending: The outcome of the run, filled in when the run ends.
         state: The ranks' states, reduced from their events. Other threads change it: read it while holding
             ``state_lock``.
-        log_files: The ranks' logs of their standard output and error. Empty if there was no room.
+        log_files: Each rank's log of its standard output and error. Empty if no log folder could be made.
         log_folder: The folder of the logs, ``None`` if there are none.
-        doing: A function that returns the ranks' current work in words, set by the launching code; else empty text.
-        ended_by: The one of several who has stopped a detached run, in words; else empty.
-        run_here: A function that runs the one rank in this process; ``None`` where ranks are processes.
+        doing: A function that returns the ranks' current work in words. By default it returns empty text.
+        ended_by: The process that stopped a detached run, in words; otherwise empty.
+        run_here: A function that runs the only rank in this process; ``None`` if ranks are processes.
 
     Args:
-        request: The launch.
-        by_value: Functions and classes that the payload holds by value, which come back by reference.
-        result_files: One memory file a rank, which the job owns.
-        log_folder: Folder of the ranks' logs, ``None`` if there was no room for any.
+        request: The launch request.
+        by_value: Functions and classes that the payload holds by value. Results refer to them instead of copying them.
+        result_files: One memory file per rank, owned by the job.
+        log_folder: Folder of the ranks' logs, ``None`` if it could not be made.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Job(Handle):
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
         self.state = RunState(spec.world_size)
         self.state_lock = threading.RLock()
-        # Right where nodes are numbered; otherwise the elastic process will send the numbers.
+        # Correct if the launch numbers the nodes (node_rank); otherwise the elastic process sends the numbers later.
         nodes = int(config.num_nodes.partition(":")[0])
         self.state.apply(0, Numbered(first_rank=config.node_rank * self.world_size, world_size=nodes * self.world_size))
         self._failures = failures.RunErrors(config.start_method, spec.unsent, by_value)
@@ -215,7 +215,7 @@ class Job(Handle):
 
     @property
     def status(self) -> Status:
-        """The run's status, in a word."""
+        """The run's status as one word."""
         if not self.done:
             return "running" if self.state.has_started else "starting"
         return self._end_status()
@@ -258,20 +258,20 @@ class Job(Handle):
         """Raise KeyboardInterrupt in every rank, as an interrupt of the kernel does. Doesn't wait for the end.
 
         Args:
-            escalate: Whether to end ranks that continue: by SIGTERM after the grace, by SIGKILL after a second one.
+            escalate: Whether to terminate ranks that go on: SIGTERM after the grace period, SIGKILL after a second one.
         """
         self._tell(lambda control: control.interrupt(escalate=escalate))
 
     def stop(self) -> None:
-        """End the run. Doesn't wait for the end."""
+        """Stop the run. Doesn't wait for the end."""
         self._tell(lambda control: control.stop())
 
     def kill(self) -> None:
-        """End the run at once, without letting the ranks clean up. Doesn't wait for the end."""
+        """Kill the ranks, which can't clean up. Doesn't wait for the end."""
         self._tell(lambda control: control.kill())
 
     def respawn(self, rank: int) -> None:
-        """Start a dead rank again, as a fresh process that runs the function from its beginning.
+        """Restart a dead rank as a fresh process, which runs the function from its beginning.
 
         Raises:
             LaunchError: The run stops when a rank dies, or has ended, or the rank is running.
@@ -289,7 +289,7 @@ class Job(Handle):
         self._tell(lambda control: control.respawn(rank))
 
     def death(self, rank: int) -> RankFailedError | None:
-        """Return the error of a dead rank, ``None`` for a living one. For runs that keep the others."""
+        """Return a dead rank's error, ``None`` for a living rank. For runs with ``on_death="keep"``."""
         with self.state_lock:
             state = self.state.ranks[rank]
             return self._failures.of_rank(self.state, state) if state.is_dead else None
@@ -312,14 +312,14 @@ class Job(Handle):
 
     @property
     def restarts(self) -> tuple[str, ...]:
-        """The reason of each restart of all ranks, which names the rank that failed first and its failure."""
+        """The reason for each restart of all ranks: the rank that failed first, and its failure."""
         with self.state_lock:
             return tuple(event.why for event in self.state.restartings if event.number)
 
     def diagnosis(self) -> Diagnosis:
-        """Return where the time of the last steps goes on each rank, and the reason why they are slow, if there is one.
+        """Return how each rank spends the time of its last steps, and why they are slow if they are.
 
-        Printed, it is text; ``to_dict()`` gives plain data.
+        The diagnosis prints as text; its ``to_dict()`` returns plain data.
         """
         with self.state_lock:
             return diagnose(self.state)
@@ -333,7 +333,7 @@ class Job(Handle):
 
         Raises:
             IndexError: There is no such rank.
-            NotebookAccelError: There is no log, or no longer.
+            NotebookAccelError: The run has no logs, or the log was removed.
         """
         if not self.log_files:
             raise NotebookAccelError("This run has no log files.", why="No folder for them could be made.",
@@ -346,7 +346,7 @@ class Job(Handle):
         """Return every rank's stack. A rank that hangs in a collective answers too.
 
         Raises:
-            RunError: The agent, which asks the ranks, has not answered in time; or the run was detached.
+            RunError: The agent, which collects the stacks, has not answered in time; or the run was detached.
         """
         if self._is_detached:
             raise self.error or RunError(f"The run {self.name!r} was detached.")
@@ -368,11 +368,10 @@ class Job(Handle):
         Args:
             steps: Number of steps, from 1 to 100.
             timeout_s: Seconds that the ranks have for these steps.
-            memory: Find out what holds the memory of tensors at its peak, by the line that made them, in place of
-                where time goes.
+            memory: Profile memory instead of time: which lines allocated the tensors that exist at the peak.
 
         Raises:
-            ConfigError: ``steps`` is no such number.
+            ConfigError: ``steps`` is out of range.
             RunError: The run isn't going on, is being profiled already, or no rank has done a step in time.
         """
         profiles.check_steps(steps)
@@ -407,7 +406,7 @@ class Job(Handle):
             return self._profile_request
 
     def _with_trace(self, profile: Profile, number: str) -> Profile:
-        """Return the profile with one trace of all ranks, which is made of theirs."""
+        """Merge the ranks' traces and return the profile with the merged trace."""
         paths = {rank.rank: rank.trace for rank in profile.ranks if rank.trace is not None}
         if len(paths) < 2 or self.log_folder is None:
             return dataclasses.replace(profile, trace=next(iter(paths.values()), None))
@@ -426,8 +425,8 @@ class Job(Handle):
         """Set the pulled variables to their values in rank 0 when it failed or was interrupted.
 
         Returns:
-            The names that are bound, none if rank 0 was killed or had none of them yet; and the reasons for those that
-            it had and that can't be unpickled.
+            The names that were set, none if rank 0 was killed or had defined none of them; and the names whose values
+            can't be unpickled, with the reasons.
         """
         with self._lock:
             if not self.done or not self._files.are_open or self._has_all_results():
@@ -435,14 +434,14 @@ class Job(Handle):
             return self._files.set_saved_variables(self.first_rank)
 
     def discard(self) -> None:
-        """End the run at once, if it still runs, and close its results. For a job that is no longer used.
+        """Kill the run if it still runs, and close its result files. For a job that is no longer used.
 
-        Results of which some couldn't be read stay, since the error's holder can ask again.
+        If some results couldn't be read, the files stay open, because the error's holder can call ``results`` again.
         """
         self._is_discarded = True
         self.kill()
         has_ended = self.wait(_DISCARD_DEADLINE_S)
-        if has_ended and not self._can_be_asked_again:  # until the end an engine may write to the files
+        if has_ended and not self._can_be_asked_again:  # an engine may write to the files until the run has ended
             self._files.close()
 
     # For views and engines ------------------------------------------------------------------------------------------
@@ -461,9 +460,9 @@ class Job(Handle):
             return failures.where_ranks_stood({rank.number: rank.failed for rank in self.state.ranks})
 
     def notice_silence(self, now_s: float) -> None:
-        """Ask for the ranks' stacks if one keeps the others waiting. Doesn't wait; the findings come as ``events``.
+        """Request the ranks' stacks if a silent rank keeps the others waiting. The findings come as ``events``.
 
-        The thread that draws the run calls this.
+        Called by the thread that draws the run. Doesn't wait.
         """
         with self.state_lock:
             is_due = self._silence.is_due(self.state, now_s)
@@ -471,15 +470,15 @@ class Job(Handle):
             self._tell(lambda control: control.inspect())
 
     def expect_steps(self, ranks: Sequence[int]) -> None:
-        """Set the ranks that have work from now on; before the first call, all do. Silence of others is ignored."""
+        """Set the ranks that have work from now on; initially all. The silence of idle ranks is ignored."""
         self.deliver(0, Working(ranks=list(ranks)))
 
     def attach(self, control: RunControl) -> None:
-        """Take the engine's control of the run."""
+        """Set the object by which the engine controls the run."""
         self._control = control
 
     def deliver(self, rank: int, event: Event) -> None:
-        """Take one event of a rank. Called by the engine's thread."""
+        """Apply and queue one event of a rank. Called by the engine's thread."""
         with self.state_lock:
             self.state.apply(rank, event)
             self._pending.append((rank, event))
@@ -487,13 +486,13 @@ class Job(Handle):
                 self._profile_request.take(rank, event)
 
     def start(self, starting: Starting) -> None:
-        """Note that all ranks are started, or started again. Called by the engine's thread."""
+        """Record that all ranks are started or restarted. Called by the engine's thread."""
         before, self._restarts_by_node = self._restarts_by_node, starting.restarts
         first = self.state.first_failed
         why = failures.in_a_line(self.state)
         self.deliver(0, Numbered(first_rank=starting.first_rank, world_size=starting.world_size))
         if before is None and (starting.restarts == 0 or self.config.num_nodes != "1"):
-            return  # their first start here: a node may join a run that others have started again before
+            return  # the first start on this node, which may join a run that other nodes have restarted before
         of, rank = self.config.max_restarts, 0 if first is None else first.rank
         if before == starting.restarts:
             why = f"the nodes have changed, with {starting.world_size} ranks in all"
@@ -505,13 +504,13 @@ class Job(Handle):
             self.deliver(rank, Restarting(number=starting.restarts, of=of, why=why))
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
-        """Take the ranks' stacks. Called by the engine's thread."""
+        """Process the ranks' stacks. Called by the engine's thread."""
         stacks = self._stack_request.answer(dumps)
         for rank, silent in self._silence.judge(self.state, stacks, time.monotonic()):
             self.deliver(rank, silent)
 
     def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
-        """Note the end of the run: every rank is gone. Called once, by the engine's thread."""
+        """Record the end of the run, when every rank is gone. Called once, by the engine's thread."""
         self._elsewhere = elsewhere
         self._reason = reason
         self._engine_error = error
@@ -538,10 +537,10 @@ class Job(Handle):
                 self._profile_request.end()
 
     def end_detached(self, name: str) -> None:
-        """Note that the run goes on, and that this job hears no more of it.
+        """Record that the run goes on without this job, which gets no more events.
 
         Args:
-            name: Its name from now on.
+            name: The run's name from now on.
         """
         self._is_detached = True
         what = f"The run {self.name!r} was detached, and goes on without this notebook."
@@ -553,13 +552,13 @@ class Job(Handle):
         return self._files
 
     def end_here(self, outcome: Results | None, raised: BaseException | None) -> None:
-        """Note the end of a run whose one rank was this process, with its results or the rank's exception."""
+        """Record the end of a run whose only rank was this process, with its results or its exception."""
         self._outcome = outcome
         self._raised_here = raised
         self.end("interrupted" if isinstance(raised, KeyboardInterrupt) else "failed" if raised is not None else "")
 
     def _now_s(self) -> float:
-        """Return the time of what is being delivered, in seconds of ``time.monotonic()``."""
+        """Return the time of the event being delivered, in seconds of ``time.monotonic()``."""
         return time.monotonic()
 
     def _tell(self, request: Callable[[RunControl], None]) -> None:
@@ -594,7 +593,7 @@ class Job(Handle):
         failure = self._failures.first(self.state)
         if failure is not None and self._raised_here is not None:
             failure.__cause__ = self._raised_here
-            failure.__traceback__ = self._raised_here.__traceback__  # where a debugger then begins
+            failure.__traceback__ = self._raised_here.__traceback__  # where a debugger starts
         if failure is not None:
             failure.restarts, failure.local_rank = self.restarts, failure.rank - self.first_rank
             failure.log_file = str(self.log_files[failure.local_rank]) if self.log_files else ""

@@ -1,4 +1,4 @@
-"""From a function or a cell and its options to a run: find devices, check, choose the engine and start."""
+"""The kernel's launcher: finds devices, checks, chooses the engine and starts a function or a cell on the ranks."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def launch_function(
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         config: The options.
-        foreground_lock: Held while the cell waits for the run; ``None`` runs it in the background.
+        foreground_lock: Lock that the caller holds while the cell waits for the run; ``None`` for a background run.
         on_death: Whether the other ranks stop or stay when one dies.
         detach: Whether the run goes on when the kernel ends.
-        detached_id: Id of such a run, if the function has to know it; with it the run is detached.
-        show: Shows a run in the background.
+        detached_id: Id for a detached run whose function must know it. Implies ``detach``.
+        show: Function that shows a background run.
     """
     request = LaunchRequest(
         Target(names={}, function=function, args=args, kwargs=kwargs),
@@ -91,12 +91,13 @@ def launch_cell(
     Args:
         cell: The cell.
         config: The options.
-        namespace: The notebook's variables, of which the ranks get those that the cell uses.
-        args: Arguments for the function that the cell ends by defining.
+        namespace: The notebook's variables. The ranks get those that the cell uses.
+        args: Arguments for the function that the cell defines at its end.
         push: Further variables to send.
         pull: Variables whose values on rank 0 come back.
-        set_variables: Takes them when the results are read; after a failure or an interrupt, as they were then.
-        foreground_lock: Held while the cell waits for the run; ``None`` runs it in the background.
+        set_variables: Function that takes the pulled variables when the results are read. After a failure or an
+            interrupt, they have their values at that time.
+        foreground_lock: Lock that the caller holds while the cell waits for the run; ``None`` for a background run.
         detach: Whether the run goes on when the kernel ends.
     """
     cell.refuse_unknown(pull, push)
@@ -136,17 +137,17 @@ def _launch(request: LaunchRequest, show: Callable[[Job], None] = foreground.dra
     if request.foreground_lock is None:
         try:
             show(job)
-        except BaseException:  # an interrupt, and nobody has the job's handle yet
+        except BaseException:  # such as an interrupt; nobody has the job's handle yet
             job.discard()
             raise
     return job
 
 
 def try_out(config: LaunchConfig) -> float:
-    """Hold a trial run, in which ranks meet and use their devices; the seconds that it took.
+    """Do a trial run, in which ranks meet and use their devices, and return its duration in seconds.
 
     Raises:
-        PreflightError: It has failed.
+        PreflightError: The trial run has failed.
     """
     cluster = connect_cluster(config)
     devices = Devices.find(config) if cluster is None else cluster.devices(config)
@@ -156,11 +157,11 @@ def try_out(config: LaunchConfig) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Examination:
-    """The answer of ``doctor``, which prints it as text.
+    """The result of ``doctor``, which prints it as text.
 
     Attributes:
         findings: The findings of the checks.
-        notes: Whole sentences about things that are no finding.
+        notes: Other remarks, as whole sentences.
     """
 
     findings: tuple[Finding, ...]
@@ -176,7 +177,7 @@ class Examination:
         return "\n".join([*(said or ["Nothing speaks against a launch."]), *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the answer as plain data, for JSON."""
+        """Return the result as plain data, for JSON."""
         return {"is_refused": self.is_refused, **dataclasses.asdict(self)}
 
 
@@ -185,7 +186,7 @@ def examine(config: LaunchConfig, *, tries: bool = False) -> Examination:
 
     Args:
         config: The options.
-        tries: Whether to hold a trial run too, if nothing refuses the launch.
+        tries: Whether to do a trial run too, if nothing refuses the launch.
     """
     findings: tuple[Finding, ...] = ()
     notes = []
@@ -195,7 +196,7 @@ def examine(config: LaunchConfig, *, tries: bool = False) -> Examination:
             notes.append(f"The trial run went well, in {try_out(config):.1f} s.")
     except PreflightError as error:
         findings += error.findings
-    except NotebookAccelError as error:  # which a launch would raise before it has started anything
+    except NotebookAccelError as error:  # an error that a launch would raise before it starts anything
         return Examination((Finding(error.what, error.why, error.fix),))
     if going := detached_runs.going_in_words():
         notes.append(f"note: {going} It takes a part of the devices and of the memory.")
@@ -205,7 +206,7 @@ def examine(config: LaunchConfig, *, tries: bool = False) -> Examination:
 def _checked(
     config: LaunchConfig, roots: Mapping[str, Any]
 ) -> tuple[ClusterEngine | None, Devices, tuple[Finding, ...]]:
-    """Return the cluster, if ranks run on one, the devices, and the findings.
+    """Return the cluster (``None`` for a launch on this machine), the devices, and the findings.
 
     Raises:
         NotebookAccelError: An option can't be honoured, or there is no such cluster.
@@ -274,8 +275,8 @@ def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     variables = {
         **training_variables(config),
         environment.PROFILE: config.profile,
-        # What torchrun sets besides a rank's place; several nodes have their own values. By the first of them Lightning
-        # knows that its processes are there already, and asks neither Slurm nor MPI then.
+        # Variables that torchrun sets besides a rank's place; elastic runs replace them. TORCHELASTIC_RUN_ID tells
+        # Lightning that its processes exist already, so that it asks neither Slurm nor MPI.
         "TORCHELASTIC_RUN_ID": config.rdzv_id,
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
         "GROUP_RANK": "0",
@@ -283,7 +284,7 @@ def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
         "ROLE_NAME": "default_role",
     }
     if devices.kind == "CPU":
-        # Without the first, Accelerate inside a rank trains alone.
+        # Without USE_CPU, Accelerate inside a rank ignores the other ranks.
         variables |= {environment.USE_CPU: "true", **devices.hiding()}
     elif devices.platform is not None:
         variables |= devices.platform.variables()
@@ -292,18 +293,18 @@ def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     return variables
 
 
-_SMOKE_TEST_DEADLINE_S = 120.0  # eight GPUs take their time to find each other
+_SMOKE_TEST_DEADLINE_S = 120.0  # eight GPUs connect slowly
 
 
 def _run_smoke_test(start: Callable[[LaunchRequest], Job], config: LaunchConfig) -> float:
-    """Hold a trial run and return the seconds that it took.
+    """Do a trial run and return its duration in seconds.
 
     Args:
-        start: Starts ranks, which end when the request's lock is free.
-        config: The options of the launch that it stands for.
+        start: Function that starts the ranks, which end when the request's lock is free.
+        config: The options of the launch to try.
 
     Raises:
-        PreflightError: It has failed, or took too long.
+        PreflightError: The trial run has failed, or took too long.
     """
     started_s = time.monotonic()
     options, lock = _smoke_test_config(config), threading.Lock()
@@ -326,7 +327,7 @@ def _run_smoke_test(start: Callable[[LaunchRequest], Job], config: LaunchConfig)
 
 
 def _smoke_test_config(config: LaunchConfig) -> LaunchConfig:
-    """Return options for one short run on this machine alone."""
+    """Return the options for a short run on this machine only."""
     alone: dict[str, Any] = {"max_restarts": 0, "num_nodes": 1, "node_rank": 0, "rdzv_backend": "static"}
     alone |= {"master_addr": "127.0.0.1", "rdzv_endpoint": "", "main_process_port": None}
     return config.replace(timeout_s=_SMOKE_TEST_DEADLINE_S, name="trial run", end_at="", **alone)

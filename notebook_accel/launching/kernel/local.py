@@ -1,4 +1,4 @@
-"""The engine for one machine. One agent serves all runs of a kernel; the first launch starts it."""
+"""The engine for this machine, in the kernel. One agent, started by the first launch, serves all runs of a kernel."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MOST_RANKS = 200  # one message carries the descriptors of all ranks, and Linux 
 
 
 def check_size(world_size: int) -> None:
-    """Raise for more ranks than one machine can have, before anything is opened for them.
+    """Check the number of ranks before anything is opened for them.
 
     Raises:
-        ConfigError: There would be too many.
+        ConfigError: There are more than ``MOST_RANKS``.
     """
     if world_size > MOST_RANKS:
         raise ConfigError(
@@ -45,10 +45,7 @@ class LocalEngine:
         self._agent: AgentProcess | None = None
 
     def warm(self) -> None:
-        """Start agent and template in the background, so that the first launch finds them ready.
-
-        If they can't be started, the launch itself will say it.
-        """
+        """Start agent and template in the background, ahead of the first launch. The launch reports any failure."""
         if processes.are_supported():
             with contextlib.suppress(LaunchError, OSError):
                 uninterruptible.call(self._warm)
@@ -58,7 +55,7 @@ class LocalEngine:
             self._running_agent().prepare(_usual_options())
 
     def warm_in_kernel(self) -> None:
-        """Warm up in a notebook's kernel only: a script may never launch."""
+        """Call ``warm`` in a notebook's kernel only, since a script may never launch."""
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         if hasattr(shell, "kernel"):
             self.warm()
@@ -68,7 +65,7 @@ class LocalEngine:
         return self.launch_elastic(request, None)
 
     def launch_elastic(self, request: LaunchRequest, elastic: ElasticOptions | None) -> Job:
-        """Start this node's ranks of a run on several nodes, if there are options for one. See ``Engine``."""
+        """Start this node's ranks of a run on several nodes; without ``elastic``, a run on this one. See ``Engine``."""
         pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
         return uninterruptible.call(
             lambda: self._launch(request, pickled, unsent, elastic), Job.discard, request.foreground_lock
@@ -91,11 +88,11 @@ class LocalEngine:
         return prepared.job
 
     def launch_forked(self, prepared: PreparedRun, fork: Callable[[int], TemplateLine]) -> None:
-        """Start ranks that are forked from a template of their own.
+        """Start ranks that are forked from their own template.
 
         Args:
             prepared: The run.
-            fork: Makes that template; takes the descriptor of a file for what it writes.
+            fork: Function that makes the template, from the descriptor of its log file.
         """
         with self._lock:
             agent = self._running_agent()
@@ -111,7 +108,7 @@ class LocalEngine:
             line.close()
 
     def detach(self, job: Job, folder: RunFolder, lock: int) -> list[int]:
-        """Let a run and its agent go on without this process. Another agent serves later launches.
+        """Detach a run and its agent from this process. Another agent serves later launches.
 
         Args:
             job: The run's job.
@@ -119,10 +116,10 @@ class LocalEngine:
             lock: Descriptor that holds the folder's lock.
 
         Returns:
-            The part of each rank's log that was delivered, in bytes.
+            The number of bytes of each rank's log that were delivered.
 
         Raises:
-            RunError: It can't be.
+            RunError: The run can't be detached.
         """
         with self._lock:
             agent = self._agent
@@ -133,7 +130,7 @@ class LocalEngine:
         return told_bytes
 
     def close(self) -> None:
-        """End every run, the agent and the template, and waits until they are gone."""
+        """End every run, the agent and the template, and wait until they are gone."""
         with self._lock:
             agent, self._agent = self._agent, None
         if agent is not None:
@@ -145,7 +142,7 @@ class LocalEngine:
         return self._agent
 
     def _let_go(self, agent: AgentProcess) -> None:
-        """End an idle agent and its template, unless a launch has come meanwhile."""
+        """End an idle agent and its template, unless a launch has started meanwhile."""
         with self._lock:
             if not agent.is_expecting:
                 agent.is_lost = True
@@ -153,10 +150,10 @@ class LocalEngine:
 
 
 def _usual_options() -> LaunchConfig:
-    """Return the options that a launch will probably have. One that asks for more gets another template."""
+    """Return the options that a launch probably has. A launch with others may need another template."""
     try:
         return config.resolve({}, file=config.default_path())
-    except ConfigError:  # a launch that reads the file says what is wrong with it
+    except ConfigError:  # a launch that reads the file reports the problem
         return LaunchConfig()
 
 
@@ -180,6 +177,6 @@ def _close() -> None:
     _engine.close()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, where this can be imported and not used
+if hasattr(os, "register_at_fork"):  # Windows, where this module can be imported, lacks it
     os.register_at_fork(after_in_child=_forget_after_fork)
 atexit.register(_close)

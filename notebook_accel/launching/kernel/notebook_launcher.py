@@ -60,7 +60,7 @@ def notebook_launcher(
     engine: str = "local",
     engine_options: Mapping[str, Any] | None = None,
 ) -> Results | Job:
-    """Run a function in several processes, each a rank with a device of its own, and return their results.
+    """Run a function in several processes, each a rank with its own device, and return their results.
 
     Each rank gets copies of the function, its arguments and the notebook's variables that it uses, and the kernel's
     environment variables, working directory and import path; nothing else of the kernel.
@@ -86,13 +86,13 @@ def notebook_launcher(
             ``${rank}`` and ``${local_rank}`` in it are replaced.
         kwargs: The function's keyword arguments.
         background: Return a ``Job`` at once instead of waiting for the results.
-        detach: Return a ``Job`` at once, and let the run go on when the kernel ends; ``attach`` finds it again.
+        detach: Return a ``Job`` at once, and let the run go on when the kernel ends; ``attach`` connects to it again.
         keep_days: Days that the folder of a detached run stays after its end.
         start_method: Way of starting ranks: ``auto``, ``spawn``, ``fork`` or ``inline``. With ``inline`` the
-            function runs in the kernel's process, as the one rank, where a debugger works.
+            function runs in the kernel's process, as the only rank, where a debugger works.
         preload: Names of modules to import before ranks are forked.
-        idle_timeout_s: Seconds after the last run until the processes that are kept ready for the next one end.
-        gradient_accumulation_steps: Micro-batches per optimizer step, for Accelerators without an own value.
+        idle_timeout_s: Seconds after the last run until the processes that are kept ready for the next run end.
+        gradient_accumulation_steps: Micro-batches per optimizer step, for Accelerators without their own value.
         dynamo_backend: Backend by which the ranks' Accelerators compile models, such as ``inductor``.
         fsdp: Shard the models that the ranks' Accelerators prepare over the ranks.
         fsdp_options: Settings of ``fsdp`` by the names of Accelerate's flags without ``fsdp_``, such as
@@ -105,13 +105,13 @@ def notebook_launcher(
         allow_initialized_cuda: Launch although CUDA is in use in the kernel.
         oversubscribe: Let more ranks than there are GPUs share them, over gloo.
         timeout_s: Seconds after which the run is stopped.
-        end_at: The time limit, so that training stops and saves before: ``23:30``, ``11.5h`` from now, or a date
-            with a time. Default: that of a Slurm job.
+        end_at: The time limit, before which training stops and saves: ``23:30``, ``11.5h`` from now, or a date
+            with a time. Default: the limit of a Slurm job.
         end_margin_s: Seconds before ``end_at`` at which ``Accelerator.should_stop`` becomes true.
         grace_s: Seconds that a rank has to end by itself before it is killed.
         log_dir: Folder for the ranks' logs. Default: a temporary one.
         name: Name of the run in the panel. Default: the function's name.
-        profile: ``on``, or ``off`` if the ranks shall not measure where the time of their steps goes.
+        profile: ``on`` to measure how the ranks' steps spend their time, or ``off``.
         view: View of the run: ``auto``, ``panel``, ``lines`` or ``none``.
         engine: Place of the ranks: ``local``, this machine, or ``ray``, a Ray cluster.
         engine_options: Options of the engine; see ``RayOptions``.
@@ -123,9 +123,9 @@ def notebook_launcher(
         ConfigError: An option has a value that isn't allowed.
         PreflightError: This machine or this kernel can't run the launch.
         PayloadError: An object that the function uses can't be sent.
-        RankFailedError: A rank failed. The error is about the first failure of the last attempt, with the rank's
-            exception as its cause, unless that was on another node.
-        ResultError: A rank's value can't be pickled, or not be unpickled here. The error has the others' values.
+        RankFailedError: A rank failed. The error reports the first failure of the last attempt, with the rank's
+            exception as its cause, unless the rank was on another node.
+        ResultError: A rank's value can't be pickled, or can't be unpickled here. The error carries the others.
         NodeLostError: Another node has gone, or the run was ended there.
         RunTimeoutError: ``timeout_s`` ran out.
         KeyboardInterrupt: The kernel was interrupted; every rank is gone.
@@ -150,7 +150,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         num_processes: Number of ranks.
 
     Raises:
-        NotebookAccelError: As ``notebook_launcher`` does.
+        NotebookAccelError: See ``notebook_launcher``.
     """
     results = notebook_launcher(function, args, num_processes, use_cpu=True)
     assert isinstance(results, Results)  # a ``Job`` comes only with ``background=True``
@@ -158,7 +158,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 
 
 def _options(given: Mapping[str, Any]) -> LaunchConfig:
-    """Return the options among the launcher's arguments."""
+    """Resolve the options among the launcher's arguments."""
     named = {option.name: given[option.name] for option in configuration.fields() if option.name in given}
     port = given["use_port"]
     named["main_process_port"] = int(port) if isinstance(port, str) and port.isdigit() else port

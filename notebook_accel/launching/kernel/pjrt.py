@@ -1,4 +1,4 @@
-"""The devices that PJRT, XLA's runtime, gives to ranks: TPUs, or the CPU in their place. Nothing is initialised."""
+"""The devices that PJRT, XLA's runtime, gives to ranks: TPUs, or the CPU in their place. Initialises nothing."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Platform:
     """The devices that PJRT would give to ranks.
 
     Attributes:
-        kind: The devices: TPUs, or the CPU in the place of one.
-        processes: The most processes that would have a device of their own, and the default number of ranks.
-        cores: Number of devices of each of these processes. A rank is a process and computes on one.
+        kind: The devices: TPUs, or the CPU in place of a TPU.
+        processes: The most processes that would each have devices, and the default number of ranks.
+        cores: Number of devices of each of these processes. A rank is a process and computes on one device.
     """
 
-    # Where a process has several devices, torch_xla gives each to a thread. Ranks can't be threads, for two reasons.
-    # First, threads would share what Python has once in a process: the names that a cell assigns, the model, random
-    # generators, variables, standard output, interrupts. Second, it fails even on the CPU: threads that end a step at
-    # the same time each compile it, and wait for each other's collectives in vain until PJRT ends the process
-    # (tests/xla/two_threads.py: always). A lock around the end of a step doesn't help, since it waits for the step
-    # before, which waits for the other thread. Even with ends of steps in turns, one run of fifty crashed while both
-    # threads were in an all-reduce.
+    # If a process has several devices, torch_xla gives each to a thread. Ranks can't be threads, for two reasons.
+    # First, threads would share everything that Python has once per process: the names that a cell assigns, the model,
+    # random generators, variables, standard output, interrupts. Second, threads fail even on the CPU: threads that end
+    # a step at the same time each compile it, and wait for each other's collectives in vain until PJRT ends the process
+    # (tests/xla/two_threads.py: always). A lock around the end of a step doesn't help: the end waits for the previous
+    # step, which waits for the other thread. Even when threads took turns to end steps, one run of fifty crashed while
+    # both threads were in an all-reduce.
 
     kind: Literal["TPU", "XLA CPU"]
     processes: int
@@ -91,11 +91,11 @@ class Platform:
 
 
 def find_platform(environ: Mapping[str, str] = os.environ, root: pathlib.Path = _ROOT) -> Platform | None:
-    """Return the platform of PJRT; ``None`` if there is none or ``PJRT_DEVICE`` names another device.
+    """Return PJRT's platform; ``None`` if there is none or ``PJRT_DEVICE`` names another device.
 
     Args:
-        environ: Environment variables. ``PJRT_DEVICE=CPU`` asks for the CPU in the place of a TPU, where torch_xla is
-            installed. Any number of ranks can have that; ``CPU_NUM_DEVICES`` is the default.
+        environ: Environment variables. ``PJRT_DEVICE=CPU`` asks for the CPU in place of a TPU, if torch_xla is
+            installed. Any number of ranks can use it; the default is ``CPU_NUM_DEVICES``.
         root: The folder that ``/dev`` and ``/sys`` are in.
     """
     asked = environ.get(_DEVICE, "").upper()
@@ -106,7 +106,7 @@ def find_platform(environ: Mapping[str, str] = os.environ, root: pathlib.Path = 
         return None
     kinds = chips(root) if root != _ROOT else _chips_here()
     if not kinds and asked == "TPU":
-        # Later TPUs use a driver that other devices use too, so its files mean TPUs only if the user says so.
+        # Later TPUs share a driver with other devices, so its files mean TPUs only if the user sets PJRT_DEVICE.
         kinds = (_UNKNOWN,) * sum(path.name.isdigit() for path in root.glob("dev/vfio/*"))
     if not kinds:
         return None
@@ -115,23 +115,23 @@ def find_platform(environ: Mapping[str, str] = os.environ, root: pathlib.Path = 
 
 
 def chips(root: pathlib.Path = _ROOT) -> tuple[str, ...]:
-    """Return the generation of each TPU chip on the PCI bus or, where the bus is hidden, of each device file."""
+    """Return the generation of each TPU chip on the PCI bus or, if the bus is hidden, of each device file."""
     found = []
     for device in sorted(root.glob("sys/bus/pci/devices/*")):
         with contextlib.suppress(OSError):  # no permission to look at this device
             if (device / "vendor").read_text().strip() == _GOOGLE:
                 found.append(_TPUS.get((device / "device").read_text().strip(), ""))
     known = tuple(filter(None, found))
-    # The TPU driver's files are /dev/accel0 and so on. Those of other vendors are in a folder, /dev/accel.
+    # The TPU driver's files are /dev/accel0 and so on. Other vendors' files are in a folder, /dev/accel.
     return known or (_UNKNOWN,) * sum(bool(re.fullmatch(r"accel\d+", path.name)) for path in root.glob("dev/accel*"))
 
 
-_chips_here = functools.cache(chips)  # every launch asks, and TPUs come with a machine
+_chips_here = functools.cache(chips)  # every launch asks, and a machine's TPUs don't change
 
 
 def is_installed(module: str) -> bool:
     """Return whether a module could be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # its parent isn't there, or is something odd
+    except (ImportError, ValueError):  # the parent package is missing or invalid
         return False

@@ -1,7 +1,7 @@
-"""Checks before a launch, without importing torch or initialising a device.
+"""Checks before a launch, in the kernel, without importing torch or initialising a device.
 
-A launch refuses with all findings at once, and ``doctor`` prints the same list. Every launch runs all checks, so they
-have to be quick and open as little as possible.
+A launch refuses with all findings at once, and ``doctor`` prints the same list. Every launch runs all checks, so each
+must be quick and open as little as possible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from notebook_accel.launching.kernel.devices import Devices
 _RANK_BYTES = 64 << 20  # any rank that computes something takes more
 _SHARED_MEMORY = "/dev/shm"
 _SHARED_BYTES = 64 << 20  # what Docker gives a container
-# The length of sun_path in linux/un.h, less the names that multiprocessing gives to a folder and a socket.
+# The longest path in sun_path (linux/un.h), less the names that multiprocessing gives to a folder and a socket.
 _LONGEST_TEMPORARY = 107 - len("/pymp-12345678/listener-12345678")
 # Options that need a template unless they have these values.
 _NEEDS_TEMPLATE = (("max_restarts", 0), ("num_nodes", "1"))
@@ -44,7 +44,7 @@ def check(
     Args:
         config: The options.
         devices: The ranks' devices. Default: those of this machine.
-        captured: The objects that are sent to the ranks, by the words that a message uses for them.
+        captured: The objects that are sent to the ranks, by the labels that messages use for them.
     """
     devices = devices or Devices.find(config)
     findings = [devices.finding, *_options(config, devices), *_time_limit(config), _port(config)]
@@ -67,7 +67,7 @@ def check(
 
 
 def warn(findings: tuple[Finding, ...]) -> None:
-    """Print the findings that don't refuse, each once in the life of this process."""
+    """Print the findings that don't refuse the launch, each once in the life of this process."""
     for finding in findings:
         if not finding.refuses and finding.what not in _warned:
             _warned.add(finding.what)
@@ -215,7 +215,7 @@ def _holder_of(port: int) -> str:
     fields = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
     sockets = {f"socket:[{line[9]}]" for line in fields if line[1].endswith(f":{port:04X}") and line[3] == "0A"}
     for link in pathlib.Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # of another user, or closed meanwhile
+        with contextlib.suppress(OSError):  # another user's file, or closed meanwhile
             if os.readlink(link) in sockets:
                 process = link.parts[2]
                 name = pathlib.Path("/proc", process, "comm").read_text().strip()
@@ -262,7 +262,7 @@ def _no_shared_memory() -> Finding | None:
 def _long_temporary_folder() -> Finding | None:
     """Check the path of the temporary folder, where multiprocessing puts the sockets that pass tensors."""
     folder = ""
-    with contextlib.suppress(OSError):  # there is no such folder, and ranks don't need one
+    with contextlib.suppress(OSError):  # without such a folder, ranks work too
         folder = tempfile.gettempdir()
     if sys.platform != "linux" or len(os.fsencode(folder)) <= _LONGEST_TEMPORARY:
         return None
@@ -275,9 +275,9 @@ def _long_temporary_folder() -> Finding | None:
     )
 
 
-# Packages whose threads make no trouble in forks, since they hold no lock that a rank takes.
+# Packages whose threads are harmless in forks, since they hold no lock that a rank takes.
 _HARMLESS = {"IPython", "ipykernel", "ipywidgets", "kernel_ext", "notebook_accel", "tornado", "tqdm", "zmq"}
-# Libraries that begin to use a device, or threads of their own, when they are imported or first used.
+# Libraries that start to use a device, or start threads, when they are imported or first used.
 _BREAK_FORKING = {
     "bitsandbytes": "it uses CUDA as soon as it is imported",
     "cupy": "it uses CUDA without torch's knowledge",
@@ -287,7 +287,7 @@ _BREAK_FORKING = {
 
 
 def check_fork(*, on_gpus: bool = False) -> list[Finding]:
-    """Return all findings against forking this process, ``on_gpus`` for forks that compute on GPUs."""
+    """Return all findings against forking this process. With ``on_gpus``, the forks compute on GPUs."""
     xla = device_state.xla_in_use()
     return [*_cuda(on_gpus=on_gpus), *([] if xla is None else [xla]), *_state_of_the_kernel()]
 
@@ -311,7 +311,7 @@ def _cuda(*, on_gpus: bool) -> Iterator[Finding]:
 
 
 def _state_of_the_kernel() -> Iterator[Finding]:
-    """Yield findings about what a fork inherits from this process, or lacks of it."""
+    """Yield findings about state that a fork wrongly inherits from this process, or loses."""
     if names := [thread.name for thread in threading.enumerate() if not _is_harmless(thread)]:
         yield Finding(
             f"Threads run in this kernel: {', '.join(names)}.",
@@ -344,7 +344,7 @@ def _state_of_the_kernel() -> Iterator[Finding]:
 
 
 def _is_harmless(thread: threading.Thread) -> bool:
-    # A running thread either has the function that it was given, or belongs to a class of its own.
+    # Find the package by the thread's target function or, for a subclass of Thread, by its class.
     runs = getattr(thread, "_target", None) or type(thread)
     package = (getattr(runs, "__module__", None) or "").partition(".")[0]
     return thread is threading.main_thread() or package in _HARMLESS or isinstance(thread, threading._DummyThread)

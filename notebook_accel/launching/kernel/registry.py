@@ -1,4 +1,4 @@
-"""The runs of this process by name and number, for callers that have no ``Job``."""
+"""The runs of this kernel by name and number, for callers that have no ``Job``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Entry:
     """One run. An entry holds no results, so that many can be kept.
 
     Attributes:
-        number: Its number among this process's runs, from 1.
-        name: Its name.
+        number: The run's number among this process's runs, from 1.
+        name: The run's name.
         devices: The run's devices in words.
         began: Time of the start, in seconds since the epoch.
-        ending: The end of the run.
+        ending: The outcome of the run.
         log_files: The ranks' logs.
         id: The run's id.
     """
@@ -39,7 +39,7 @@ class Entry:
 
     @property
     def job(self) -> Job | None:
-        """The run's job, ``None`` if it has ended and nothing refers to it any more."""
+        """The run's job, ``None`` if nothing refers to the job any more."""
         return self._job()
 
     @property
@@ -53,7 +53,7 @@ _entries: collections.deque[Entry] = collections.deque(maxlen=_MOST_ENTRIES)
 
 
 def add(job: Job) -> None:
-    """Remember a run, in place of another job of the same run, such as one that was attached before."""
+    """Add a run. Replaces another job of the same running run, such as one that was attached before."""
     for entry in [entry for entry in _entries if entry.is_running and entry.id == job.id]:
         _entries.remove(entry)
     number = _entries[-1].number + 1 if _entries else 1
@@ -63,7 +63,7 @@ def add(job: Job) -> None:
 
 
 def latest(count: int = 1) -> list[Entry]:
-    """Return the running runs and the last ``count`` ended ones, in the order of their start."""
+    """Return the running runs and the last ``count`` ended runs, in the order of their start."""
     entries = list(_entries)
     running = [entry.is_running for entry in entries]  # read once, since a run may end meanwhile
     ended = [index for index, is_running in enumerate(running) if not is_running][-count:]
@@ -71,10 +71,10 @@ def latest(count: int = 1) -> list[Entry]:
 
 
 def find(which: str = "", *, running: bool = False) -> Entry:
-    """Return a run by its name or number; without one, the only running one, or the last one.
+    """Return a run by its name or number. Without either, return the only running run; if none runs, the last one.
 
     Raises:
-        NotebookAccelError: There is none, none that goes on although ``running`` asks for one, or more than one.
+        NotebookAccelError: There is no such run, no running one although ``running`` asks for it, or more than one.
     """
     going_on = [entry for entry in _entries if entry.is_running]
     known = going_on if running else list(_entries)

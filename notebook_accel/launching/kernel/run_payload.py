@@ -1,4 +1,4 @@
-"""A launch's payload: the pickled target, the sources of its functions, and the memory files of the run."""
+"""A launch's payload, made in the kernel: the pickled target, its functions' sources, and the run's files."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _LISTED_BYTES = 100_000_000
 def pickle_target(
     target: Target, roots: Mapping[str, Any], optional_names: Sequence[str] = ()
 ) -> tuple[serialization.Pickled, dict[str, str]]:
-    """Pickle the target. Print the objects that are large, and those that lose their gradients' graph.
+    """Pickle the target. Print which objects are large, and which tensors lose their autograd graph.
 
     Args:
         target: The function or cell to run.
-        roots: The target's objects, by the words that a message uses for them.
+        roots: The target's objects, by the labels that messages use for them.
         optional_names: Names of the target that are left out if they can't be pickled.
 
     Returns:
         The pickle, and the names that were left out, each with the reason.
 
     Raises:
-        PayloadError: Another object can't be sent.
+        PayloadError: An object that isn't optional can't be sent.
     """
     unsent: dict[str, str] = {}
     try:
@@ -70,12 +70,12 @@ def _why_not(name: str, value: Any) -> str:
 
 
 def variable_label(name: str) -> str:
-    """Return the words by which a message names a variable of the notebook."""
+    """Return the label by which messages name a variable of the notebook."""
     return f'global "{name}"'
 
 
 def call_roots(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the objects of a call by the words that a message uses for them."""
+    """Return the objects of a call by the labels that messages use for them."""
     return {
         f'function "{getattr(function, "__name__", type(function).__name__)}"': function,
         **{f"argument {index}": value for index, value in enumerate(args)},
@@ -93,7 +93,7 @@ def report_large(sizes_bytes: Mapping[str, int]) -> None:
 
 
 def report_lost_graphs(roots: Mapping[str, Any]) -> None:
-    """Print the tensors that lose the graph of their gradients."""
+    """Print which tensors lose their autograd graph."""
     labels = [_variable_name(label) for label, value in roots.items() if getattr(value, "grad_fn", None) is not None]
     if labels:
         print(f"Sent without the graph of their gradients: {', '.join(labels)}", file=sys.stderr)
@@ -104,7 +104,7 @@ def _variable_name(label: str) -> str:
 
 
 def notebook_sources(by_value: Iterable[Any]) -> dict[str, Source]:
-    """Return the cells' sources of functions, by the file name in the functions' code."""
+    """Return the sources of the cells that define these functions, by the file name in the functions' code."""
     filenames = {obj.__code__.co_filename for obj in by_value if isinstance(obj, types.FunctionType)}
     found: dict[str, Source] = {}
     for filename in filenames:
@@ -115,7 +115,7 @@ def notebook_sources(by_value: Iterable[Any]) -> dict[str, Source]:
 
 
 def _source_label(filename: str) -> str:
-    """Return a cell's label such as ``In[7]``, which IPython's compiler knows, or else the file name."""
+    """Return a cell's label such as ``In[7]`` from IPython's compiler; the file name if it knows none."""
     shell = getattr(sys.modules.get("__main__"), "get_ipython", lambda: None)()
     name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
     named = name_of(filename) if name_of is not None else None
@@ -126,7 +126,7 @@ class PreparedRun(NamedTuple):
     """A run that is ready to be started.
 
     Attributes:
-        job: Its handle, which owns the result files.
+        job: The run's handle, which owns the result files.
         payload: Descriptor of the payload, whose head is the ``JobSpec``.
         result_files: One empty memory file for each rank.
     """
@@ -137,7 +137,7 @@ class PreparedRun(NamedTuple):
 
 
 class RunFiles:
-    """The files of a run that ends with its kernel: anonymous memory files, and a folder for the logs."""
+    """Creates the files of a run that ends with its kernel: anonymous memory files, and a folder for the logs."""
 
     def open_payload(self) -> int:
         """Return the descriptor of an empty file for the payload."""
@@ -171,8 +171,8 @@ def prepared_run(
         request: The launch.
         pickled: The pickled target.
         unsent: Names that were left out, each with the reason.
-        files: Makes the run's files.
-        make_job: Makes the job, with the arguments of ``Job``.
+        files: Creates the run's files. Default: memory files.
+        make_job: Function that makes the job from the arguments of ``Job``.
     """
     files = files or RunFiles()
     spec = msgspec.structs.replace(

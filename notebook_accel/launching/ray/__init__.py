@@ -1,1 +1,1 @@
-"""Runs on a Ray cluster. A launch imports Ray itself only when it asks for it."""
+"""Runs on a Ray cluster. Ray is imported only by a launch with ``engine="ray"``."""

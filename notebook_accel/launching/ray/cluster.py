@@ -1,4 +1,4 @@
-"""A Ray cluster: the options of a launch there, what it reserves, and the notebook's actors on its nodes."""
+"""A Ray cluster, as the kernel uses it: a launch's options, its reservations, and its actors on the nodes."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options for the place of the ranks.
+    """Options for placing the ranks.
 
     Attributes:
         address: The cluster: ``auto`` for the one that this machine belongs to or ``RAY_ADDRESS`` names, ``host:port``,
-            or ``ray://host:port``. Of no effect if the notebook is connected to a cluster already.
+            or ``ray://host:port``. Ignored if the notebook is connected to a cluster already.
         cpus_per_rank: CPUs to reserve for each rank. Default: one for a rank without a GPU.
         gpus_per_rank: GPUs to reserve for each rank. Default: one if the cluster has any.
         resources: Other resources to reserve for each rank, by Ray's names.
-        strategy: The spread of the ranks over nodes, as Ray's placement groups have it.
-        nodes: Number of nodes that the ranks have to be on; ``None`` for any.
+        strategy: The spread of the ranks over nodes: a strategy of Ray's placement groups.
+        nodes: Required number of nodes; ``None`` for any.
         runtime_env: Ray's runtime environment for the nodes: variables, pip packages, a working directory's URI.
         wait_s: Longest wait for resources that are in use, in seconds.
     """
@@ -54,10 +54,10 @@ class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def read_options(pairs: Sequence[str]) -> RayOptions:
-    """Return the options from texts such as ``strategy=SPREAD``, whose values are YAML.
+    """Parse options from texts such as ``strategy=SPREAD``, whose values are YAML.
 
     Raises:
-        ConfigError: An option doesn't exist, or can't have its value.
+        ConfigError: An option doesn't exist, or can't have this value.
     """
     given: dict[str, Any] = {}
     known = RayOptions.__struct_fields__
@@ -84,9 +84,9 @@ class Node:
     """A node that ranks were placed on.
 
     Attributes:
-        id: Ray's name for it.
-        address: Its address, as other nodes reach it.
-        bundles: The reservations there, one a rank, by their numbers in the placement group.
+        id: Ray's id of the node.
+        address: The address at which other nodes reach the node.
+        bundles: The numbers of the placement group's bundles on the node, one per rank.
     """
 
     id: str
@@ -96,7 +96,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A reservation for a run: Ray's placement group, one bundle a rank, and its nodes in the order of the ranks."""
+    """A reservation for a run: Ray's placement group, one bundle per rank, and its nodes in the order of the ranks."""
 
     group: Any
     nodes: tuple[Node, ...]
@@ -104,7 +104,7 @@ class Placement:
 
 @dataclasses.dataclass(eq=False)
 class Host:
-    """The actor that is the notebook's ``NodeHost`` on a node, and the agent that it runs."""
+    """The actor that runs the notebook's ``NodeHost`` on a node, and the slot of its agent."""
 
     actor: Any
     slot: AgentSlot = dataclasses.field(default_factory=AgentSlot)
@@ -115,7 +115,7 @@ _deputies: dict[str, Any] = {}  # by connection
 
 
 class Cluster:
-    """A cluster that this process is connected to, and the options of a launch on it."""
+    """A connected cluster, and the options of a launch on it."""
 
     def __init__(self, connection: ClusterConnection, options: RayOptions) -> None:
         self.connection = connection
@@ -124,12 +124,12 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs in all."""
+        """Number of GPUs in the cluster."""
         return int(self._has().get("GPU", 0))
 
     @property
     def has_environment(self) -> bool:
-        """True if nodes first set up a runtime environment."""
+        """True if the nodes must set up a runtime environment."""
         return bool(self._options.runtime_env)
 
     def _has(self) -> Mapping[str, float]:
@@ -137,7 +137,7 @@ class Cluster:
         return resources
 
     def resources_of_a_rank(self, *, use_cpu: bool) -> dict[str, float]:
-        """Return what is reserved for each rank, by Ray's names."""
+        """Return the resources to reserve for each rank, by Ray's names."""
         wanted = self._options
         gpus = (1.0 if self.gpus and not use_cpu else 0.0) if wanted.gpus_per_rank is None else wanted.gpus_per_rank
         cpus = (0.0 if gpus else 1.0) if wanted.cpus_per_rank is None else wanted.cpus_per_rank
@@ -145,7 +145,7 @@ class Cluster:
         return {name: amount for name, amount in amounts.items() if amount}
 
     def check(self, world_size: int, resources: Mapping[str, float]) -> tuple[Finding, ...]:
-        """Return findings on what the cluster could not reserve even if nobody else used it."""
+        """Return findings about resources that the cluster lacks even when nobody else uses it."""
         has = self._has()
         return tuple(
             Finding(
@@ -169,11 +169,12 @@ class Cluster:
     ) -> Placement:
         """Wait until the cluster has reserved these resources for each rank.
 
-        ``notice`` is called with what is missing, now and then; ``is_wanted`` tells whether anybody still waits.
+        ``notice`` is called now and then with the missing resources in words; the wait ends when ``is_wanted`` returns
+        false.
 
         Raises:
-            LaunchError: The cluster can't reserve it, or not in time.
-            NotWantedError: Nobody waits any more.
+            LaunchError: The cluster can't reserve the resources, or not in time.
+            NotWantedError: ``is_wanted`` has returned false.
         """
         bundles = [dict(resources) for _ in range(world_size)]
         strategy = self._options.strategy
@@ -222,7 +223,7 @@ class Cluster:
                 notice(f"waiting for the cluster: {self._missing(world_size, resources)}")
 
     def _nodes(self, group: Any) -> tuple[Node, ...]:
-        """Return where the reservations are; nothing before they are made, or if one of the nodes has just gone."""
+        """Return the nodes of the reservations; nothing before they are made, or if one of the nodes has just gone."""
         table: dict[str, Any] = self._placement_call("placement_group_table", group)
         if table.get("state") != "CREATED":
             return ()
@@ -259,12 +260,12 @@ class Cluster:
     # Nodes ----------------------------------------------------------------------------------------------------------
 
     def host(self, node: Node) -> Host:
-        """Return the notebook's host on a node, which may still have to start. It stays there for the next run.
+        """Return the notebook's host on a node, started if there is none. The host stays for the next run.
 
-        The placement group reserves what the ranks need; the actor itself needs next to nothing.
+        The host reserves no resources: the ranks use those of the placement group.
 
         Raises:
-            ConfigError: Ray takes no such runtime environment.
+            ConfigError: Ray refuses the runtime environment.
         """
         key = (
             self.connection.job_id,
@@ -293,17 +294,17 @@ class Cluster:
         return _hosts[key]
 
     def drop(self, actor: Any) -> None:
-        """End an actor. If it is a host, the next run starts another one."""
+        """Kill an actor. If it is a host, the next run starts another one."""
         for key in [key for key, known in _hosts.items() if known.actor is actor]:
             del _hosts[key]
-        with contextlib.suppress(Exception):  # it is gone already
+        with contextlib.suppress(Exception):  # the actor may be gone already
             self.connection.call(lambda: self.ray.kill(actor))
 
     def gpus_of(self, placement: Placement, node: Node, gpus: float, is_wanted: Callable[[], bool]) -> list[str]:
-        """Return the GPUs that Ray has reserved for the ranks on a node. Ray tells them only an actor in a reservation.
+        """Return the GPUs that Ray has reserved for the ranks on a node. Only actors in the reservation can see them.
 
         Raises:
-            NotWantedError: Nobody waits any more.
+            NotWantedError: ``is_wanted`` has returned false.
             TimeoutError: The actors have not answered in time.
         """
         scheduling = importlib.import_module("ray.util.scheduling_strategies")
@@ -333,16 +334,16 @@ class Cluster:
 
 
 class _Deputy:
-    """Calls Ray for a notebook that is connected by Ray Client, which would have a new process do so each time."""
+    """An actor that calls Ray for a notebook with Ray Client, which would start a process for each call."""
 
     def call(self, what: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         return getattr(importlib.import_module("ray.util.placement_group"), what)(*args, **options)
 
 
 class _GpuLister:
-    """An actor in a rank's reservation, as long as it takes to ask which GPUs are reserved there."""
+    """A short-lived actor in a rank's reservation, which lists the reserved GPUs."""
 
     def gpus(self) -> list[str]:
-        """Return the GPUs' ids, as ``CUDA_VISIBLE_DEVICES`` has them."""
+        """Return the GPUs' ids as in ``CUDA_VISIBLE_DEVICES``."""
         ids: dict[str, list[str]] = importlib.import_module("ray").get_runtime_context().get_accelerator_ids()
         return ids.get("GPU", [])

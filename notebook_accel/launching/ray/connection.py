@@ -1,16 +1,16 @@
-"""The notebook's connection to a Ray cluster: making it, calls through it, and noticing its end.
+"""The notebook's connection to a Ray cluster: making it, calling through it, and noticing its end. Runs in the kernel.
 
-A wait inside Ray doesn't end when the notebook is disconnected, or it ends the thread. And Ray ends a process whose
-cluster has had no head for a minute, a notebook's kernel with all its variables too. So nothing here waits inside Ray,
-and the notebook is disconnected before that minute is over.
+When the notebook is disconnected, a wait inside Ray goes on, or ends its thread. Ray also ends any process whose
+cluster has had no head for a minute, even a kernel with all its variables. So nothing here waits inside Ray, and the
+notebook is disconnected before that minute is over.
 
-A call of Ray, or the release of a reference to one of its objects, while ``ray.shutdown()`` runs in another thread ends
-the process at once. A call after the shutdown starts a cluster. So calls hold the lock that Ray takes to connect and
-disconnect, and ``ray.shutdown()`` first waits for runs to end.
+While ``ray.shutdown()`` runs in another thread, a call of Ray, or the release of a reference to one of its objects,
+ends the process at once. A call after the shutdown starts a cluster. So calls hold the lock that Ray takes to connect
+and disconnect, and ``ray.shutdown()`` first waits for runs to end.
 
-Ray connects in two ways. As a driver, the notebook has Ray in its own process. With Ray Client (``ray://``) a process
-beside the cluster's head does what the notebook asks for; it goes on for half a minute after the notebook has gone, in
-case the network comes back.
+Ray connects in two ways. As a driver, the notebook has Ray in its own process. With Ray Client (``ray://``), a process
+beside the cluster's head acts for the notebook. That process lives half a minute longer than the notebook, in case the
+network comes back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CLIENT = "ray://"
 _ATTEMPTS = 3
 _LOOK_PERIOD_S = 0.25
 _HEAD_PERIOD_S = 2.0
-_HEAD_PATIENCE_S = 30.0  # half of Ray's: a head that is started again in this time is the same to it
+_HEAD_PATIENCE_S = 30.0  # half of Ray's patience: Ray accepts a head that is restarted in this time
 _DIAL_TIMEOUT_S = 5.0
 _CALL_PATIENCE_S = 60.0
 _LEAVE_DEADLINE_S = 10.0
@@ -50,7 +50,7 @@ _LEAVE_PERIOD_S = 0.01
 
 
 class ClusterConnection:
-    """A connection to a cluster through this Ray, watched until it ends. See ``_Link`` for its attributes."""
+    """A connection to a cluster, watched until it ends. See ``_Link`` for its attributes."""
 
     def __init__(self, ray: Any) -> None:
         self.ray = ray
@@ -58,7 +58,7 @@ class ClusterConnection:
         self._link: _Link = _ClientLink(ray, client) if client.is_connected() else _DriverLink(ray)
         self.job_id, self.lock, self.is_driver = self._link.job_id, self._link.lock, self._link.is_driver
         self._why_it_ended = ""
-        self._users: set[object] = set()  # which needs no lock that an interrupt of the main thread could leave taken
+        self._users: set[object] = set()  # not a lock, which an interrupt of the main thread could leave taken
         self._has_ended = Latch()
         self._is_lost = False
         self._leaving = threading.Lock()
@@ -68,16 +68,16 @@ class ClusterConnection:
 
     @property
     def is_there(self) -> bool:
-        """True if the notebook has been connected ever since this connection was made."""
+        """True as long as the notebook has this connection."""
         if not self._has_ended.is_set and not self._link.is_there():
             self._end("ray.shutdown() was called, or Ray has lost the cluster.")
         return not self._has_ended.is_set
 
     def check(self) -> None:
-        """Raise if the connection has ended.
+        """Check that the connection has not ended.
 
         Raises:
-            SupervisorLostError: It has ended.
+            SupervisorLostError: The connection has ended.
         """
         if not self.is_there:
             raise SupervisorLostError(
@@ -88,7 +88,7 @@ class ClusterConnection:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Enclose what a thread does with Ray, up to the release of its references to Ray's objects."""
+        """Enclose all of a thread's use of Ray, including the release of its references to Ray's objects."""
         user = object()
         self._users.add(user)
         try:
@@ -97,7 +97,7 @@ class ClusterConnection:
             self._users.discard(user)
 
     def end(self, why: str) -> None:
-        """End the connection for its users, before the notebook is disconnected, and wait until they have noticed."""
+        """End the connection for its users and wait until they have left. Call it before disconnecting the notebook."""
         self._end(why)
         deadline_s = time.monotonic() + _LEAVE_DEADLINE_S
         while self._users and time.monotonic() < deadline_s:
@@ -105,7 +105,7 @@ class ClusterConnection:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep another thread from ``ray.shutdown()`` during calls that don't take long.
+        """Block ``ray.shutdown()`` in other threads during short calls.
 
         Raises:
             SupervisorLostError: The connection has ended.
@@ -119,7 +119,7 @@ class ClusterConnection:
                 raise
 
     def ask(self, what: Callable[[], Any]) -> Answer:
-        """Call an actor, by what returns Ray's reference to the answer, and return the answer to come.
+        """Call an actor, and return a future for its answer. ``what`` makes the call and returns Ray's reference.
 
         Raises:
             SupervisorLostError: The connection has ended.
@@ -129,17 +129,17 @@ class ClusterConnection:
         return answer
 
     def post(self, what: Callable[[], object]) -> None:
-        """Call an actor soon, in another thread, without an answer: the kernel's main thread must not be in Ray."""
+        """Queue a call of an actor for another thread, and ignore its answer. Keeps the main thread out of Ray."""
         self._posted.put(what)
 
     def answers(
         self, answers: Sequence[Answer], patience_s: float, is_wanted: Callable[[], bool] = lambda: True
     ) -> list[Any]:
-        """Wait for actors' answers, as long as ``is_wanted`` says that somebody still waits for them.
+        """Wait for actors' answers as long as ``is_wanted`` returns true.
 
         Raises:
             SupervisorLostError: The connection has ended.
-            NotWantedError: Nobody waits any more.
+            NotWantedError: ``is_wanted`` has returned false.
             TimeoutError: The answers have not come in time.
             RayError: An actor can't answer.
         """
@@ -153,7 +153,7 @@ class ClusterConnection:
             done, _ = concurrent.futures.wait(pending, _LOOK_PERIOD_S, concurrent.futures.FIRST_COMPLETED)
             for answer in done:
                 try:
-                    answer.result()  # raises what speaks against waiting for the others
+                    answer.result()  # raises an actor's error before the others have answered
                 except Exception as error:
                     self._judge(error)
                     raise
@@ -161,20 +161,20 @@ class ClusterConnection:
         return [answer.result() for answer in answers]
 
     def leave(self) -> None:
-        """Disconnect the notebook if the rest of a lost connection is in the way of another one."""
+        """Disconnect the notebook from a lost cluster, so that it can connect to another one."""
         with self._leaving:
             if self._is_lost and self._link.is_there():
-                with contextlib.suppress(Exception):  # there is nobody who could hear of it
+                with contextlib.suppress(Exception):  # the connection is lost anyway
                     self.ray.shutdown()
 
     def call(self, what: Callable[[], _T], patience_s: float = _CALL_PATIENCE_S) -> _T:
-        """Ask Ray something for which it waits by itself, such as what the cluster has.
+        """Call a function of Ray that waits, such as for the cluster's resources, and return its result.
 
         Raises:
             SupervisorLostError: The connection has ended.
             LaunchError: The cluster has not answered in time.
         """
-        # Ray would ask for ever, even after a shutdown, and then end the process.
+        # Without a head Ray would wait for ever, even after a shutdown, and then end the process.
         while why_not_reached(self._link.head):
             self.check()
             self._has_ended.wait(_LOOK_PERIOD_S)
@@ -187,9 +187,9 @@ class ClusterConnection:
             try:
                 with self.used(), self.held():
                     answers.append(what())
-            except SystemExit:  # so Ray ends a thread that is inside it when it is shut down
+            except SystemExit:  # Ray raises this in a thread that is inside it during a shutdown
                 raised.append(ConnectionError("Ray was shut down."))
-            except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+            except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
                 raised.append(error)
             is_done.set()
 
@@ -208,7 +208,7 @@ class ClusterConnection:
         return answers[0]
 
     def _judge(self, error: Exception) -> None:
-        """Raise ``SupervisorLostError`` if an error of Ray's comes from the connection's end."""
+        """Raise ``SupervisorLostError`` if Ray's error means that the connection has ended."""
         if isinstance(error, self._link.lost_errors) and not isinstance(error, self.ray.exceptions.RayError):
             self._lose(f"Ray Client has lost its server ({type(error).__name__}).")
         self.check()
@@ -225,7 +225,7 @@ class ClusterConnection:
     def _make_posted(self) -> None:
         for what in iter(self._posted.get, None):
             with self.used():
-                with contextlib.suppress(Exception), self.held():  # whoever waits for answers learns of the end
+                with contextlib.suppress(Exception), self.held():  # ``answers`` reports the connection's end
                     what()
                 del what
 
@@ -247,14 +247,14 @@ class ClusterConnection:
 
 
 class _Link(Protocol):
-    """The way in which this process is connected.
+    """How this process is connected: as a driver or by Ray Client.
 
     Attributes:
-        job_id: Ray's name for what belongs to this connection.
-        head: The address of the cluster's head if Ray ends this process when nobody answers there; else empty.
-        lock: Held by calls and by ``ray.shutdown()``. The same thread may take it again.
-        is_driver: True if Ray is in this process: calls are its own, and what actors return is in its memory.
-        lost_errors: The errors of a Ray that can't be used any more; its own ``RayError`` are none of them.
+        job_id: Ray's id of this connection.
+        head: The address of the cluster's head if Ray ends this process when the head is gone; else empty.
+        lock: A reentrant lock that calls and ``ray.shutdown()`` hold.
+        is_driver: True if Ray is in this process, so that actors' answers are in its memory.
+        lost_errors: The errors that mean a lost connection, except Ray's own ``RayError``.
     """
 
     job_id: str
@@ -264,7 +264,7 @@ class _Link(Protocol):
     lost_errors: tuple[type[Exception], ...]
 
     def is_there(self) -> bool:
-        """Return whether it is still this connection."""
+        """Return whether this process still has this connection."""
 
 
 class _DriverLink:
@@ -285,7 +285,7 @@ class _DriverLink:
 
 
 class _ClientLink:
-    head = ""  # Ray Client gives up by itself, and ends no process
+    head = ""  # Ray Client never ends the process
     is_driver = False
 
     def __init__(self, ray: Any, client: Any) -> None:
@@ -299,7 +299,7 @@ class _ClientLink:
         worker = self._worker()
         if worker is None or worker is not self._context.client_worker:
             return False
-        # The worker says that it is connected even when what has come from the server can't be repaired.
+        # is_connected() stays true even when the data channel from the server is broken beyond repair.
         return bool(worker.is_connected()) and worker.data_client.data_thread.is_alive()
 
 
@@ -310,10 +310,10 @@ _lock = threading.Lock()
 
 
 def connect(address: str) -> ClusterConnection:
-    """Return the notebook's connection, a new one to this address if it has none. See ``RayOptions``.
+    """Return the notebook's connection, or connect to this address. See ``RayOptions``.
 
     Raises:
-        ConfigError: Ray isn't installed, or there is no such cluster, or it can't be used from here.
+        ConfigError: Ray isn't installed, or the cluster doesn't exist or can't be used from here.
     """
     global _current
     try:
@@ -335,7 +335,7 @@ def connect(address: str) -> ClusterConnection:
         return _current
 
 
-@functools.cache  # once is enough
+@functools.cache
 def _have_shutdown_wait(ray: Any) -> None:
     original = ray.shutdown
 
@@ -354,7 +354,7 @@ def _have_shutdown_wait(ray: Any) -> None:
 
 
 def _give_up_lost_client() -> None:
-    """Disconnect a client that has lost its server: it is in the way of every other connection."""
+    """Disconnect a client that has lost its server, since it blocks every new connection."""
     client: Any = importlib.import_module("ray.util.client").ray
     if client.get_context().client_worker is not None:
         client.disconnect()
@@ -362,11 +362,11 @@ def _give_up_lost_client() -> None:
 
 def _connect(ray: Any, address: str) -> None:
     asked = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
-    # Ray has breakpoint() open a debugger of its own, in the notebook too.
+    # Ray makes breakpoint() open its own debugger, even in the notebook.
     as_it_is = {"PYTHONBREAKPOINT": os.environ.get("PYTHONBREAKPOINT")}
     if asked.startswith(_CLIENT):
         _refuse_without_grpc(asked)
-    # Ray looks for a cluster that isn't there for minutes, and then ends the process.
+    # Ray looks for a missing cluster for minutes, and then ends the process.
     why = why_not_reached(asked.removeprefix(_CLIENT))
     if why:
         raise _not_found(asked, why)
@@ -390,10 +390,9 @@ def _connect(ray: Any, address: str) -> None:
 
 
 def _init(ray: Any, address: str) -> None:
-    """Connect, again if Ray Client's server has failed.
+    """Connect, and retry if Ray Client's server fails.
 
-    The server forks a process for each client while some of its threads are in gRPC, and some of these processes end
-    at once.
+    The server forks a process for each client while its threads are in gRPC, and some of these processes die at once.
     """
     for left in reversed(range(_ATTEMPTS)):
         try:
@@ -417,7 +416,7 @@ def _refuse_without_grpc(address: str) -> None:
 
 @contextlib.contextmanager
 def _errors_only() -> Iterator[None]:
-    """Silence Ray's warning of being initialised in a thread, of no interest to whoever reads the cell."""
+    """Silence Ray's warning about being initialised in a thread, which means nothing to the user."""
     logger = logging.getLogger("ray")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -436,12 +435,12 @@ def _not_found(address: str, why: str) -> ConfigError:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an error's text, which after a node's traceback names the cause."""
+    """Return the last line of an error's text: after a node's traceback, this line names the cause."""
     return [type(error).__name__, *str(error).strip().splitlines()][-1]
 
 
 def why_not_reached(address: str) -> str:
-    """Return why nobody answers at an address; empty if somebody does, or if it is no address but a word of Ray's."""
+    """Return why nobody answers at an address; empty if somebody does, or for a keyword of Ray such as ``auto``."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return ""

@@ -1,6 +1,6 @@
-"""The engine for Ray clusters: Ray places the ranks, and all else is as on one machine.
+"""The engine for Ray clusters, which runs in the kernel: Ray places the ranks; the rest is as on one machine.
 
-``RayRun`` is Ray's way to nodes, payload and results. ``RemoteRun`` has what any cluster needs.
+``RayRun`` implements what is Ray's own: nodes, payload and results. ``RemoteRun`` has what every cluster needs.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 
-_PATIENCE_S = 1.0  # of a host whose agent says nothing
-_SILENCE_S = 30.0  # after which a host that should have answered is taken for dead
+_PATIENCE_S = 1.0  # for which a host waits for bytes from its agent
+_SILENCE_S = 30.0  # after which a host that has not answered is considered dead
 _START_DEADLINE_S = 120.0
 _INSTALL_DEADLINE_S = 660.0  # of a runtime environment; Ray itself gives up after 600 s
-_TRANSFER_DEADLINE_S = 1800.0  # of payload and results; Ray notices a node that has gone before
+_TRANSFER_DEADLINE_S = 1800.0  # of payload and results; Ray reports a lost node earlier
 _FAREWELL_S = 10.0
 
 
@@ -72,7 +72,7 @@ class RayRun(RemoteRun):
     def _using_nodes(self) -> Iterator[None]:
         with self._connection.used():
             yield
-            self._payload = None  # whoever keeps the job shall keep nothing in the cluster's memory
+            self._payload = None  # a job that is kept must keep nothing in the cluster's memory
 
     def _is_wanted(self) -> bool:
         return self._wanted is None
@@ -85,7 +85,7 @@ class RayRun(RemoteRun):
         self._placement = self._cluster.reserve(
             job.world_size, self._resources, notice=self._notice, is_wanted=self._is_wanted
         )
-        self._notice()  # it waits no more
+        self._notice()  # clear the notice of the wait
         for node in self._placement.nodes:
             self._cluster.host(node)  # all start at the same time
         checked = [self._checked_host(node) for node in self._placement.nodes]
@@ -93,7 +93,7 @@ class RayRun(RemoteRun):
         self._on_nodes = [(node, there) for node, (there, _) in zip(self._placement.nodes, checked, strict=True)]
         opened = []
         for number, (node, there) in enumerate(self._on_nodes):
-            port = None if number else job.config.main_process_port or 0  # the first one has the ranks' store
+            port = None if number else job.config.main_process_port or 0  # the first node has the ranks' store
             count = len(node.bundles)
             opened.append(self._ask(there, "open", attempt_id, job.name, job.config.log_dir, count, port))
         parts: list[NodePart] = []
@@ -118,12 +118,12 @@ class RayRun(RemoteRun):
         return parts
 
     def _checked_host(self, node: Node) -> tuple[Host, host.NodeFacts]:
-        """Return a node's host, and what it says of the node. One that has died since the last run is replaced once.
+        """Return a node's host and the node's facts. A host that has died since the last run is replaced once.
 
         Raises:
-            LaunchError: It can't be started, or has other versions than the notebook.
+            LaunchError: The host can't be started, or has other versions than the notebook.
             SupervisorLostError: The node, or the cluster, has gone.
-            NotWantedError: Nobody wants the run any more.
+            NotWantedError: The run was ended meanwhile.
         """
         for is_last in (False, True):
             there = self._cluster.host(node)
@@ -179,17 +179,17 @@ class RayRun(RemoteRun):
             for (_, there), body in zip(self._on_nodes, bodies, strict=True)
         ]
         for (node, _), answer in zip(self._on_nodes, started, strict=True):
-            # Also when the run is not wanted any more: ranks that are there can be told, and end by themselves.
+            # Wait even if the run was ended meanwhile: started ranks can be told to end.
             self._answer(node, answer, _TRANSFER_DEADLINE_S, lambda: True)
 
     def _ask(self, there: Host, method: str, *args: Any, **options: Any) -> Answer:
         return self._connection.ask(functools.partial(getattr(there.actor, method).remote, *args, **options))
 
     def _answer(self, node: Node, answer: Answer, patience_s: float, is_wanted: Callable[[], bool]) -> Any:
-        """Return a host's answer to what starts the ranks."""
+        """Return a host's answer to a call that starts the ranks."""
         try:
             [result] = self._connection.answers([answer], patience_s, is_wanted)
-        except self._cluster.ray.exceptions.RayTaskError as error:  # the host is there, and can't do it
+        except self._cluster.ray.exceptions.RayTaskError as error:  # the host lives, but its method has raised
             raise ProcessStartError(
                 f"The ranks on the node {node.address} could not be started.", why=last_line(error)
             ) from None
@@ -214,7 +214,7 @@ class RayRun(RemoteRun):
             return
         kill = messages.encode(messages.End(job_id=self._attempt_id, how="kill"))
         idle_timeout_s = self.job.config.idle_timeout_s
-        with contextlib.suppress(Exception):  # some of it is gone already
+        with contextlib.suppress(Exception):  # some hosts may be gone already
             closed = [self._ask(there, "close", self._attempt_id, kill, idle_timeout_s) for _, there in on_nodes]
             self._connection.answers(closed, _FAREWELL_S)
         if placement is not None:
@@ -230,7 +230,7 @@ class RayRun(RemoteRun):
 
 
 class _ActorStream:
-    """The way to a node's agent: each call of its host takes bytes there, or brings those that have come."""
+    """The stream to a node's agent: calls of the node's host write bytes to the agent, or read its bytes."""
 
     def __init__(self, cluster: Cluster, node: Node, actor: Any, agent_pid: int) -> None:
         self._cluster = cluster
@@ -263,7 +263,7 @@ class _ActorStream:
     def loss(self, error: BaseException, ranks: str) -> NotebookAccelError:
         if isinstance(error, NotebookAccelError):
             return error
-        if isinstance(error, self._cluster.ray.exceptions.RayTaskError):  # the host is there, and its agent has gone
+        if isinstance(error, self._cluster.ray.exceptions.RayTaskError):  # the host lives, and its agent has gone
             return agent_lost_error(self.last_words())
         try:
             return _host_lost_error(self._cluster, self._node, ranks, error)
@@ -315,12 +315,12 @@ class RayEngine:
         return self._cluster.check(world_size, self._cluster.resources_of_a_rank(use_cpu=config.use_cpu))
 
     def launch(self, request: LaunchRequest) -> Job:
-        """Start the run, which first waits for the cluster's reservation. See ``Engine``."""
+        """Start the run's thread, which first waits for the cluster's reservation. See ``Engine``."""
         if request.on_death == "keep":
             raise ConfigError(
                 "A session's ranks stay on this machine.", fix="leave out engine, or --fresh for the cell"
             )
-        # The nodes have an environment, folders and an import path of their own.
+        # The nodes have their own environment, folders and import path.
         there = msgspec.structs.replace(request.spec, environment={}, working_directory="", sys_path=[])
         pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
         resources = self._cluster.resources_of_a_rank(use_cpu=request.config.use_cpu)
@@ -341,7 +341,7 @@ def connect(config: LaunchConfig) -> RayEngine:
     """Connect to a cluster, and return the engine for a launch with these options.
 
     Raises:
-        ConfigError: An option has no meaning on a cluster, Ray isn't installed, or there is no cluster.
+        ConfigError: An option can't be used on a cluster, Ray isn't installed, or there is no cluster.
     """
     wanted = cluster.read_options(config.engine_options)
     if config.start_method not in ("auto", "spawn"):

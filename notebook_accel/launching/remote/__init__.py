@@ -1,1 +1,1 @@
-"""Runs over several agents on other machines, whatever reaches them."""
+"""Runs over several agents on other machines, independent of the transport to them."""

@@ -1,9 +1,9 @@
-"""The kernel's one host on another machine. It runs an agent there, and forwards that agent's frames unread.
+"""The kernel's host on another machine, one per node. It runs an agent there and forwards the agent's frames unchanged.
 
-So ranks are started, read, interrupted, stopped and reaped on a node as on the kernel's machine, by the same code, and
-as fast. The host adds what can't come from another machine: it opens a run's files, which go to the agent with the
-Launch message, and says what the node has. Whatever reaches the node has to bring the payload, and to end the host when
-the kernel goes. The agent sees that its parent has gone, and ends the ranks.
+So ranks on a node are started, read, interrupted, stopped and reaped by the same code as on the kernel's machine, and
+as fast. The host adds what can't come from another machine: it opens a run's files, passes them to the agent with the
+Launch message, and reports the node's facts. The engine must transfer the payload, and end the host when the kernel
+goes. The agent then notices that its parent has gone, and ends the ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NodeFacts(NamedTuple):
     """The versions, variables and import path of a node.
 
     Attributes:
-        versions: Versions of Python, torch and this package, by name; empty for what isn't installed.
+        versions: Versions of Python, torch and this package, by name; empty if not installed.
         variables: Environment variables for the ranks.
         sys_path: The import path.
     """
@@ -46,7 +46,7 @@ class NodeFacts(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that have to be the same in the notebook and on the nodes."""
+    """Return the versions that must be the same in the notebook and on the nodes."""
     found = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("torch", "notebook-accel"):
         found[name] = ""
@@ -56,10 +56,7 @@ def versions() -> dict[str, str]:
 
 
 class NodeHost:
-    """Runs the parts of runs that are on its node. The kernel calls its methods, several at a time.
-
-    Other nodes reach its node at ``address``.
-    """
+    """Runs the parts of runs on its node, which other nodes reach at ``address``. The kernel calls it concurrently."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -69,7 +66,7 @@ class NodeHost:
         self._idle_timer: threading.Timer | None = None
 
     def facts(self) -> tuple[Any, ...]:
-        """Return the fields of ``NodeFacts``, as plain values that another version of this package can unpickle too."""
+        """Return the fields of ``NodeFacts`` as plain values, which other versions of this package can unpickle too."""
         interface = environment.interface_of(self._address)
         of_interface = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
         return versions(), {**environment.sendable(), **of_interface}, environment.import_path()
@@ -77,13 +74,13 @@ class NodeHost:
     def open(self, part_id: str, name: str, log_dir: str, ranks: int, port: int | None) -> tuple[int, str, int]:
         """Open the files of a part of a run, and start the agent unless it runs.
 
-        ``port`` is that of the ranks' store, 0 for any; ``None`` if the store is on another node.
+        ``port`` is the port of the ranks' store, 0 for any; ``None`` if the store is on another node.
 
         Returns:
-            The agent's process, the folder of the logs, empty if there was no room for one, and the store's port.
+            The agent's pid, the folder of the logs (empty if it could not be made), and the store's port.
 
         Raises:
-            OSError: The port can't be used, or the system refuses what is needed.
+            OSError: The port can't be used, or the system refuses a file or process.
         """
         with contextlib.ExitStack() as opened, self._lock:
             listening = None if port is None else socket.create_server((self._address, port), backlog=4096)
@@ -105,7 +102,7 @@ class NodeHost:
         return self._agent.process.pid, "" if folder is None else str(folder), used_port
 
     def launch(self, part_id: str, body: bytes, payload: Any) -> None:
-        """Send the agent a part's Launch message, with the descriptors that belong to it. The payload is a buffer."""
+        """Send the agent a part's Launch message with its descriptors. The payload is a buffer."""
         part = self._parts[part_id]
         copied = memory_files.memory_file("notebook-accel-payload")
         try:
@@ -123,9 +120,9 @@ class NodeHost:
         self._running(agent_pid).connection.send(body)
 
     def read(self, agent_pid: int, patience_s: float) -> tuple[float, bytes]:
-        """Wait for bytes from the agent, and return the time here and what has come. Raise ``ClosedError`` at its end.
+        """Wait for bytes from the agent. Return this node's ``time.monotonic()`` and the bytes, empty if none came.
 
-        Only one thread may read at a time, so that the bytes stay in order.
+        Raise ``ClosedError`` if the agent has gone. Only one thread may read at a time, to keep the bytes in order.
         """
         agent = self._running(agent_pid)
         agent.connection.set_receive_deadline(patience_s)
@@ -138,12 +135,12 @@ class NodeHost:
         return "" if self._agent is None else last_words(self._agent.log)
 
     def results(self, part_id: str, *, as_buffers: bool) -> list[Any]:
-        """Return each rank's result as it was written: as buffers for a pickle, or as bytes."""
+        """Return the content of each rank's result file: as buffers for a pickle, or as bytes."""
         written = [memory_files.whole(file) for file in self._parts[part_id].result_files]
         return [pickle.PickleBuffer(data) if as_buffers else data.tobytes() for data in written]
 
     def close(self, part_id: str, kill: bytes, idle_timeout_s: float) -> None:
-        """Forget a part, and ``kill``, by this message, what still runs. An agent without a run ends after a while."""
+        """Forget a part, and send the agent ``kill``, the message that kills its ranks. An idle agent ends later."""
         with self._lock:
             part = self._parts.pop(part_id, None)
             if part is None:
@@ -176,7 +173,7 @@ class NodeHost:
 
 
 class _NodeAgent:
-    """The node's agent, and the thread that starts it and waits for its end, with which Linux would kill it."""
+    """The node's agent, and a thread that starts it and waits for its end: Linux would kill it with that thread."""
 
     def __init__(self) -> None:
         self.log = memory_files.memory_file("notebook-accel-agent-log")
@@ -203,7 +200,7 @@ class _NodeAgent:
 
 
 class _OpenPart(NamedTuple):
-    """A part of a run: its agent, its ranks' result files and the listening socket of the ranks' store, if here."""
+    """A part of a run: its agent, its ranks' result files, and the ranks' store's listening socket if it is here."""
 
     agent: _NodeAgent
     result_files: Sequence[int]

@@ -1,14 +1,14 @@
 """A run over several agents on other machines, each reached by a byte stream. Engines for clusters build on it.
 
-An engine reserves nodes, starts an agent on each, and gives the kernel an ``AgentStream`` to it. The stream carries the
-frames of the agent's own socket, unread, in both directions. A ``RemoteAgent`` reads them with the code that reads this
-machine's agent, in a thread that lives as long as the agent has runs. It hands them to the ``NodePart`` of their run,
-which puts ranks and times as the whole run counts them: ranks are numbered over all nodes, and each node's
-``time.monotonic()`` has a zero of its own. File descriptors can't cross machines, so an engine brings the payload and
-the results in its own way, and sends the Launch message along with the payload.
+Runs in the kernel. An engine reserves nodes, starts an agent on each, and gives the kernel an ``AgentStream`` to it.
+The stream carries the frames of the agent's own socket unchanged in both directions. A ``RemoteAgent`` decodes them
+with the code that also serves this machine's agent, in a thread that lives as long as the agent has runs. It passes
+them to the ``NodePart`` of their run, which converts ranks and times: ranks are numbered over all nodes, and each
+node's ``time.monotonic()`` has its own zero. File descriptors can't cross machines, so the engine itself transfers the
+payload, with the Launch message, and the results.
 
-``RemoteRun`` decides what concerns all nodes. It releases the ranks when all have finished, ends all when one has
-failed or a node is lost, and starts all again as often as ``max_restarts`` allows. It is over when every part is over.
+``RemoteRun`` decides for all nodes. It releases the ranks when all have finished, ends all when one has failed or a
+node is lost, and restarts all as often as ``max_restarts`` allows. The run ends when every part has ended.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ from notebook_accel.protocol.channel import take_frames
 
 
 class NotWantedError(Exception):
-    """Somebody has ended the run, so that nobody waits for this any more."""
+    """The run was ended meanwhile, so the operation is no longer needed."""
 
 
 class AgentStream(Protocol):
     """The bytes to and from an agent on another machine."""
 
     def used(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager around everything that a thread does with the stream."""
+        """Return a context manager that encloses all of a thread's use of the stream."""
 
     def read(self) -> tuple[float, bytes]:
-        """Wait some time for bytes from the agent.
+        """Wait a limited time for bytes from the agent.
 
         Returns:
-            The node's ``time.monotonic()`` as it answered, and the bytes, empty if none have come.
+            The node's ``time.monotonic()`` at its answer, and the bytes, empty if none have come.
 
         Raises:
             Exception: The agent, its node or the connection has gone.
         """
 
     def write(self, body: bytes) -> None:
-        """Send the body of a frame, and wait until the agent has it. Raise if the agent has gone."""
+        """Send the body of a frame, and wait until the agent has received it. Raise if the agent has gone."""
 
     def post(self, body: bytes) -> None:
-        """Send the body of a frame soon. Neither waits nor raises."""
+        """Queue the body of a frame for sending. Neither waits nor raises."""
 
     def last_words(self) -> str:
-        """Return what the agent wrote last, for an error's ``why``."""
+        """Return the end of the agent's log, for an error's ``why``."""
 
     def loss(self, error: BaseException, ranks: str) -> NotebookAccelError:
-        """Return the error of a run that has lost its ranks here, from what ``read`` has raised."""
+        """Convert an error of ``read`` to the error of the run, which has lost these ranks."""
 
 
 class NodeClock:
@@ -79,25 +79,25 @@ class NodeClock:
         self._offset_s: float | None = None
 
     def update(self, asked_s: float, there_s: float, now_s: float) -> None:
-        """Learn from an answer: when it was asked, the node's time when it answered, and the time now.
+        """Update the offset from one answer: our time of the request, the node's time of its answer, and our time now.
 
-        The answer was sent after it was asked for and before now, so each one bounds the offset on both sides. An
-        offset within the bounds stays as it is: a late answer doesn't move the node's events. One that is outside them,
-        because clocks drift or a machine was suspended, goes to the nearer bound.
+        The node answered between the request and now, so each answer bounds the offset on both sides. An offset within
+        the bounds stays as it is, so that a late answer doesn't move the node's events. An offset outside them, because
+        clocks drift or a machine was suspended, moves to the nearer bound.
         """
         least_s, most_s = asked_s - there_s, now_s - there_s
-        # The first one is most likely close to the latter: the node waits for news, and sends them at once.
+        # The first offset starts at the upper bound: the node waits for news and sends it at once.
         known_s = most_s if self._offset_s is None else self._offset_s
         self._offset_s = max(least_s, min(known_s, most_s))
 
     def event_by_our_clock(self, event: events.Event) -> events.Event:
-        """Return an event of the node with its time by this machine's clock."""
+        """Return the node's event with its time converted to this machine's clock."""
         assert self._offset_s is not None, "events come with answers"
         return msgspec.structs.replace(event, time_s=event.time_s + self._offset_s)
 
 
 class RemoteAgent(AgentLink["NodePart"]):
-    """An agent on another machine, the stream that leads to it, and the facts of its node."""
+    """The kernel's link to an agent on another machine: its stream, and the facts of its node."""
 
     def __init__(self, stream: AgentStream, facts: NodeFacts) -> None:
         super().__init__()
@@ -116,24 +116,24 @@ class RemoteAgent(AgentLink["NodePart"]):
                 name = f"notebook-accel-agent-{job.address}"
                 try:
                     threading.Thread(target=self._run, name=name, daemon=True).start()
-                except RuntimeError:  # no thread can be started
+                except RuntimeError:  # the system refuses another thread
                     self.forget(job)
                     raise
                 self._is_reading = True
 
     def prepare_launch(self, part: NodePart, places: Sequence[messages.Place]) -> bytes:
-        """Have a template ready for a part, and return the body of its Launch message, which the engine sends."""
+        """Prepare a template for a part, and return the body of its Launch message, which the engine sends."""
         self.expect(part)
         with self._prepare_lock:
             self.prepare(part.config)
         return messages.encode(self._launch_message(part, places=places))
 
     def tell(self, message: messages.ToAgent) -> None:
-        """Send a message soon, if the agent is still there. Doesn't wait."""
+        """Queue a message for the agent. Doesn't wait, and ignores an agent that has gone."""
         self._stream.post(messages.encode(message))
 
     def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
-        return True, self.facts.variables, self.facts.sys_path  # they stay as they are as long as the agent lives
+        return True, self.facts.variables, self.facts.sys_path  # constant as long as the agent lives
 
     def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
         assert not descriptors
@@ -150,12 +150,12 @@ class RemoteAgent(AgentLink["NodePart"]):
         return self._stream.last_words()
 
     def _run(self) -> None:
-        """Read until no run is left. Runs in the thread."""
+        """Read messages until the agent has no runs. The thread's function."""
         with self._stream.used():
             try:
                 while self._has_jobs():
                     self._read()
-            except BaseException as error:  # noqa: BLE001 - whatever it is, no run may wait for ever
+            except BaseException as error:  # noqa: BLE001 - after any error, no run may wait for ever
                 with self._lock:
                     lost, self._jobs, self._is_reading = self._jobs, {}, False
                 for part in lost.values():
@@ -174,7 +174,7 @@ class RemoteAgent(AgentLink["NodePart"]):
 
 
 class AgentSlot:
-    """A node's agent, which is replaced when the node has started another one. Runs in several threads share it."""
+    """Holds a node's current ``RemoteAgent``, replaced when the node has started another agent. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -182,7 +182,7 @@ class AgentSlot:
         self._agent: RemoteAgent | None = None
 
     def agent(self, pid: int, facts: NodeFacts, make_stream: Callable[[], AgentStream]) -> RemoteAgent:
-        """Return the agent that is this process on the node."""
+        """Return the agent with this pid on the node."""
         with self._lock:
             if self._agent is None or self._pid != pid:
                 self._pid, self._agent = pid, RemoteAgent(make_stream(), facts)
@@ -191,19 +191,19 @@ class AgentSlot:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class NodePart:
-    """The part of a run that is on one node: passes on what the node's agent says of it.
+    """The part of a run that is on one node: passes the messages of the node's agent on to the run.
 
     Attributes:
         run: The run.
         agent: The node's agent.
-        id: Its id, by which the agent knows it.
-        address: The node's address, as other nodes reach it.
-        ranks: The ranks that are there.
-        variables: Environment variables of these ranks alone.
+        id: The part's id, which the agent's messages carry.
+        address: The address at which other nodes reach the node.
+        ranks: The ranks on the node, as the whole run numbers them.
+        variables: Environment variables for these ranks only.
         store_port: The port of the ranks' store, if this is the first part.
-        log_folder: Folder of the logs on the node; ``None`` if there was no room for one.
-        dumps: The ranks' stacks, until those of the other nodes are there.
-        has_ended: True if nothing more will come.
+        log_folder: Folder of the logs on the node; ``None`` if it could not be made.
+        dumps: The ranks' stacks, kept until those of the other nodes have come.
+        has_ended: True once the part has ended and sends no more messages.
     """
 
     run: RemoteRun
@@ -247,12 +247,12 @@ class NodePart:
 
 
 class RemoteRun(abc.ABC):
-    """One run over several agents; also its job's control. A base class for engines.
+    """One run over several agents, and the ``RunControl`` of its job. A base class for engines.
 
     Args:
         job: The run's job.
-        result_files: The job's memory files, one a rank.
-        variables: Environment variables that the launch itself sets for the ranks.
+        result_files: The job's memory files, one per rank.
+        variables: Environment variables that the launch sets for the ranks.
     """
 
     def __init__(self, job: Job, result_files: Sequence[int], variables: Mapping[str, str]) -> None:
@@ -261,38 +261,38 @@ class RemoteRun(abc.ABC):
         self._variables = variables
         self._parts: Sequence[NodePart] = ()
         self._is_launched = False
-        self._wanted: messages.How | None = None  # by which somebody ends it
+        self._wanted: messages.How | None = None  # how the user asked to end the run
         self._reason: Reason = ""
         self._error: NotebookAccelError | None = None
         self._finished: set[int] = set()
         self._ended_parts: queue.SimpleQueue[NodePart] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of what the agents' threads change; never taken by the kernel's main thread
+        self._lock = threading.Lock()  # guards what the agents' threads change; the kernel's main thread never takes it
 
     def start(self) -> None:
-        """Start the run's thread, which ends with it."""
+        """Start the run's thread, which ends with the run."""
         threading.Thread(target=self._run, name=f"notebook-accel-run-{self.job.id}", daemon=True).start()
 
     # What an engine adds --------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _using_nodes(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager around everything that the run's thread does."""
+        """Return a context manager that encloses all work of the run's thread."""
 
     @abc.abstractmethod
     def _open(self, attempt_id: str) -> Sequence[NodePart]:
         """Reserve nodes and open a part of the run with this id on each, in the order of the ranks.
 
         Raises:
-            NotWantedError: Somebody has ended the run meanwhile.
+            NotWantedError: The run was ended meanwhile.
         """
 
     @abc.abstractmethod
     def _launch(self, bodies: Sequence[bytes]) -> None:
-        """Bring the payload to every part's node, and send its agent the Launch message with this body."""
+        """Transfer the payload to every part's node, and send the Launch message with its body to the node's agent."""
 
     @abc.abstractmethod
     def _results(self, part: NodePart) -> Sequence[Any]:
-        """Return each rank's result, as the buffer that it has written.
+        """Return each rank's result as the buffer that the rank has written.
 
         Raises:
             NotebookAccelError: The node is lost.
@@ -300,15 +300,15 @@ class RemoteRun(abc.ABC):
 
     @abc.abstractmethod
     def _close(self) -> None:
-        """Let go of the parts and of what is reserved, whatever was opened of them. Kill what still runs."""
+        """Kill what still runs, and release whatever was opened or reserved."""
 
     @abc.abstractmethod
     def _explain(self, error: BaseException) -> NotebookAccelError:
-        """Return the error of a run that can't go on because of this one."""
+        """Return the error that ends the run because of ``error``."""
 
     @abc.abstractmethod
     def _can_restart(self) -> bool:
-        """Return whether there are nodes on which the ranks could be started again."""
+        """Return whether there are nodes on which the ranks could be restarted."""
 
     # What a job asks for --------------------------------------------------------------------------------------------
 
@@ -325,7 +325,7 @@ class RemoteRun(abc.ABC):
         self._end_by("kill")
 
     def inspect(self) -> None:
-        if not self._is_launched:  # there is nobody yet who could be asked
+        if not self._is_launched:  # no agent has ranks yet
             self.job.take_dumps(())
         for part in self._parts:
             part.dumps = None
@@ -356,7 +356,7 @@ class RemoteRun(abc.ABC):
 
     def deliver(self, part: NodePart, rank: int, event: events.Event) -> None:
         if part not in self._parts:
-            return  # of an attempt that is over
+            return  # the part belongs to an earlier attempt
         self.job.deliver(rank, event)
         if isinstance(event, events.Output):
             self._keep_log(rank, event, part.address)
@@ -368,7 +368,7 @@ class RemoteRun(abc.ABC):
                 self._tell_parts(lambda part_id: messages.Release(job_id=part_id))
 
     def take_dumps(self, part: NodePart, dumps: Sequence[RankDump]) -> None:
-        """Take the stacks of a part's ranks, and pass on all once they are there."""
+        """Store the stacks of a part's ranks. Once those of all parts are there, deliver them to the job."""
         with self._lock:
             part.dumps = list(dumps)
             there = [other for other in self._parts if not other.has_ended]
@@ -376,9 +376,9 @@ class RemoteRun(abc.ABC):
                 self.job.take_dumps([dump for other in there for dump in other.dumps or ()])
 
     def part_ended(self, part: NodePart, reason: Reason, error: NotebookAccelError | None) -> None:
-        """Note the end of a part. The first one that didn't end well ends the others, unless all were told to end."""
+        """Record the end of a part. The first failed part ends the others, unless all were told to end."""
         if part not in self._parts:
-            return  # of an attempt that is over
+            return  # the part belongs to an earlier attempt
         is_lost = isinstance(error, SupervisorLostError)
         with self._lock:
             part.has_ended = True
@@ -392,7 +392,7 @@ class RemoteRun(abc.ABC):
         self._ended_parts.put(part)
 
     def _keep_log(self, rank: int, output: events.Output, address: str) -> None:
-        """Add what a rank has written on its node to its log here. A full disk is no reason to stop."""
+        """Append a rank's output on its node to its log on this machine. Errors such as a full disk are ignored."""
         if self.job.log_files:
             left_out = f"{output.left_out:,} lines left out, which are in its log on {address}"
             gap = f"[{left_out}]\n" if output.left_out else ""
@@ -409,10 +409,10 @@ class RemoteRun(abc.ABC):
                 while restarts < self.job.config.max_restarts and self._may_restart():
                     restarts += 1
                     self._attempt(restarts)
-            except BaseException as error:  # noqa: BLE001 - whatever it is, nobody waits for ever
+            except BaseException as error:  # noqa: BLE001 - after any error, nobody may wait for ever
                 self._error = self._error or self._explain(error)
             if self._error is not None:
-                self._error.__traceback__ = self._error.__context__ = None  # which would keep the engine's objects
+                self._error.__traceback__ = self._error.__context__ = None  # they would keep the engine's objects alive
         self.job.end(self._reason, self._error)
 
     def _may_restart(self) -> bool:
@@ -440,7 +440,7 @@ class RemoteRun(abc.ABC):
             while pending:
                 pending.discard(self._ended_parts.get())
             self._take_results()
-        except NotWantedError:  # it was ended before ranks were there
+        except NotWantedError:  # the run was ended before it had ranks
             self._reason = "interrupted" if self._wanted == "interrupt" else "stopped"
         except NotebookAccelError as error:
             self._error = error
@@ -471,11 +471,11 @@ class RemoteRun(abc.ABC):
             bodies.append(part.agent.prepare_launch(part, [(place, variables) for place in places]))
         self._launch(bodies)
         self._is_launched = True
-        if self._wanted is not None:  # somebody was quicker
+        if self._wanted is not None:  # the run was ended during the launch
             self._end_parts(self._wanted)
 
     def _take_results(self) -> None:
-        """Copy what the ranks have written; also after a failure, for what was to be pulled."""
+        """Copy the ranks' results to the job's files; after a failure too, for the variables to be pulled."""
         for part in self._parts:
             try:
                 results = self._results(part)

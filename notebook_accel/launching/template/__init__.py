@@ -1,1 +1,1 @@
-"""The template, which others call a zygote or a fork server: the process that ranks are forked from."""
+"""The template (elsewhere called zygote or fork server): the process that ranks are forked from."""

@@ -1,7 +1,7 @@
-"""Prepares a template for fast forks: it imports modules so that ranks needn't, and moves its memory into huge pages.
+"""Prepares a template for fast forks: imports modules ahead of the ranks, and moves its memory into huge pages.
 
-A process that has initialised a device or runs another thread can't be forked from, and an import can't be undone. So a
-template whose imports do that is thrown away.
+A process that has initialised a device or runs another thread must not fork ranks, and an import can't be undone. So a
+template whose imports do this is thrown away.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from notebook_accel.launching import device_state
 _HUGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25  # linux/mman.h
 _AT_ONCE = 8  # huge pages in a block: some milliseconds of work
-# pyarrow's allocator, jemalloc, gives unused memory back in a thread of this name. In a fork its own handlers switch
-# that off (``background_thread_postfork_child``), and the memory is given back without a thread.
+# pyarrow's allocator, jemalloc, returns unused memory in a thread of this name. In a fork, jemalloc itself disables the
+# thread (``background_thread_postfork_child``) and returns the memory without it.
 _SAFE_THREAD = "jemalloc_bg_thd"
 
-# torch must be there; the others are imported where they are installed.
+# _NEEDED must be installed; _WELCOME is imported if it is installed.
 _NEEDED = ("torch", "torch.distributed", "torch.utils.data")
 _WELCOME = ("numpy.random", "tqdm.auto", "torch.nn.parallel")
 
-# torch._dynamo is what the first optimizer of a process imports, which takes longer than torch itself. In steps, its
-# own dependencies first, so that a launch never waits for more than one of them.
+# The first optimizer of a process imports torch._dynamo, which takes longer than importing torch. Its dependencies come
+# first, one per step, so that a launch never waits for more than one of them.
 LATER = (
     "notebook_accel.training.accelerator",
     "sympy",
@@ -39,12 +39,12 @@ LATER = (
     "torch.distributed.fsdp",
     "torch._dynamo.utils",
     "torch._dynamo",
-    "tabulate",  # where it is installed, torch._dynamo imports it at the end of each process
+    "tabulate",  # if it is installed, torch._dynamo imports it at the end of each process
 )
 
 
 class PreloadError(Exception):
-    """A module can't be preloaded. The text says which one and why."""
+    """A module can't be preloaded. The text names the module and the reason."""
 
 
 def import_needed() -> None:
@@ -54,7 +54,7 @@ def import_needed() -> None:
 
 
 def import_welcome() -> None:
-    """Import the modules that nearly every rank uses and that are quick to import."""
+    """Import quick modules that nearly every rank uses."""
     for name in _WELCOME:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -64,7 +64,7 @@ def import_named(names: Sequence[str]) -> None:
     """Import the modules that the user wants preloaded.
 
     Raises:
-        PreloadError: One can't be imported, or this process can't be forked from any more.
+        PreloadError: A module can't be imported, or this process can't fork ranks after its import.
     """
     for name in names:
         try:
@@ -88,8 +88,8 @@ def _why_not_forkable() -> str:
 
 
 def _threads_no_fork_has() -> int:
-    """Return the number of threads that this process has and a fork of it would miss."""
-    # OpenBLAS ends its threads at a fork and starts them again when it needs them. Threads that are left are others'.
+    """Return the number of threads that forks of this process would miss."""
+    # OpenBLAS ends its threads at a fork and restarts them when it needs them. So fork first, and count the others.
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -114,12 +114,12 @@ def files() -> dict[str, tuple[int, int]]:
 
 
 def memory_blocks() -> Iterator[tuple[int, int]]:
-    """Yield address and length of this process's own memory, in blocks that are quick to collapse.
+    """Yield address and length of this process's private memory, in blocks that are quick to collapse.
 
-    Collapsing makes forks and their ends several times as fast. A fork copies an entry for each page that the process
-    has written, and an end gives each back: with torch imported these are 55,000, and most of the time of a rank's
-    start. Linux 6.1 and later can make one huge page of 512. A huge page that a fork writes to is split for that fork
-    alone.
+    Collapsing makes forks and their exits several times as fast. A fork copies an entry for each page that the process
+    has written, and its exit frees each: with torch imported these are 55,000 pages, and most of a rank's start time.
+    Linux 6.1 and later can collapse 512 pages to one huge page. A huge page that a fork writes to is split for that
+    fork only.
     """
     try:
         with open("/proc/self/maps", encoding="utf-8") as file:
@@ -140,5 +140,5 @@ def collapse(address: int, length: int) -> None:
     """Move a block of memory into huge pages, as far as the system can. Its content stays the same."""
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for start in range(address, address + length, _HUGE_BYTES):  # one that can't be moved must not stop the others
+    for start in range(address, address + length, _HUGE_BYTES):  # one call each: a failure must not stop the others
         libc.madvise(start, _HUGE_BYTES, _MADV_COLLAPSE)

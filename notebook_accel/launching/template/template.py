@@ -1,6 +1,6 @@
 """The template: a fresh process that has imported torch and forks ranks on request.
 
-It has one thread and has touched no device, so a fork of it is as good as a fresh interpreter and a thousand times
+It has one thread and has touched no device, so its forks are as clean as a fresh interpreter and start a thousand times
 faster. It also forks the elastic process of a run on several nodes. It does nothing else, so that errors happen in
 ranks and not here.
 """
@@ -29,12 +29,12 @@ _ELASTIC_PROCESS = "notebook_accel.launching.elastic.elastic_agent"
 
 
 class Template:
-    """Forks ranks for one agent and tells it when they end.
+    """Forks ranks for one agent and reports their exits.
 
     Args:
         agent: The connection to the agent. When it closes, every rank is killed.
         inherited: The ranks' function or cell, if this process is a fork of the kernel.
-        later: Steps that are done while no rank runs and nobody waits.
+        later: Steps that are done while no rank runs and no order waits.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Template:
         try:
             self._say_ready()
             while True:
-                is_free = self._later is not None and not self._ranks  # ranks get the processors for themselves
+                is_free = self._later is not None and not self._ranks  # running ranks need the processors
                 ready = self._selector.select(0 if is_free else None)
                 if is_free and not ready:
                     self._do_next()
@@ -65,7 +65,7 @@ class Template:
         except ClosedError:
             pass
         finally:
-            # The agent's end shows twice: its connection closes, and SIGCONT comes, which must not cut this short.
+            # The agent's end has two signs: its connection closes, and SIGCONT comes, which must not cut this short.
             try:
                 self._kill_ranks()
             except SystemExit:
@@ -73,14 +73,14 @@ class Template:
                 raise
 
     def _kill_ranks(self) -> None:
-        """Kill the ranks and all that they have started."""
+        """Kill the ranks and the processes that they have started."""
         signal.signal(signal.SIGCONT, signal.SIG_IGN)
         for _, _, pid in self._ranks.values():
             kill_group(pid)
 
     def _say_ready(self) -> None:
         gc.freeze()  # a collection in a rank must not write to every page that it shares with the template
-        # A fork of the kernel serves one run only, so its imports don't become outdated.
+        # A fork of the kernel serves one run only, so its imports can't become outdated.
         files = preloading.files() if self._inherited is None else {}
         self._agent.send(messages.encode(messages.Ready(files=files)))
 
@@ -97,7 +97,7 @@ class Template:
         rank = order.rank if isinstance(order, messages.Fork) else messages.ELASTIC
         try:
             pid = self._forked(order, rank, message)
-        except OSError as error:  # no more processes or open files: only this rank is refused
+        except OSError as error:  # too many processes or open files: only this rank is refused
             said: messages.FromTemplate = messages.NotForked(job_id=order.job_id, rank=rank, why=str(error))
         else:
             said = messages.Forked(job_id=order.job_id, rank=rank, pid=pid)
@@ -109,7 +109,7 @@ class Template:
         if not message.is_whole:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         template_pid = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it waits until the rank handles it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # stays pending until the rank handles it
         try:
             pid = os.fork()
             if pid == 0:
@@ -139,9 +139,9 @@ class Template:
             gc.enable()
             if isinstance(order, messages.Fork):
                 status = worker.run(order, descriptors, self._inherited)
-            else:  # imported by name, since it is the only module here that imports torch
+            else:  # imported by name, since this module must not import torch
                 status = importlib.import_module(_ELASTIC_PROCESS).run(order, descriptors)
-        except BaseException:  # noqa: BLE001 - the worker catches the user's errors, so this is one of ours
+        except BaseException:  # noqa: BLE001 - the worker catches the user's errors, so this is an internal error
             os.write(2, traceback.format_exc().encode())  # sys.stderr leads nowhere in a fork of the kernel
         finally:
             with contextlib.suppress(Exception):
@@ -153,7 +153,7 @@ class Template:
         job_id, rank, pid = self._ranks.pop(watch)
         self._selector.unregister(watch)
         os.close(watch)
-        # The rank is a zombie, so its number is still its own and this kills its workers only.
+        # The rank is a zombie, which keeps its pid, so this kills its own workers only.
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         kill_group(pid, has_tidied_up=ended is not None and ended.si_status == 0)
         _, status, usage = os.wait4(pid, 0)
@@ -167,29 +167,29 @@ class Template:
 
 
 def _leave_nothing_to_undo() -> None:
-    """Forget the libraries' finalizers, so that no rank runs them at its exit: torch's alone take 40 ms."""
+    """Disable the libraries' exit finalizers, so that no rank runs them: torch's alone take 40 ms."""
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False
 
 
 def come_under(parent_pid: int) -> None:
-    """Make this process end with its parent, and with no signal such as SIGINT and SIGTERM."""
+    """Make this process end with its parent, and ignore SIGINT and SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    interruption.block()  # a rank inherits this, so that an interrupt isn't lost before it is set up
-    end_with_parent(parent_pid)  # through the `finally` that kills the ranks
+    interruption.block()  # a rank inherits this, so that an interrupt during its setup isn't lost
+    end_with_parent(parent_pid)  # by SystemExit, so that ``serve`` kills the ranks
 
 
 def serve(agent: Connection, inherited: worker.Inherited | None = None, later: Iterator[object] | None = None) -> None:
-    """Report that ranks can be forked, and fork them until the agent has gone. See ``Template``."""
+    """Fork ranks until the agent has gone. See ``Template``."""
     _leave_nothing_to_undo()
     gc.disable()
     Template(agent, inherited, later).serve()
 
 
 def _make_better() -> Iterator[object]:
-    """Do, one step each time, what makes ranks start faster and isn't needed for their start."""
+    """Do one optional step at a time that makes ranks start faster."""
     for name in preloading.LATER:
-        with contextlib.suppress(ImportError):  # another version of torch, or not installed
+        with contextlib.suppress(ImportError):  # torch's version lacks the module, or it isn't installed
             importlib.import_module(name)
         yield name
     for address, length in preloading.memory_blocks():
@@ -198,11 +198,11 @@ def _make_better() -> Iterator[object]:
 
 
 def main(agent_descriptor: str, agent_pid: str, *preload: str) -> None:
-    """Run the template. The agent calls this in a new interpreter, with the modules that the user wants preloaded."""
+    """Run the template. The agent starts a new interpreter that calls this. ``preload`` names the user's modules."""
     come_under(int(agent_pid))
-    # When a peer goes, torch's C++ code logs 30 lines of addresses. The rank's exception says it better.
+    # When a peer dies, torch's C++ code logs 30 lines of addresses. The rank's exception is clearer.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # A preloaded module may ask for GPUs. That must not initialise the driver, which no fork could use then.
+    # A preloaded module may ask for GPUs. This must not initialise the driver, which forks couldn't use then.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # ranks get the notebook's variables instead
     agent = Connection.from_descriptor(int(agent_descriptor))
     preloading.import_needed()
@@ -215,4 +215,4 @@ def main(agent_descriptor: str, agent_pid: str, *preload: str) -> None:
         os._exit(1)
     gc.collect()
     serve(agent, later=_make_better())
-    os._exit(0)  # the interpreter's own end takes long with torch loaded, and nothing here needs it
+    os._exit(0)  # a normal exit takes long with torch loaded, and nothing here needs it

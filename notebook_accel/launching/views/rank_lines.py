@@ -1,4 +1,4 @@
-"""Ranks as lines of text: their states, equal lines of several ranks, and rank 0's displays."""
+"""Text lines for a run's ranks: their progress, their output with equal lines joined, and rank 0's displays."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from notebook_accel.launching.state.rank import RankState
 from notebook_accel.protocol import events
 
 _Line = TypeVar("_Line")
-_MOST_LINES = 4  # of ranks, before they are folded into one
+_MOST_LINES = 4  # more ranks are folded into one line
 _MOST_METRICS = 6
 
 
 def lines(ranks: Sequence[RankState], now_s: float) -> list[str]:
-    """Return a line for each rank, in columns, or one line for many ranks; none before the first step or metric."""
+    """Return a line for each rank in columns, or one line for many ranks; nothing before the first step or metric."""
     if not any(rank.steps is not None or rank.metrics for rank in ranks):
         return []
     if len(ranks) > _MOST_LINES:
@@ -35,7 +35,7 @@ def lines(ranks: Sequence[RankState], now_s: float) -> list[str]:
 
 
 def folded(ranks: Sequence[RankState], now_s: float) -> str:
-    """Return one line for all ranks, with the least and the most of each value, and the slowest rank."""
+    """Return one line for all ranks, with the range of each value, and the slowest rank."""
     states = collections.Counter(word for rank in ranks if (word := _activity(rank)))
     words = [f"{len(ranks)} ranks", ", ".join(f"{count} {state}" for state, count in states.items())]
     words += [column.of_all(ranks) for column in _columns(ranks, now_s)]
@@ -104,12 +104,12 @@ def _word(rank: RankState) -> str:
 
 
 def _activity(rank: RankState) -> str:
-    """Return the word for a rank's state, or that it evaluates; empty while it trains."""
+    """Return the word for a rank's state, or ``evaluating``; empty while it trains."""
     return _word(rank) or ("evaluating" if rank.is_evaluating and not rank.has_ended else "")
 
 
 def _rate(rank: RankState, now_s: float) -> float | None:
-    """Return a rank's steps a second, ``None`` for a stalled one, so that its line stays unchanged."""
+    """Return a rank's steps per second; ``None`` if it is stalled, so that its line stays unchanged."""
     return None if _word(rank) or rank.is_stalled(now_s) else rank.steps_per_s(now_s)
 
 
@@ -123,19 +123,19 @@ def _place(rank: RankState) -> tuple[int, int]:
 
 _MOST_UNSETTLED = 500  # lines that other ranks may still join
 _MOST_PASSED = 64  # lines that one line may be moved past, so that a flood stays cheap
-# The agent reads one log after the other, about ten times a second. So the order of arrival means nothing between lines
-# of different ranks that came this close together.
+# The agent reads one log after the other, about ten times a second. So lines of different ranks that arrive within this
+# time have no meaningful order.
 _TOGETHER_S = 0.1
 _MOST_SPANS = 5  # in the margin
-_ROLE = "default_role"  # torch's name for it
+_ROLE = "default_role"  # torch elastic's name of the role
 
 
 def line_prefix(ranks: Iterable[int], total: int, *, first: int = 0, template: str = "") -> str:
     """Return the prefix of a line that these ranks print.
 
     Args:
-        ranks: Their numbers on this node.
-        total: Number of ranks on all nodes. The prefix is as wide as that of a line of all of them.
+        ranks: The ranks' numbers on this node.
+        total: Number of ranks on all nodes. The prefix is as wide as the prefix of a line from all of them.
         first: The number of this node's first rank among all.
         template: The option ``log_line_prefix_template``; empty for ``0-7 │``.
     """
@@ -157,11 +157,11 @@ class RankLine:
     """One shown line, and the ranks that printed it.
 
     Attributes:
-        ranks: Their numbers on this node.
+        ranks: The ranks' numbers on this node.
         text: The line.
-        came_s: Time at which the first of them printed it, in seconds.
-        due_s: Time from which on no other rank can join it, in seconds.
-        number: Its place among the unsettled lines.
+        came_s: Time at which the first rank printed it, in seconds.
+        due_s: Time after which no other rank can join it, in seconds.
+        number: Its position among the unsettled lines.
     """
 
     ranks: set[int]
@@ -172,14 +172,14 @@ class RankLine:
 
 
 class AlikeLines:
-    """Orders the ranks' lines for showing, and joins equal lines of several ranks to one.
+    """Orders the ranks' lines for showing, and joins equal lines of several ranks into one.
 
     A rank's line joins an equal line of other ranks that came a moment before. No line is lost, and each rank's lines
-    stay in the order in which the rank printed them. Other lines of different ranks stay in order of arrival, unless
-    they came so close together that this order means nothing.
+    keep their order. Otherwise lines of different ranks keep their order of arrival, unless they arrived so close
+    together that this order means nothing.
 
     Args:
-        world_size: Number of ranks here.
+        world_size: Number of ranks on this node.
         moment_s: Seconds in which other ranks may still join a line.
         settle: A function that takes each line in order, once no rank can join it any more.
     """
@@ -202,7 +202,7 @@ class AlikeLines:
         """Add the lines that a rank has printed at ``now_s``.
 
         Returns:
-            The line that each of them is now part of. It has several ranks if it joined an existing one.
+            For each text the line that shows it, which has several ranks if the text joined an existing line.
         """
         self.settle(now_s)
         if len(texts) > _MOST_UNSETTLED:  # nobody reads such a flood line by line
@@ -257,7 +257,7 @@ class AlikeLines:
             return equal[below]
         oldest = self._next - _MOST_PASSED
         above = itertools.takewhile(lambda line: rank not in line.ranks and line.number >= oldest, reversed(equal))
-        line = next(iter(collections.deque(above, maxlen=1)), None)  # the first of them
+        line = next(iter(collections.deque(above, maxlen=1)), None)  # the topmost one
         if line is not None and self._move_to_end(line, rank, texts[index + 1 : index + _MOST_PASSED], now_s):
             return line
         return None
@@ -265,7 +265,8 @@ class AlikeLines:
     def _move_to_end(self, line: RankLine, rank: int, coming: Sequence[str], now_s: float) -> bool:
         """Move a line to the end, with all later lines of its ranks, and return whether that was possible.
 
-        Each moved line is joined by this rank next, was joined by others, or came together with the lines it passes.
+        It is possible if this rank joins each of these later lines next, or other ranks have joined it, or it arrived
+        together with the lines that it passes.
         """
         from_line = itertools.takewhile(lambda other: other.number >= line.number, reversed(self._unsettled.values()))
         moved, passed, ranks = [line], [], set(line.ranks)
@@ -283,7 +284,7 @@ class AlikeLines:
         if rank in ranks:
             return False
         for other in passed:
-            other.due_s = min(other.due_s, line.due_s)  # so that the moved lines need not wait for them
+            other.due_s = min(other.due_s, line.due_s)  # so that the moved lines need not wait for the passed ones
         for other in moved:
             del self._unsettled[other.number]
             self._forget_text(other)
@@ -293,7 +294,7 @@ class AlikeLines:
 
 
 class LineLimit(Generic[_Line]):
-    """Passes on a rank's first lines as they come, and keeps the last of the others for the end.
+    """Passes on a rank's first lines at once, and keeps the last ones for the end of the run.
 
     Args:
         log_file: The file with the whole output; empty if there is none.
@@ -311,7 +312,7 @@ class LineLimit(Generic[_Line]):
         self.kept = collections.deque[_Line](maxlen=last)
 
     def add(self, lines: Sequence[_Line]) -> Sequence[_Line]:
-        """Take lines, and return those that are to be shown now."""
+        """Add lines, and return those to show now."""
         shown, others = lines[: self._free], lines[self._free :]
         self._free -= len(shown)
         self._left_out += max(len(self.kept) + len(others) - (self.kept.maxlen or 0), 0)
@@ -319,7 +320,7 @@ class LineLimit(Generic[_Line]):
         return shown
 
     def leave_out(self, count: int) -> None:
-        """Count lines that were left out before they came here. Later ones are kept for the end."""
+        """Count lines that the sender has left out. From then on, lines are kept for the end."""
         if count:
             self._left_out += count + len(self.kept)
             self.kept.clear()
@@ -327,13 +328,13 @@ class LineLimit(Generic[_Line]):
 
     @property
     def note(self) -> list[str]:
-        """A line that counts the lines that are never shown; nothing if there are none."""
+        """A line with the number of lines that are never shown; empty list if there are none."""
         where = f"; the whole output is in {self._log_file}" if self._log_file else ""
         return [f"[{self._left_out:,} lines left out here{where}]"] if self._left_out else []
 
 
 class KernelDisplay:
-    """Shows rank 0's displays under the cell of the last ``begin_cell``, at first the cell that created the object."""
+    """Shows rank 0's displays under the cell that created this object, or that last called ``begin_cell``."""
 
     def __init__(self) -> None:
         self._shown: set[str] = set()
@@ -344,7 +345,7 @@ class KernelDisplay:
         self._context = contextvars.copy_context()
 
     def show(self, event: events.Display) -> bool:
-        """Show a display in a kernel, if it is more than text. Return whether it was shown."""
+        """Show a display if it is more than text and this process is a kernel. Return whether it was shown."""
         display = _display_of_kernel()
         has_place = event.display_id in self._shown
         if display is None or not (has_place or event.data.keys() - {"text/plain"}):
@@ -359,6 +360,6 @@ class KernelDisplay:
 
 
 def _display_of_kernel() -> Callable[..., Any] | None:
-    """Return IPython's ``display``, which every cell can reach; ``None`` outside of kernels."""
+    """Return IPython's ``display``, which IPython adds to the builtins; ``None`` outside of kernels."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(builtins, "display", None) if hasattr(shell, "kernel") else None

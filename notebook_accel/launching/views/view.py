@@ -1,7 +1,7 @@
-"""The views of a running job: the seam that opens one, the view that shows nothing, and plain lines.
+"""The views of a job in the kernel: the function that opens one, the view that shows nothing, and plain lines.
 
-Views come from the entry point group ``notebook_accel.views``: a callable that takes the job and returns a view, or
-``None`` where it can't show anything. So a notebook has its panel without this package knowing of notebooks.
+Further views come from the entry point group ``notebook_accel.views``: each is a callable that takes the job and
+returns a view, or ``None`` if it can't show one here. So a notebook gets its panel without a dependency on notebooks.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ HOLD_S = 0.2
 """Seconds that a line is held back, since other ranks may print the same and it can't be changed afterwards."""
 
 _PERIOD_S = 5.0  # between two lines of progress at first
-_LONGEST_PERIOD_S = 60.0  # in a run of many hours
+_LONGEST_PERIOD_S = 60.0  # reached in a run of 20 minutes
 _PERIOD_SHARE = 0.05  # of the time that the run has taken
-_TERMINAL_PERIOD_S = 1.0  # where one line is written over
+_TERMINAL_PERIOD_S = 1.0  # between updates of a terminal's status line
 # Limits for all ranks of a run together: a notebook with more lines can't be opened any more.
 _MOST_LINES = 10_000
 _LAST_LINES = 1_000
@@ -49,7 +49,7 @@ class View(Protocol):
 
 
 def open_view(job: Job) -> View:
-    """Return the first view that can show the job, else plain lines."""
+    """Return the first view that can show the job, otherwise plain lines."""
     if job.config.view == "none":
         return NoView(job)
     return open_panel(job) or LinesView(job, sys.stdout)
@@ -62,7 +62,7 @@ def open_panel(job: Job) -> View | None:
 
 
 def warm() -> None:
-    """Import the modules of the views, so that the first launch need not wait for them."""
+    """Import the views' modules ahead of the first launch."""
     _openers()
 
 
@@ -78,7 +78,7 @@ class NoView:
         self._job = job
 
     def refresh(self) -> None:
-        """Take the events, so that they don't pile up."""
+        """Discard the events, so that they don't pile up."""
         self._job.events()
 
     def close(self) -> None:
@@ -92,11 +92,10 @@ def line_prefix(job: Job, ranks: Iterable[int]) -> str:
 
 
 class LinesView:
-    """Prints the ranks' lines with a prefix, and from time to time each rank's progress. It needs no notebook.
+    """Prints the ranks' lines with a prefix, and from time to time each rank's progress. Needs no notebook.
 
     In a terminal, the progress is one line below the output. Elsewhere no line is ever overwritten, and none has a
-    control character. Without ``period_s``, progress is printed every 5 seconds, and less often in a run that takes
-    hours.
+    control character. Without ``period_s``, progress is printed every 5 seconds, and less often in a long run.
     """
 
     def __init__(self, job: Job, out: TextIO, period_s: float | None = None) -> None:
@@ -115,7 +114,7 @@ class LinesView:
         self._displays = KernelDisplay()
 
     def refresh(self) -> None:
-        """Print the new lines, and the progress when it is due."""
+        """Print the new lines, and the progress if it is due."""
         now_s = time.monotonic()
         for rank, event in self._job.events():
             self._take(rank, event, now_s)
@@ -155,7 +154,7 @@ class LinesView:
 
     def _take(self, rank: int, event: events.Event, now_s: float) -> None:
         if isinstance(event, _NOTICES):
-            self._alike.settle()  # lines that were printed before the notice
+            self._alike.settle()  # print the lines that came before the notice
         came_s = min(event.time_s, now_s)
         if isinstance(event, events.Output):
             self._limits[rank].leave_out(event.left_out)
@@ -177,7 +176,7 @@ class LinesView:
                 self._print(f"[{line}]" for line in self._nodes)
 
     def _print_silent(self, rank: int, event: events.Silent) -> None:
-        """Print a silent rank, once for each step at which it stays. Ranks that wait for it get no line."""
+        """Report a silent rank, once for each step at which it stalls. Ranks that wait for it are not reported."""
         steps = self._job.state.ranks[rank].steps
         if rank not in self._silent_steps or self._silent_steps[rank] != steps:
             self._silent_steps[rank] = steps
@@ -215,13 +214,13 @@ class _StatusLine:
         self._due_s = 0.0
 
     def erase(self) -> None:
-        """Make room for output in place of the line."""
+        """Erase the line before other output."""
         if self._is_drawn:
             self._out.write(_ERASE_LINE)
             self._is_drawn = False
 
     def draw(self, describe: Callable[[], list[str]]) -> None:
-        """Draw the line: with new text when it is due, with the old text after it was erased."""
+        """Draw the line if new text is due, or redraw the old text after ``erase``."""
         now_s = time.monotonic()
         is_due = now_s >= self._due_s
         if is_due:
@@ -235,5 +234,5 @@ class _StatusLine:
     def _columns(self) -> int:
         try:
             return os.get_terminal_size(self._out.fileno()).columns or _USUAL_COLUMNS
-        except (OSError, ValueError):  # it has no size, although it calls itself a terminal
+        except (OSError, ValueError):  # some terminals have no size
             return _USUAL_COLUMNS

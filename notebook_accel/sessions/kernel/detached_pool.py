@@ -1,7 +1,7 @@
-"""The ranks of a detached session, which serve one kernel after the other.
+"""The kernel's side of a detached session, whose ranks serve one kernel after the other.
 
-The ranks are those of a detached run. They join the kernel that listens in the run's folder, and when it has gone they
-wait there for the next one. A lock in the folder keeps a second kernel out.
+The ranks belong to a detached run. They join the kernel that listens in the run's folder, and wait there for the next
+kernel when it has gone. A lock in the folder keeps a second kernel out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from notebook_accel.sessions.kernel.output import ranks_in_words
 from notebook_accel.sessions.kernel.rank_pool import RankPool
 from notebook_accel.sessions.listener import JoinedRank
 
-_REPORT_S = 2.0  # that ranks may take to come before a message says what they do
+_REPORT_S = 2.0  # that ranks may take to join before a message reports what they do
 _REPORT_PERIOD_S = 60.0
 
 
@@ -33,7 +33,7 @@ class DetachedRankPool(RankPool):
 
     Args:
         config: The options of a new session.
-        run: The folder of a session that goes on, to attach to it; ``None`` starts a new one.
+        run: The folder of the session to attach to; ``None`` starts a new one.
 
     Raises:
         LaunchError: The ranks could not be started.
@@ -61,7 +61,7 @@ class DetachedRankPool(RankPool):
         self._take_over(joined)
 
     def leave(self, name: str = "") -> None:
-        """Let the ranks go on without this process. Their run stays in view here, under the name that it has."""
+        """Disconnect this process. The ranks go on, and their run stays visible here under its present name."""
         if name and name != self.job.name:
             raise ConfigError(f"The detached session {self.job.name!r} keeps its name.", fix="%distributed detach")
         if not self._is_closed:
@@ -72,7 +72,7 @@ class DetachedRankPool(RankPool):
                 self._close_here()
 
     def _give_up(self) -> None:
-        """End a new session whose start has failed; leave one that was there before."""
+        """Undo a failed start: end a new session, or leave an attached one."""
         if self._earlier is None:
             self.close()
         else:
@@ -90,7 +90,7 @@ class DetachedRankPool(RankPool):
     # Attaching --------------------------------------------------------------------------------------------------------
 
     def _wait_for_ranks(self, interrupts: Interrupts) -> dict[int, JoinedRank]:
-        """Wait until each rank that lives has joined. A rank does that when it has ended an earlier kernel's cell."""
+        """Wait until each living rank has joined. A rank joins when it has ended an earlier kernel's cell."""
         assert self._listener is not None
         joined: dict[int, JoinedRank] = {}
         report_s = time.monotonic() + _REPORT_S
@@ -100,7 +100,7 @@ class DetachedRankPool(RankPool):
                 self._refuse_ended()
                 self._end_if_begun()
                 if (came := self._listener.accept()) is not None:
-                    if came.rank in joined:  # it has lost its first connection
+                    if came.rank in joined:  # the rank has lost its first connection
                         joined[came.rank].close()
                     joined[came.rank] = came
                     continue
@@ -115,10 +115,10 @@ class DetachedRankPool(RankPool):
         return joined
 
     def _end_if_begun(self) -> None:
-        """End a session that an earlier kernel was about to end when it was killed. Some of its ranks are gone.
+        """End a session whose end an earlier kernel has started, before it was killed. Some ranks are gone already.
 
         Raises:
-            RunError: It was so.
+            RunError: The session was ended.
         """
         if any(rank.has_result for rank in self.job.ranks):
             self.job.stop()
@@ -140,7 +140,7 @@ class DetachedRankPool(RankPool):
             sys.stderr.write(f"[{who} not there yet. An interrupt ends only the waiting]\n")
 
     def _take_over(self, joined: Mapping[int, JoinedRank]) -> None:
-        """Continue with what the ranks have from the kernels before this one."""
+        """Take over the ranks with their state from earlier kernels."""
         kept = {rank: each.kept for rank, each in joined.items() if each.kept is not None}
         self._numbers = itertools.count(max((each.requests for each in kept.values()), default=0) + 1)
         renewals = {each.renewals for each in kept.values()}
@@ -149,7 +149,7 @@ class DetachedRankPool(RankPool):
         for each in joined.values():
             try:
                 self._add(each)
-            except ClosedError:  # it has died meanwhile, which the next request tells
+            except ClosedError:  # the rank has died meanwhile; the next request reports it
                 each.close()
         self._report_failure(kept)
         groups = {each.group for each in kept.values()}
@@ -157,7 +157,7 @@ class DetachedRankPool(RankPool):
             self._group_recovery.after(self.alive, is_broken="broken" in groups or len(renewals) > 1)
 
     def _report_failure(self, kept: Mapping[int, messages.Kept]) -> None:
-        """Show the failure of the ranks' last code, which perhaps nobody has seen."""
+        """Show the failure of the ranks' last code, which no kernel may have shown yet."""
         failed = {rank: each.failed for rank, each in kept.items() if each.failed is not None}
         if failed:
             first = min(failed, key=lambda rank: (failed[rank].lost_peer, failed[rank].time_s))
@@ -172,7 +172,7 @@ def find(which: str) -> RunFolder:
     """Return the folder of a detached session that goes on, by its name or id.
 
     Raises:
-        RunError: There is none, or another version has started it: what kernel and ranks say differs between versions.
+        RunError: There is none, or another version has started it: the messages to ranks differ between versions.
     """
     run = run_folders.find_session(which)
     if run is None:

@@ -1,4 +1,4 @@
-"""After a cell whose ranks failed, died or were interrupted: its error, and the recovery of their process group."""
+"""The kernel's reaction to a cell whose ranks failed, died or were interrupted: its error, and group recovery."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _POLL_PERIOD_S = 0.02
 def first_failure(
     replies: Mapping[int, Reply], interrupted: Sequence[int], world_size: int, origins: Mapping[int, Any]
 ) -> RankFailedError:
-    """Return the error of the rank that failed first, of at least one that has.
+    """Return the error of the rank that failed first. At least one rank must have failed.
 
-    Interrupted ranks, and ranks that lost a peer, come last: their errors follow from another's.
+    Interrupted ranks and ranks that lost a peer come last, since their errors follow from another rank's.
     """
     failed = {rank: reply.failed for rank, reply in sorted(replies.items()) if reply.failed is not None}
     first = min(failed, key=lambda rank: (rank in interrupted, failed[rank].lost_peer, failed[rank].time_s))
@@ -47,7 +47,7 @@ def _of_missing_name(name: str, replies: Mapping[int, Reply]) -> str:
 
 
 def describe_interrupt(interrupt: BaseException, replies: Mapping[int, Reply]) -> BaseException:
-    """Make the kernel's interrupt show where the ranks were, instead of a traceback of our own frames."""
+    """Make the kernel's interrupt show where the ranks were, instead of a traceback of this package's frames."""
     if not isinstance(interrupt, KeyboardInterrupt):
         return interrupt
     lines = [f"  {line}" for line in where_ranks_stood({rank: reply.failed for rank, reply in replies.items()})]
@@ -57,7 +57,7 @@ def describe_interrupt(interrupt: BaseException, replies: Mapping[int, Reply]) -
 
 
 def death_error(job: Job, rank: int, *, was_killed: bool = False) -> RunError:
-    """Return the error that explains a rank's death. Wait for the agent's report, which takes a moment."""
+    """Wait for the agent's report of a rank's death, and return the error that explains it."""
     deadline_s = time.monotonic() + _DEATH_DEADLINE_S
     error: RunError | None = None
     while error is None and not job.done and time.monotonic() < deadline_s:
@@ -92,11 +92,11 @@ class GroupRecovery:
 
     Args:
         world_size: Number of ranks.
-        ask: Sends ranks a request that runs no user code, given its type, the ranks and its fields. Returns the answers
-            of the ranks that are still alive.
+        ask: Function that sends ranks a request without user code. Takes the request's type, the ranks and the fields;
+            returns the answers of the ranks that are still alive.
 
     Attributes:
-        renewals: Number of groups given up.
+        renewals: Number of abandoned groups.
     """
 
     def __init__(self, world_size: int, ask: Callable[..., Mapping[int, Reply]]) -> None:
@@ -105,9 +105,9 @@ class GroupRecovery:
         self.renewals = 0
 
     def after(self, alive: Sequence[int], *, is_broken: bool) -> None:
-        """Make a new group if the ranks have entered different collectives. Report the losses.
+        """Make a new group if the ranks have entered different collectives. Report what was lost with the old group.
 
-        ``is_broken`` means that the group, or one about to be made, is already known to be unusable.
+        ``is_broken`` means that the group, or a group about to be made, is known to be unusable.
         """
         if not alive:
             return
@@ -127,7 +127,7 @@ class GroupRecovery:
                 )
 
     def leave(self, alive: Sequence[int]) -> None:
-        # Twice: a rank that an interrupt leaves in the old group would wait there for ranks that are in another.
+        # Retry once: a rank that an interrupt leaves in the old group would wait there for ranks in another group.
         _ = self._renew(alive, rejoins=False) or self._renew(alive, rejoins=False)
 
     def _renew(self, alive: Sequence[int], *, rejoins: bool) -> bool:

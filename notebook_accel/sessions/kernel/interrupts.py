@@ -1,9 +1,9 @@
-"""Interrupts during a session's requests: they are noted first, and raised only where that does no harm.
+"""Interrupts in the kernel during a session's requests: queued first, and raised only where they do no harm.
 
 Python raises KeyboardInterrupt in the main thread between any two bytecodes: in a ``finally`` that frees the ranks, in
-the handling of the first interrupt, in the standard library's locks. So during a request the signal's handler raises
-nothing, and loops that wait check for a noted interrupt. A cell in the background is interrupted in the same way, by
-its handle instead of a signal.
+the handling of the first interrupt, in the standard library's locks. So during a request the signal handler only queues
+the interrupt, and waiting loops check the queue. A background cell is interrupted in the same way, by its handle
+instead of a signal.
 """
 
 from __future__ import annotations
@@ -17,59 +17,59 @@ import time
 import types
 from collections.abc import Callable, Iterator
 
-_SAME_CLICK_S = 0.5  # a double click counts once: a second interrupt would kill ranks that are about to end
+_SAME_CLICK_S = 0.5  # a double click counts as one interrupt: a second would kill ranks that are about to end
 _of_thread = threading.local()
 
 
 class Interrupts:
-    """The interrupts in the body of a ``held``: the kernel's, in the main thread, and those that ``note`` adds."""
+    """The queued interrupts in the body of ``held``: the kernel's, in the main thread, and those of ``note``."""
 
     def __init__(self) -> None:
         self._pending: collections.deque[BaseException] = collections.deque()
         self._wake: Callable[[], object] = lambda: None
-        self._last: BaseException | None = None  # the kernel's
+        self._last: BaseException | None = None  # the kernel's last interrupt
         self._is_allowed = False
-        self._since_s = -math.inf  # time of the last one that counted
+        self._since_s = -math.inf  # time of the last interrupt that counted
         self._handler: signal._HANDLER = None
         self._is_closed = False
         self._lock = threading.Lock()  # never taken by a signal handler
 
     @property
     def has_pending(self) -> bool:
-        """True if an interrupt has arrived that nobody has taken."""
+        """True if an interrupt is queued."""
         return bool(self._pending)
 
     def note(self, interrupt: BaseException) -> None:
-        """Note an interrupt. Any thread may call this, and a signal handler in the middle of anything."""
+        """Queue an interrupt. Any thread may call this, and a signal handler at any moment."""
         self._pending.append(interrupt)
         self._wake()
 
     def note_unless_closed(self, interrupt: BaseException) -> None:
-        """Note another thread's interrupt, unless the code for which it is meant has ended."""
+        """Queue another thread's interrupt, unless the code that it is meant for has ended."""
         with self._lock:
             if not self._is_closed:
                 self.note(interrupt)
 
     def close(self) -> None:
-        """Drop what other threads have noted, and take no more: the code for which it was meant has ended."""
+        """Drop interrupts from other threads, and accept no more: the code that they are meant for has ended."""
         with self._lock:
             if self._handler is None:  # the kernel's interrupts stay
                 self._is_closed = True
                 self._pending.clear()
 
     def take(self) -> BaseException | None:
-        """Return the next pending interrupt, for a loop that acts on it; ``None`` if there is none."""
+        """Remove and return the next queued interrupt, for a loop that acts on it; ``None`` if there is none."""
         return self._pending.popleft() if self._pending else None
 
     def check(self) -> None:
-        """Raise the pending interrupt, if there is one. For loops that may wait for long."""
+        """Raise the next queued interrupt, if there is one. For loops that may wait for long."""
         interrupt = self.take()
         if interrupt is not None:
             raise interrupt
 
     @contextlib.contextmanager
     def waking(self, wake: Callable[[], object]) -> Iterator[None]:
-        """Call ``wake`` for each interrupt that is noted during the body, so that its loop takes it at once."""
+        """Call ``wake`` for each interrupt that is queued during the body, so that its loop reacts at once."""
         before, self._wake = self._wake, wake
         try:
             yield
@@ -78,7 +78,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """Let the kernel's interrupt be raised in the body: for user code, which may never end."""
+        """Let the kernel's interrupt be raised in the body. For user code, which may never end."""
         self.check()
         self._is_allowed = True
         try:
@@ -87,11 +87,11 @@ class Interrupts:
             self._is_allowed = False
 
     def forget_taken(self) -> None:
-        """Forget the interrupts that were taken: they have had their effect."""
+        """Forget the kernel's last interrupt, which has had its effect, so that ``end`` doesn't raise it."""
         self._last = None
 
     def hold(self) -> None:
-        """Hold back this thread's interrupts; the kernel's only where it would raise one."""
+        """Hold back this thread's interrupts; in the main thread only if SIGINT has a Python handler."""
         if threading.current_thread() is not threading.main_thread():
             _of_thread.interrupts = self
         elif callable(handler := _handler_now()):
@@ -99,20 +99,20 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._arrive)
 
     def release(self) -> None:
-        """Restore what was there before."""
+        """Restore the state before ``hold``."""
         if threading.current_thread() is not threading.main_thread():
             _of_thread.interrupts = None
         elif self._handler is not None and _handler_now() == self._arrive:
             signal.signal(signal.SIGINT, self._handler)
 
     def end(self) -> None:
-        """Raise the kernel's interrupt, even one that was taken. Called if nothing else was raised."""
+        """Raise the kernel's last interrupt, even if it was taken. Called if nothing else was raised."""
         if self._last is not None:
             raise self._last
 
     def _arrive(self, number: int, frame: types.FrameType | None) -> None:
-        """Note an interrupt, as the signal's handler. A second one may arrive in the middle of it."""
-        is_allowed, self._is_allowed = self._is_allowed, False  # the next one would break the cleanup after this one
+        """Handle SIGINT: queue the interrupt, or raise it where ``allowed``. A second one may arrive in the middle."""
+        is_allowed, self._is_allowed = self._is_allowed, False  # a further interrupt must not break the cleanup
         assert callable(self._handler)
         try:
             self._handler(number, frame)
@@ -140,9 +140,9 @@ def _of_this_thread() -> Interrupts | None:
 
 @contextlib.contextmanager
 def held(interrupts: Interrupts | None = None) -> Iterator[Interrupts]:
-    """Hold back this thread's interrupts in the body. Raise the kernel's at its end, if nothing else is raised.
+    """Hold back this thread's interrupts in the body. At its end raise the kernel's, if nothing else is raised.
 
-    ``interrupts`` notes them; by default that of the enclosing ``held``, or a new one.
+    The interrupts are queued in ``interrupts``, by default a new object. Inside another ``held``, its object is used.
     """
     owner = _of_this_thread()
     if owner is not None:

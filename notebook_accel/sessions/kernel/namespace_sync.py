@@ -1,9 +1,9 @@
-"""Namespace sync: which notebook variables each rank has, so that a value is sent once, and again after a change.
+"""Namespace sync: the kernel tracks each rank's notebook variables, to send a value once, and again after a change.
 
 An object that the ranks already have is sent as a reference: an optimizer that is sent after its model updates the
 parameters of the model that the ranks have, not of a copy.
 
-A variable has changed if its name is bound to something else, if a small object pickles differently than before, or if
+A variable has changed if its name is bound to another object, if a small object pickles differently than before, or if
 a tensor or a model's parameter was written to, which torch counts. Writes into a large array go unnoticed.
 """
 
@@ -36,7 +36,7 @@ class Inputs:
 
     Attributes:
         names: Notebook variables that the code uses.
-        by_force: Names that replace whatever the ranks have under them.
+        by_force: Names whose values replace the ranks' own.
         optional_names: Names that are left out if they can't be sent.
         submodules: Modules to import.
         call: A function with its arguments.
@@ -50,7 +50,7 @@ class Inputs:
 
 
 class Fingerprint:
-    """A value as it was when it was sent. Refers to large values weakly, so that it doesn't keep them in memory."""
+    """A value's state when it was sent. Refers to large values weakly, so that it doesn't keep them in memory."""
 
     def __init__(self, value: Any, pickled_bytes: int) -> None:
         self._refer = _reference(value)
@@ -65,7 +65,7 @@ class Fingerprint:
 
 @dataclasses.dataclass(frozen=True)
 class Parcel:
-    """A sealed file for some ranks. They have earlier values of the variables in ``again``."""
+    """A sealed file for some ranks, which have earlier values of the variables in ``again``."""
 
     ranks: tuple[int, ...]
     delivery: Delivery
@@ -76,9 +76,9 @@ class Parcel:
 
 @dataclasses.dataclass
 class _SentVariables:
-    """The state of a rank: its own names, the fingerprints of values sent to it, and the numbers of its objects.
+    """The variables of a rank: its own names, the fingerprints of values sent to it, and the numbers of its objects.
 
-    A fingerprint is ``None`` for a value that an earlier notebook has sent, and that this one doesn't have.
+    A fingerprint is ``None`` for a value that an earlier notebook has sent and this one doesn't have.
     """
 
     own: set[str] = dataclasses.field(default_factory=set)
@@ -87,7 +87,7 @@ class _SentVariables:
 
 
 class NamespaceSync:
-    """Keeps track of what the ranks of a session have. Used by the thread that runs cells."""
+    """Tracks the variables of a session's ranks. Used by the thread that runs cells."""
 
     def __init__(self, world_size: int) -> None:
         self._ranks = [_SentVariables() for _ in range(world_size)]
@@ -98,16 +98,16 @@ class NamespaceSync:
     # State of the ranks ---------------------------------------------------------------------------------------------
 
     def note(self, rank: int, bound: Iterable[str], unbound: Iterable[str]) -> None:
-        """Note the names that a rank has bound itself, and those that it no longer has."""
+        """Record the names that a rank has bound itself, and the names that it no longer has."""
         own = self._ranks[rank].own
         own.update(bound)
         own.difference_update(unbound)
 
     def take_over(self, names: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> None:
-        """Continue with what ranks have from an earlier notebook.
+        """Take over ranks that have variables from an earlier notebook.
 
-        Their variables win over what this notebook has now; what changes here later is sent. Functions and classes of
-        this notebook win.
+        The ranks' variables win over this notebook's present values; later changes here are sent. Functions and classes
+        of this notebook win.
 
         Args:
             names: Each rank's own names, and the names of values that the earlier notebook has sent.
@@ -118,18 +118,18 @@ class NamespaceSync:
             self._ranks[rank] = _SentVariables(set(own), {name: known[name] for name in sent})
 
     def forget(self, rank: int) -> None:
-        """Forget what a rank had. A fresh process has taken its place."""
+        """Forget the variables of a rank whose process was replaced by a fresh one."""
         self._ranks[rank] = _SentVariables()
 
     @property
     def origins(self) -> Mapping[int, Any]:
-        """The notebook's objects by number, to which values that ranks send back refer."""
+        """The notebook's objects by the numbers by which values from ranks refer to them."""
         return {number: refer() for number, refer in self._objects.items()}
 
     # Sending ---------------------------------------------------------------------------------------------------------
 
     def pack(self, inputs: Inputs, ranks: Sequence[int]) -> list[Parcel]:
-        """Seal the inputs that these ranks don't have yet. Ranks that lack the same ones share a file.
+        """Seal the inputs that these ranks don't have yet. Ranks that lack the same inputs share a file.
 
         The caller closes the files.
 
@@ -148,7 +148,7 @@ class NamespaceSync:
         return made
 
     def sent(self, parcel: Parcel, *, lacking: Collection[int]) -> None:
-        """Note that a parcel's ranks have its contents, except those that failed before they had opened all of it."""
+        """Record that a parcel's ranks have its contents, except ``lacking`` ranks, which failed to open all of it."""
         for rank in parcel.ranks:
             state = self._ranks[rank]
             if rank in lacking:
@@ -177,15 +177,15 @@ class NamespaceSync:
         )
 
     def _is_own_somewhere(self, name: str) -> bool:
-        """Return whether some rank has a value of its own under this name.
+        """Return whether any rank has bound this name itself.
 
-        Such a name isn't sent unasked: some ranks would have their own value and others the notebook's, unnoticed.
+        Such a name isn't sent unasked: otherwise some ranks would silently have their own value, others the notebook's.
         """
         return any(name in state.own for state in self._ranks)
 
     def _parcel(self, inputs: Inputs, names: dict[str, Any], ranks: tuple[int, ...]) -> Parcel:
         had = {name for name in names if any(name in self._ranks[rank].fingerprints for rank in ranks)}
-        # A value that the ranks have in an older state, or that has to replace theirs, can't be sent as a reference.
+        # A value whose older state the ranks have, or that must replace theirs, can't be sent as a reference.
         afresh = [names[name] for name in names if name in had or name in inputs.by_force]
         stale = {id(part) for value in afresh for part in _shareable(value)}
         known = set.intersection(*(self._ranks[rank].numbers for rank in ranks))
@@ -204,7 +204,7 @@ class NamespaceSync:
         except BaseException:
             os.close(descriptor)
             raise
-        is_kept = inputs.call is None  # ranks keep only the classes of a call, whose instances may outlive it
+        is_kept = inputs.call is None  # of a call, ranks keep only the classes, whose instances may outlive the call
         delivery = Delivery(
             shared=[self._number(part) for value in names.values() for part in _shareable(value)],
             by_value=[self._number(obj) if is_kept or isinstance(obj, type) else -1 for obj in pickled.by_value],
@@ -233,7 +233,7 @@ class NamespaceSync:
             if self._numbers.get(key) == number:
                 del self._numbers[key]
 
-        # Functions and classes are held strongly: an instance that comes back must belong to this very class.
+        # Functions and classes are held strongly: a returned instance must belong to this very class.
         is_definition = isinstance(obj, (type, types.FunctionType))
         self._objects[number] = (lambda: obj) if is_definition else weakref.ref(obj, gone)
         self._numbers[key] = number
@@ -243,7 +243,7 @@ class NamespaceSync:
 def _pickled(
     names: dict[str, Any], inputs: Inputs, origins: Mapping[int, Any]
 ) -> tuple[serialization.Pickled, dict[str, Any]]:
-    """Return the pickle, and the names that it contains."""
+    """Return the pickle, and the variables in it: without the optional ones that can't be pickled."""
     try:
         done = _pickle(names, inputs, origins)
     except PayloadError:
@@ -272,7 +272,7 @@ def _match(fingerprint: Fingerprint | None, value: Any) -> bool:
 
 
 def _as_sent(namespace: Mapping[str, Any], name: str) -> Fingerprint | None:
-    """Return a fingerprint by which a variable seems to be sent as it is now; ``None`` if it has to be sent."""
+    """Return a fingerprint that marks a variable's present value as sent; ``None`` if it must be sent."""
     value = namespace.get(name)
     if name not in namespace or isinstance(value, (type, types.FunctionType)):
         return None
@@ -281,7 +281,7 @@ def _as_sent(namespace: Mapping[str, Any], name: str) -> Fingerprint | None:
 
 
 def _pickled_alone(value: Any, origins: Mapping[int, Any]) -> serialization.Pickled | None:
-    """Return a value's pickle, ``None`` if it can't be sent."""
+    """Return a value's pickle, ``None`` if the value can't be pickled."""
     try:
         return _by_value(value, {"it": value}, origins)
     except PayloadError:
@@ -318,13 +318,13 @@ def _parameters(value: Any) -> list[Any]:
 
 
 def _torch() -> Any:
-    """Return torch if this kernel has imported it. Otherwise it has no tensors and models."""
+    """Return torch if this kernel has imported it. Otherwise the kernel has no tensors and models."""
     torch = sys.modules.get("torch")
-    return torch if hasattr(torch, "optim") else None  # without it, another thread is importing torch
+    return torch if hasattr(torch, "optim") else None  # without ``optim``, another thread is still importing torch
 
 
 def _versions(value: Any) -> int:
-    """Return how often the tensors in a value were written to."""
+    """Return the number of writes to the tensors in a value."""
     torch = _torch()
     if torch is None:
         return 0
@@ -335,7 +335,7 @@ def _versions(value: Any) -> int:
 
 
 def _digest(value: Any) -> int | None:
-    pickled = _pickled_alone(value, {})  # without one, the ranks keep the value that they have
+    pickled = _pickled_alone(value, {})  # without a pickle, the ranks keep the value that they have
     return None if pickled is None else zlib.crc32(pickled.data)
 
 
@@ -347,7 +347,7 @@ def _reference(value: Any) -> Callable[[], Any]:
 
 
 def with_dependencies(names: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:
-    """Return these names and, transitively, those that the functions and classes among their values use."""
+    """Return these names and, transitively, the names that the functions and classes among their values use."""
     found: dict[str, None] = {}
     waiting = [name for name in names if name in namespace]
     while waiting:
@@ -394,5 +394,5 @@ def _functions_of(part: Any) -> list[types.FunctionType]:
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:  # an empty cell
         return None

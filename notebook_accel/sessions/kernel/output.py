@@ -1,7 +1,7 @@
-"""Shows the output, displays, progress and values of a cell's ranks under the cell.
+"""Shows the output, displays, progress and values of a cell's ranks under the cell, in the kernel.
 
-Printed lines are read from the ranks' logs. Displays arrive over the connections, each with the length of the log at
-that moment, so that both appear in order. A line that several ranks print alike is shown once.
+Printed lines are read from the ranks' logs. Displays arrive over the connections, each with the log's length at that
+moment, so that both appear in order. Equal lines of several ranks are shown once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHUNK_BYTES = 1 << 20
 _MOST_LINES = 4000  # of all ranks of a cell together
 _LAST_LINES = 20
 _PERIOD_S = 1.0
-_LINE_PERIOD_S = 5.0  # where earlier output can't be replaced
+_LINE_PERIOD_S = 5.0  # in a terminal or log, where earlier output can't be replaced
 _PERIOD_GROWTH = 1.5
 _LONGEST_PERIOD_S = 60.0
 _LAST_DEADLINE_S = 5.0
@@ -45,14 +45,14 @@ class _Log:
         self._show = show
         self._descriptor = -1
         self._position = 0
-        self._unfinished = b""  # the line that has no end yet
+        self._unfinished = b""  # the last line, without a newline yet
         self.start()
 
     def start(self) -> None:
         self._limit = LineLimit[bytes](self._path, self._most_lines, _LAST_LINES)
 
     def read(self, until: int | None) -> None:
-        """Show the lines up to ``until`` bytes, by default all that are there."""
+        """Show the lines up to ``until`` bytes, by default all."""
         if self._descriptor < 0:
             with contextlib.suppress(OSError):
                 self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -68,7 +68,7 @@ class _Log:
             self.add(lines)
 
     def skip_earlier(self) -> None:
-        """Go on with what is written from now on."""
+        """Skip all that is in the log now."""
         with contextlib.suppress(OSError):
             self._position = os.stat(self._path).st_size
 
@@ -79,7 +79,7 @@ class _Log:
             self._unfinished = b""
 
     def add(self, lines: Sequence[bytes]) -> None:
-        """Show lines, as far as the limit allows."""
+        """Show lines up to the limit, and keep the last of the others."""
         shown = self._limit.add(lines)
         if shown:
             self._show([_shown(line) for line in shown])
@@ -98,7 +98,7 @@ def _shown(line: bytes) -> str:
 
 
 class CellOutput:
-    """The ranks' output, shown in the cells that it belongs to; nothing if there was no room for log files."""
+    """Shows the ranks' output under the cells that it belongs to; nothing if the run has no log files."""
 
     def __init__(self, job: Job) -> None:
         most = max(_MOST_LINES // job.world_size, 1)
@@ -112,33 +112,33 @@ class CellOutput:
         self._progress = _CellProgress(job, self._display)
 
     def skip_earlier(self) -> None:
-        """Show nothing of what the ranks have printed until now, in cells of an earlier notebook."""
+        """Skip all output so far, which belongs to cells of an earlier notebook."""
         for log in self._logs:
             log.skip_earlier()
 
     def start(self) -> None:
-        """Begin a cell. Output that ranks have written since the last cell appears in it too."""
+        """Start a cell. Output that ranks have written since the last cell appears here too."""
         self._display.begin_cell()
         self._progress.begin()
         for log in self._logs:
             log.start()
 
     def show_new(self) -> None:
-        """Print new whole lines, each after a moment in which other ranks may still print the same."""
+        """Print new whole lines. Each is held back for a moment, in which other ranks may print the same line."""
         for log in self._logs:
             log.read(None)
         self._alike.settle(time.monotonic())
         self._progress.show()
 
     def show_until(self, rank: int, log_bytes: int) -> None:
-        """Print a rank's output up to this length of its log, so that later messages come after it."""
+        """Print a rank's output up to this length of its log, before messages that came later."""
         if self._logs:
             self._logs[rank].read(log_bytes)
             self._logs[rank].end_line()
         self._alike.settle()
 
     def display(self, rank: int, event: Display) -> None:
-        """Show a rank's display; mere text as a line of its output."""
+        """Show a rank's display. A display of mere text becomes a line of the rank's output."""
         self.show_until(rank, event.log_bytes)
         if not self._display.show(event) and self._logs:
             self._logs[rank].add([line.encode() for line in str(event.data.get(_TEXT, "")).splitlines()])
@@ -171,7 +171,7 @@ class _CellProgress:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a cell, and count from here."""
+        """Start a cell, whose steps are counted from here."""
         self._before = self._job.ranks
         self._display_id = ""
         self._shown: list[str] = []
@@ -187,7 +187,7 @@ class _CellProgress:
     def end(self, steps: Mapping[int, int]) -> None:
         """Show the final counts, if any were shown before.
 
-        The ranks' last progress events may still be on the way; ``steps`` are the counts that they will bring.
+        The ranks' last progress events may still be on the way: wait until they have brought the counts in ``steps``.
         """
         if not self._shown:
             return
@@ -223,7 +223,7 @@ class _CellProgress:
 
 
 class Shown:
-    """A cell's value as each rank shows it, by mime type. Values that look alike are shown once."""
+    """A cell's value as each rank shows it, by mime type. Equal values are shown once."""
 
     def __init__(self, bundles: Mapping[int, dict[str, str]]) -> None:
         self._bundles = dict(sorted(bundles.items()))
@@ -252,12 +252,12 @@ class Shown:
                 f"<div>{ranks_in_words(ranks)}:</div>{markup or text}"
                 for (ranks, markup), text in zip(markups, texts, strict=True)
             )
-        elif len(markups) == 1:  # such as Markdown, which can't be combined
+        elif len(markups) == 1:  # other types, such as Markdown, can't be combined
             shown = {**self._groups()[0][1], **shown}
         return shown
 
     def _groups(self) -> list[tuple[list[int], dict[str, str]]]:
-        """Group the ranks that show the same, ordered by their lowest rank."""
+        """Group the ranks that show equal values, ordered by their lowest rank."""
         groups: list[tuple[list[int], dict[str, str]]] = []
         for rank, data in self._bundles.items():
             for ranks, other in groups:
@@ -270,7 +270,7 @@ class Shown:
 
 
 def _markup(data: Mapping[str, str]) -> str:
-    """Return a value as HTML that can stand below other ranks' values; empty if it has no such form."""
+    """Return a value as HTML that can be combined with other ranks' values; empty if it has no such form."""
     if _HTML in data:
         return data[_HTML]
     for kind in _IMAGES:

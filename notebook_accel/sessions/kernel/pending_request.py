@@ -1,4 +1,4 @@
-"""Wait for the ranks' answers to a request, while ranks may fail or die and the kernel may be interrupted."""
+"""The kernel's wait for the ranks' answers to a request, during which ranks may die and interrupts may come."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from notebook_accel.sessions.kernel.output import CellOutput, ranks_in_words
 from notebook_accel.sessions.kernel.rank_connections import RankConnections, RankRequest
 
 _TICK_S = 0.1
-_HEAD_START_S = 0.2  # when one rank has failed, for others to fail by themselves
-_ALONE_S = 3.0  # that ranks may take longer than the others before their stacks are inspected
+_HEAD_START_S = 0.2  # for other ranks to fail by themselves after a first failure
+_ALONE_S = 3.0  # that some ranks may take longer than others before their stacks are inspected
 _STACKS_DEADLINE_S = 2.0
-_PATIENCE_S = 60.0  # with an interrupted rank that goes on, such as in a long call of C++ code
+_PATIENCE_S = 60.0  # after which an interrupted rank is killed; until then it may end a long call of C++ code
 
 
 class PendingRequest(RankRequest):
-    """A request, and the wait for its end.
+    """A request to several ranks, and the wait for their answers.
 
     Args:
         number: The request's number.
-        outgoing: The message for each rank, as ``RankRequest`` has it.
+        outgoing: The message for each rank, as for ``RankRequest``.
         connections: The connections to the ranks.
-        grace_s: Time that an interrupted rank may take to end before a message reports it.
-        output: Shows what ranks print and display meanwhile; ``None`` to show nothing.
+        grace_s: Seconds that an interrupted rank may take to end before a message reports it.
+        output: Shows the ranks' output and displays meanwhile; ``None`` to show nothing.
         console: Answers a rank's debugger.
-        stacks: Returns the ranks' stacks, given a deadline in seconds, to report ranks that wait in vain.
+        stacks: Function that takes a deadline in seconds and returns the ranks' stacks, to report ranks that wait in
+            vain.
 
     Attributes:
         interrupted: Ranks that were interrupted, by the kernel or because another rank failed.
-        killed: Ranks that went on all the same, and were killed.
-        interrupt: The first interrupt, or another exception that ended the waiting.
+        killed: Ranks that were killed because they ignored the interrupt.
+        interrupt: The first interrupt, or another exception that ended the wait.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class PendingRequest(RankRequest):
         self._grace_s = grace_s
         self._console = console
         self._stacks = stacks  # ``None`` once ranks that wait in vain were reported
-        self._alone_s: float | None = None  # since when some ranks go on alone
-        self._inspection_s = _ALONE_S  # time from then until their stacks are inspected
+        self._alone_s: float | None = None  # time since which only some ranks are busy
+        self._inspection_s = _ALONE_S  # seconds from then to the next inspection of their stacks
         self._interrupt_s: float | None = None
         self._is_reported = False
         self.interrupted: list[int] = []
@@ -66,9 +67,9 @@ class PendingRequest(RankRequest):
         self.interrupt: BaseException | None = None
 
     def ask(self) -> None:
-        """Send the request and wait until every rank has answered or died. The first interrupt is kept, not raised.
+        """Send the request and wait until every rank has answered or died. A second interrupt kills the pending ranks.
 
-        So is any other exception: the ranks would be left to themselves. A second interrupt kills the ranks that go on.
+        The first interrupt is stored, not raised, like any other exception: raising would abandon the ranks.
         """
         is_over = False
         with held() as interrupts, interrupts.waking(self.notify):
@@ -106,7 +107,7 @@ class PendingRequest(RankRequest):
                 self._look_for_waiting(now_s)
             self.wait(_TICK_S)
             self._take_messages()
-            if self.output is not None and time.monotonic() >= show_s:  # a short cell's only at its end, by rank
+            if self.output is not None and time.monotonic() >= show_s:  # a short cell's output is shown at its end
                 self.output.show_new()
                 show_s = time.monotonic() + _TICK_S
         self._take_messages()
@@ -130,7 +131,7 @@ class PendingRequest(RankRequest):
             self._connections.signal(rank, signal.SIGINT)
 
     def _press(self, since_s: float) -> None:
-        """Report the ranks that go on after an interrupt; kill them if they go on for long."""
+        """Report ranks that go on after an interrupt, and finally kill them."""
         if since_s > _PATIENCE_S:
             self._kill()
         elif since_s > max(self._grace_s, 1.0) and not self._is_reported:
@@ -143,7 +144,7 @@ class PendingRequest(RankRequest):
             )
 
     def _look_for_waiting(self, now_s: float) -> None:
-        """Report ranks that wait in a collective while the other ranks have nothing to do."""
+        """Report ranks that wait in a collective while the other ranks are idle."""
         self._alone_s = self._alone_s or now_s
         if self._stacks is None or now_s - self._alone_s < self._inspection_s:
             return
@@ -168,7 +169,7 @@ class Console:
     """The user's end of a debugger: asks with ``input()``, which a kernel forwards to its front end.
 
     Attributes:
-        refusal: The error to raise if nobody could be asked.
+        refusal: The error to raise if the front end can't ask the user.
     """
 
     def __init__(self) -> None:
@@ -176,10 +177,7 @@ class Console:
         self.refusal: RunError | None = None
 
     def answer(self, text: str) -> str:
-        """Show a debugger's output, which ends with its prompt. Return the line that the user types, with its newline.
-
-        The line is empty when there will be no more.
-        """
+        """Show a debugger's output and prompt. Return the typed line with its newline; empty at the end of input."""
         if self._has_ended:
             return ""
         before, newline, prompt = text.rpartition("\n")

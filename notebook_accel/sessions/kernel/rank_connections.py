@@ -1,7 +1,7 @@
-"""The connections between a session and its ranks, and the one thread that reads and writes them.
+"""The kernel's connections to a session's ranks, and the one thread that reads and writes them.
 
-The thread that runs the cell can't do that: there the kernel's interrupt may come at any moment, even in the middle of
-a message. Answers are kept until the request is dropped, so an interrupt loses nothing.
+The thread that runs the cell can't do this: the kernel's interrupt may reach it at any moment, even in the middle of a
+message. Answers are kept until the request is dropped, so an interrupt loses nothing.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class RankRequest:
 
     Attributes:
         number: The request's number, which the replies repeat.
-        outgoing: The message for each rank, and the descriptors beside it, which the request owns.
+        outgoing: The message for each rank, and its descriptors, which the request owns.
         replies: The ranks' answers so far, in order of arrival.
-        values: Descriptors of the sealed values that came with them, which the request owns.
+        values: Descriptors of the sealed values that came with the answers. The request owns them.
         incoming: Messages that ranks sent before their answers, each with the rank, in order.
         lost: Ranks that have died, or that the message couldn't reach.
         was_asked: Whether the request was passed to ``RankConnections.ask``.
-        was_sent: Whether it was sent, so that the ranks will answer.
+        was_sent: Whether the request was sent, so that the ranks will answer.
     """
 
     number: int
@@ -56,7 +56,7 @@ class RankRequest:
 
     @property
     def pending(self) -> list[int]:
-        """The ranks that still owe an answer."""
+        """The ranks whose answers are still missing."""
         return [rank for rank in self.outgoing if rank not in self.replies and rank not in self.lost]
 
     def wait(self, timeout_s: float) -> None:
@@ -64,11 +64,11 @@ class RankRequest:
         self._news.acquire(timeout=timeout_s)
 
     def notify(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the last news hasn't been taken yet
+        with contextlib.suppress(RuntimeError):  # the waiting thread hasn't taken the previous news yet
             self._news.release()
 
     def close(self) -> None:
-        """Close the descriptors of values that nobody has taken."""
+        """Close the descriptors of values that were not used."""
         for descriptor in self.values.values():
             os.close(descriptor)
         self.values.clear()
@@ -94,12 +94,12 @@ class RankConnections:
         joined.was_taken.wait(_SEND_DEADLINE_S)
 
     def ask(self, request: RankRequest) -> None:
-        """Send a request, without waiting for answers. A request that is asked again is sent only once."""
+        """Send a request, without waiting for answers. A second call with the same request does nothing."""
         self._put(lambda: self._send(request))
         request.was_asked = True
 
     def tell(self, rank: int, message: messages.Input | messages.Leave) -> None:
-        """Send a rank a message that it doesn't answer."""
+        """Send a rank a message that has no answer."""
         self._put(lambda: self._send_to(rank, messages.encode(message)))
 
     def drop(self, request: RankRequest) -> None:
@@ -122,10 +122,10 @@ class RankConnections:
         return sorted(list(self._joined))  # noqa: C414 - the thread changes it, and list() copies it in one step
 
     def close(self, farewell: messages.Leave | None = None) -> None:
-        """End the thread and close the connections. Idle ranks exit then, except those of a detached session.
+        """End the thread and close the connections. Idle ranks then exit, except those of a detached session.
 
         Args:
-            farewell: Tells a detached session's ranks to exit.
+            farewell: Message that tells a detached session's ranks to exit.
         """
         if not self._thread.is_alive():
             return
@@ -143,7 +143,7 @@ class RankConnections:
             joined.close()
 
     def _put(self, act: Callable[[], None] | None) -> None:
-        """Have the thread call this; ``None`` ends it."""
+        """Make the thread call ``act``; ``None`` ends the thread."""
         self._outbox.append(act)
         with contextlib.suppress(BlockingIOError):  # enough wake-ups are pending
             os.write(self._wake_end, b"x")

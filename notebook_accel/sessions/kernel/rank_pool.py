@@ -1,4 +1,4 @@
-"""The ranks of a session: start them, send them requests, restart them and end them."""
+"""The kernel's side of a session's ranks: start, request, restart, detach and end."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ Answer: TypeAlias = tuple[messages.Reply, Any]
 
 
 class RankPool:
-    """All ranks of one session, which end with this process, and their state.
+    """All ranks of one session, and their state. The ranks end with this process.
 
     Attributes:
-        job: The run that they belong to.
+        job: The ranks' run.
 
     Raises:
         LaunchError: The ranks could not be started.
@@ -59,8 +59,8 @@ class RankPool:
         self._queue = RequestQueue()
         self._is_closed = False
         self._failed_rank: int | None = None  # the rank of the last error
-        self._killed: set[int] = set()  # ranks that went on after an interrupt
-        self._job: Job | None = None  # set as soon as it is launched
+        self._killed: set[int] = set()  # ranks that were killed because they ignored an interrupt
+        self._job: Job | None = None  # set as soon as the job is launched
         self._closing = contextlib.ExitStack()
         self._listener: Listener | None = None
         with held() as interrupts:
@@ -70,7 +70,7 @@ class RankPool:
             except BaseException:
                 self._give_up()
                 raise
-            atexit.register(self._end_with_kernel)  # before the engine's own, which would leave the listener's folder
+            atexit.register(self._end_with_kernel)  # runs before the engine's, which would leave the listener's folder
             _pools.add(self)
 
     def _start(self, config: LaunchConfig, interrupts: Interrupts) -> None:
@@ -85,11 +85,8 @@ class RankPool:
     def _launch(
         self, config: LaunchConfig, interrupts: Interrupts, folder: pathlib.Path, detached_id: str = ""
     ) -> None:
-        """Start the ranks, which join through a socket in the folder: that of their run, if that has a ``detached_id``.
-
-        The launch makes such a folder, so nobody listens yet.
-        """
-        with interrupts.allowed():  # a cluster may take long
+        """Start the ranks, which join through a socket in the folder: with a ``detached_id``, the run's new folder."""
+        with interrupts.allowed():  # waiting for a cluster may take long
             launcher.launch_function(
                 loop.serve,
                 (str(folder),),
@@ -102,7 +99,7 @@ class RankPool:
         self._set_up()
 
     def _set_up(self) -> None:
-        """Make what belongs to the job that was launched or attached."""
+        """Create the objects that serve the launched or attached job."""
         assert self._job is not None
         self.job: Job = self._job
         self.job.expect_steps([])
@@ -113,7 +110,7 @@ class RankPool:
         self._group_recovery = GroupRecovery(self.job.world_size, self._ask_quietly)
 
     def _launched(self, job: Job) -> None:
-        self._job = job  # first of all, since an interrupt may come
+        self._job = job  # set first, since an interrupt may come
         foreground.show_panel(job)
 
     @property
@@ -122,7 +119,7 @@ class RankPool:
 
     @property
     def is_over(self) -> bool:
-        """True once the ranks are gone, or this process has left them."""
+        """True once the ranks have ended, or this process has left them."""
         return self.job.done or self._is_closed
 
     @property
@@ -131,11 +128,11 @@ class RankPool:
         return len(self.alive) == self.job.world_size
 
     def chosen(self, ranks: Sequence[int] | None) -> list[int]:
-        """Return these ranks in order, by default all.
+        """Return the given ranks in order, by default all.
 
         Raises:
             ConfigError: There is no such rank.
-            RunError: A rank is dead.
+            RunError: One of these ranks is dead.
         """
         self._refuse_ended()
         chosen = list(range(self.job.world_size)) if ranks is None else self._check_known(ranks)
@@ -156,11 +153,12 @@ class RankPool:
     ) -> dict[int, Answer]:
         """Send ranks, by default all, a request that runs user code. Wait for its end, and return the answers by rank.
 
-        While the ranks are busy, the request waits for its turn. ``note`` takes the status of a job in the background;
-        without it, a message says what the request waits for. Raises as ``Session.execute`` and ``Session.pull`` do.
+        While the ranks are busy, the request waits for its turn. ``note`` is called with the status of a background
+        job; without it, a printed message names the code that the request waits for. Raises as ``Session.execute`` and
+        ``Session.pull`` do.
 
         Raises:
-            PayloadError: Something that the ranks need can't be sent.
+            PayloadError: An object that the ranks need can't be sent.
             RunError: A rank is dead.
         """
         self.chosen(ranks)  # refuse before waiting
@@ -186,7 +184,7 @@ class RankPool:
         """Open a debugger at a rank's last error; by default on the rank that failed last.
 
         Raises:
-            RunError: Nothing has failed there, or nobody can be asked.
+            RunError: Nothing has failed on that rank, or the user can't type commands.
         """
         if rank is None and self._failed_rank is None:
             raise RunError("Nothing has failed in this session yet, so there is nothing to debug.")
@@ -197,7 +195,7 @@ class RankPool:
             request = self._request(messages.Debug, [rank], is_users=True, console=console)
             self._output.start()
             self._ask_and_settle(request)
-            interrupts.forget_taken()  # one may have ended the debugger, as it should
+            interrupts.forget_taken()  # an interrupt is a normal way to leave the debugger
             replies = request.replies
             self._connections.drop(request)
             self._output.finish(replies)
@@ -211,7 +209,7 @@ class RankPool:
             raise RunError(line)
 
     def look_up(self, *, text: str, describes: bool, timeout_s: float | None = None) -> list[str] | None:
-        """Ask rank 0 about a piece of code. Return ``None`` if it is busy or dead, or doesn't answer in time."""
+        """Ask rank 0 to complete or describe code. Return ``None`` if it is busy or dead, or doesn't answer in time."""
         with held() as interrupts, self._queue.if_free("completion") as is_free:
             if 0 not in self.alive or not is_free:
                 return None
@@ -225,7 +223,7 @@ class RankPool:
             return None if reply is None else reply.lines
 
     def restart(self, ranks: Sequence[int] | None) -> list[int]:
-        """Start these ranks again, by default those that have died. Return which."""
+        """Restart the given ranks, by default those that have died. Return the restarted ranks."""
         with self._turn("the restart"):
             self._refuse_ended()
             dead = [rank for rank in range(self.job.world_size) if rank not in self.alive]
@@ -233,23 +231,23 @@ class RankPool:
             for rank in chosen:
                 self._connections.signal(rank, signal.SIGKILL)
             for rank in chosen:
-                failures.death_error(self.job, rank)  # waits for the agent's report
+                failures.death_error(self.job, rank)  # called only to wait for the agent's report
                 self.namespace_sync.forget(rank)
                 self._killed.discard(rank)
                 self.job.respawn(rank)
             if chosen:
                 self._group_recovery.leave([rank for rank in self.alive if rank not in chosen])
-                self._welcome(chosen, lambda: None)  # uninterruptible: ranks without a welcome would belong to nobody
+                self._welcome(chosen, lambda: None)  # uninterruptible: nobody would own ranks without a welcome
             return chosen
 
     def close(self) -> None:
-        """End the ranks and wait for that. Idle ones exit by themselves."""
+        """End the ranks and wait for their end. Idle ranks exit by themselves."""
         if not self._is_closed:
             with held() as interrupts:
                 self._close(interrupts)
 
     def leave(self, name: str = "") -> None:
-        """Let the ranks go on without this process, for another one to attach. See ``Session.leave``."""
+        """Disconnect this process; the ranks go on and another process can attach. See ``Session.leave``."""
         if self._is_closed and self.outlives_kernel:
             return
         with self._turn("the detaching") as interrupts:
@@ -272,10 +270,7 @@ class RankPool:
                     self._tell_where_to_wait("", self.job.name)
 
     def _tell_where_to_wait(self, folder: str, name: str) -> None:
-        """Tell the ranks the folder in which they wait for the next kernel; an empty one makes them end with this one.
-
-        An interrupt comes too late for this.
-        """
+        """Send the ranks the folder where they wait for the next kernel; empty: end with this one. Uninterruptible."""
         request = self._request(messages.Detach, self.alive, folder=folder, name=name)
         self._connections.ask(request)
         deadline_s = time.monotonic() + _END_DEADLINE_S
@@ -284,7 +279,7 @@ class RankPool:
         self._connections.drop(request)
 
     def _close_here(self) -> None:
-        """Close what this process has of the session, whose ranks go on."""
+        """Close this process's part of the session, whose ranks go on."""
         self.outlives_kernel = True
         self._is_closed = True
         atexit.unregister(self._end_with_kernel)
@@ -292,16 +287,16 @@ class RankPool:
         self._closing.close()
 
     def _give_up(self) -> None:
-        """Undo a start that has failed."""
+        """Undo a failed start."""
         self.close()
 
     def _end_with_kernel(self) -> None:
         self.close()
 
     def close_in_fork(self) -> None:
-        """Close the descriptors in a fork of this process: whoever holds them seems to be the session's kernel."""
+        """Close the descriptors in a fork of this process: to the ranks, whoever holds them is the session's kernel."""
         if self._is_closed:
-            return  # other files have the numbers now, also in a fork of the fork
+            return  # other files may have these descriptor numbers by now
         self._is_closed = True
         atexit.unregister(self._end_with_kernel)
         self._connections.close_in_fork()
@@ -322,16 +317,16 @@ class RankPool:
                 self._job.kill()
                 self._job.wait(_END_DEADLINE_S)
             with contextlib.suppress(NotebookAccelError):  # the job has already reported its failure
-                self._job.results(0)  # closes the files for results
+                self._job.results(0)  # called only to close the result files
         self._closing.close()
 
     # ----------------------------------------------------------------------------------------------------------------
 
     def _welcome(self, ranks: Sequence[int], check: Callable[[], None]) -> None:
-        """Wait until these fresh ranks have joined.
+        """Wait until the given fresh ranks have joined.
 
         Raises:
-            LaunchError: Some haven't in time.
+            LaunchError: A rank has not joined in time.
         """
         assert self._listener is not None
         missing, deadline_s = set(ranks), time.monotonic() + _START_DEADLINE_S
@@ -381,7 +376,7 @@ class RankPool:
 
     @contextlib.contextmanager
     def _turn(self, title: str, note: Callable[[Status], object] | None = None) -> Iterator[Interrupts]:
-        """Hold back interrupts and keep the ranks for the body, once they are free. See ``RequestQueue.turn``."""
+        """Wait until the ranks are free, then reserve them and hold back interrupts. See ``RequestQueue.turn``."""
 
         def check() -> None:
             interrupts.check()
@@ -400,7 +395,7 @@ class RankPool:
         console: Console | None = None,
         **fields: Any,
     ) -> PendingRequest:
-        """Return a request, with the fields of its message. The output of the user's code is shown."""
+        """Create a request from the fields of its message. With ``is_users``, the output is shown."""
         number, sent_s = next(self._numbers), time.monotonic()
         outgoing: dict[int, tuple[bytes, Sequence[int]]] = {}
         for parcel in parcels:
@@ -429,14 +424,14 @@ class RankPool:
         return request.replies
 
     def _ask_and_settle(self, request: PendingRequest) -> None:
-        """Ask, and wait until no interrupt of this request can hit the next one.
+        """Send a request, and wait until none of its interrupts can hit the next request.
 
-        Ranks may have answered just before they were interrupted. A signal may arrive late, but always before anything
-        written to the connection afterwards; so each interrupted rank answers one more, empty request.
+        A rank may answer just before it is interrupted. A signal may arrive late, but always before anything written to
+        the connection afterwards; so each interrupted rank answers one more, empty request.
         """
         with held() as interrupts:
             request.ask()
-            if request.output is not None:  # the end of user code: what follows on its behalf isn't interrupted
+            if request.output is not None:  # user code has ended; its follow-up requests can't be interrupted
                 interrupts.close()
         self._killed.update(request.killed)
         interrupted = [rank for rank in request.interrupted if rank in self.alive]
@@ -444,7 +439,7 @@ class RankPool:
             self._ask_quietly(messages.Settle, interrupted)
 
     def _conclude(self, request: PendingRequest, parcels: list[Parcel]) -> dict[int, Answer]:
-        """Note what the ranks have now, show their output, and return their answers or raise their failure."""
+        """Record the ranks' variables, show their output, and return their answers or raise their failure."""
         replies = dict(sorted(request.replies.items()))
         for parcel in parcels:
             self.namespace_sync.sent(parcel, lacking=[rank for rank, reply in replies.items() if reply.lacks_delivery])
@@ -456,7 +451,7 @@ class RankPool:
                 raise RunStoppedError(self._closed_text)
             self._group_recovery.after(self.alive, is_broken=any(reply.breaks_group for reply in replies.values()))
             raise self._failure(request, replies)
-        if request.interrupt is not None:  # all ranks had just finished
+        if request.interrupt is not None:  # it came when all ranks had just finished
             raise request.interrupt
         values = self._values(request)
         return {rank: (reply, values.get(rank)) for rank, reply in replies.items()}
@@ -474,7 +469,7 @@ class RankPool:
         """Return the values that came with the answers, by rank.
 
         Raises:
-            ResultError: A value can't be unpickled; the others are in the error.
+            ResultError: A value can't be unpickled. The error carries the others.
         """
         files = {rank: ResultFile(value, rank) for rank, value in sorted(request.values.items())}
         for file in files.values():
@@ -489,7 +484,7 @@ class RankPool:
         return f"The session {self.job.name!r} was ended, and the code that ran in it too."
 
     def _doing(self) -> str:
-        """Return in words what the ranks do, for the panel and ``%distributed status``."""
+        """Return the ranks' current work in words, for the panel and ``%distributed status``."""
         first, *others = self._queue.titles or [""]
         waiting = f"; {', '.join(others)} wait{'s' if len(others) == 1 else ''}" if others else ""
         return f"busy with {first}{waiting}" if first else "idle"

@@ -1,4 +1,4 @@
-"""The queue in which requests wait until the ranks of a session are free."""
+"""The kernel's queue of requests that wait until the ranks of a session are free."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _POLL_PERIOD_S = 0.1
 class RequestQueue:
     """Gives the ranks to one request at a time, in order of arrival.
 
-    Each request waits in a thread of its own, with the interrupts held.
+    Each request waits in its own thread, with interrupts held.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queue: list[tuple[str, Latch]] = []  # each request in words, and whether its turn has come
+        self._queue: list[tuple[str, Latch]] = []  # each request in words, and a latch that is set when its turn comes
 
     @property
     def titles(self) -> list[str]:
-        """The request that has the ranks, and those that wait, in words."""
+        """The requests in words: first the one that has the ranks, then those that wait."""
         return [title for title, _ in list(self._queue)]
 
     @contextlib.contextmanager
     def turn(
         self, title: str, check: Callable[[], None] = lambda: None, *, note: Callable[[Status], object] | None = None
     ) -> Iterator[None]:
-        """Wait until the ranks are free, and keep them for the body.
+        """Wait until the ranks are free, and reserve them for the body.
 
-        ``check`` is called repeatedly during the wait; what it raises ends the wait and nothing else. ``note`` is
-        called with ``waiting`` if it has to wait; without it, a message says which request it waits for.
+        ``check`` is called repeatedly during the wait; an exception that it raises ends only the wait. ``note`` is
+        called with ``waiting`` if the request must wait; without ``note``, a message names the request in front.
         """
         mine = title, Latch()
         try:
@@ -53,7 +53,7 @@ class RequestQueue:
 
     @contextlib.contextmanager
     def if_free(self, title: str) -> Iterator[bool]:
-        """Keep the ranks for the body if they are free now. Yield whether they are."""
+        """Reserve the ranks for the body if they are free now. Yield whether they are."""
         mine = title, Latch()
         with self._lock:
             is_free = not self._queue
@@ -65,15 +65,12 @@ class RequestQueue:
             self._leave(mine)
 
     def _join(self, turn: tuple[str, Latch]) -> str:
-        """Join the queue. Return the title of the request that has the ranks, empty if they are free.
-
-        Read the title under the lock: a moment later the first request may be the caller's own.
-        """
+        """Join the queue. Return the title of the request that has the ranks; empty if they were free."""
         with self._lock:
             self._queue.append(turn)
             first = self._queue[0]
             first[1].set()
-            return "" if first is turn else first[0]
+            return "" if first is turn else first[0]  # read under the lock: soon the caller itself may be first
 
     def _leave(self, turn: tuple[str, Latch]) -> None:
         with self._lock:

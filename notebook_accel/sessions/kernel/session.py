@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """Ranks that run until the session is closed; code runs in them cell by cell.
+    """Ranks that run until the session is closed, and run code cell by cell.
 
-    Each rank has a namespace of its own, its ``__main__``. Whatever cells assign stays there, including an
+    Each rank has its own namespace, its ``__main__``. Variables that cells assign stay there, including an
     ``Accelerator`` and its process group. A session never changes the notebook's variables::
 
         with Session(num_processes=2) as session:
@@ -42,8 +42,8 @@ class Session:
 
     Args:
         num_processes: Number of ranks. Default: one for each visible device, one on a machine with only a CPU.
-        detach: Let the ranks outlive this process. ``Session.attach`` finds them again, by the option ``name``.
-        options: Further options of a launch, as ``notebook_launcher`` has them, such as ``use_cpu=True``.
+        detach: Let the ranks outlive this process. ``Session.attach`` finds them by the option ``name``.
+        options: Further options of ``notebook_launcher``, such as ``use_cpu=True``.
 
     Raises:
         ConfigError: An option has a value that sessions don't allow.
@@ -56,20 +56,20 @@ class Session:
 
     @classmethod
     def from_config(cls, config: LaunchConfig, *, detach: bool = False) -> Session:
-        """Return a session with these options."""
+        """Start a session with these options."""
         return cls._of(_start_pool(config, detach=detach))
 
     @classmethod
     def attach(cls, which: str = "") -> Session:
-        """Return a detached session that goes on, with the variables of its ranks.
+        """Attach to a detached session that goes on. Its ranks have kept their variables.
 
-        Wait for ranks that still run an earlier notebook's code. An interrupt ends the wait, and nothing else.
+        Waits for ranks that still run an earlier notebook's code. An interrupt ends only the wait.
 
         Args:
-            which: Its name or id. Default: the only detached run that goes on.
+            which: The session's name or id. Default: the only detached run that goes on.
 
         Raises:
-            RunError: There is no such session, another process has it, or another version has started it.
+            RunError: There is no such session, another process is attached, or another version has started it.
         """
         return cls._of(detached_pool.DetachedRankPool(LaunchConfig(), detached_pool.find(which)))
 
@@ -81,14 +81,14 @@ class Session:
 
     @property
     def job(self) -> Job:
-        """The run that the ranks belong to, which the panel shows."""
+        """The ranks' run, which the panel shows."""
         return self._pool.job
 
     def execute(self, source: str, *, ranks: Sequence[int] | None = None) -> Shown:
         """Run Python code in the ranks' ``__main__``.
 
-        Its output is printed here. Variables of this process's ``__main__`` that it uses, and that no cell has
-        assigned, are copied to the ranks first: once, and again after a change. While the ranks are busy, the code
+        The code's output is printed here. Variables of this process's ``__main__`` that the code uses, and that no cell
+        has assigned, are copied to the ranks first: once, and again after a change. While the ranks are busy, the code
         waits for its turn.
 
         Args:
@@ -96,12 +96,12 @@ class Session:
             ranks: The ranks to run on. Default: all.
 
         Returns:
-            The value of its last expression as each rank shows it; nothing if there is none. ``run`` and ``pull``
-            return values themselves.
+            The value of the last expression as each rank shows it; empty if there is none. ``run`` and ``pull`` return
+            values themselves.
 
         Raises:
             RankFailedError: A rank raised an error, or died. The others were interrupted and keep their variables.
-            KeyboardInterrupt: The kernel was interrupted, and so were the ranks. All keep their variables.
+            KeyboardInterrupt: The kernel and so the ranks were interrupted. All ranks keep their variables.
         """
         main = sys.modules["__main__"].__dict__
         return self.cell_job(_parsed(source), main, ranks=ranks, wants_value=False).run().shown
@@ -119,14 +119,14 @@ class Session:
         push: Sequence[str] = (),
         wants_value: bool = True,
     ) -> SessionJob:
-        """Return the job of a cell, to run or to start. It has the notebook's variables as they are now.
+        """Return the job of a cell, to run or to start, with the notebook's present variables.
 
         Args:
             cell: The cell.
             namespace: The notebook's variables.
             ranks: The ranks to run on. Default: all.
-            push: Names that replace whatever the ranks have under them.
-            wants_value: Whether the results are to have the values themselves, besides how they are shown.
+            push: Names whose values replace the ranks' own.
+            wants_value: Whether the results include the values themselves, not only their display.
         """
         captured = cell.captured(namespace, push)
         names = {name: namespace[name] for name in with_dependencies(captured, namespace)}
@@ -144,15 +144,15 @@ class Session:
         inputs: Inputs = Inputs(),  # noqa: B008 - it is frozen
         **fields: Any,
     ) -> SessionJob:
-        """Return the job of a request to ranks, by default to all. See ``RankPool.ask``."""
+        """Create the job of a request to ranks, by default all. See ``RankPool.ask``."""
         return SessionJob(title, functools.partial(self._pool.ask, make, ranks, inputs, **fields), self.stacks)
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Results:
-        """Call a function on all ranks. Return its value on each.
+        """Call a function on all ranks, and return each rank's value.
 
         Raises:
             PayloadError: The function or an argument can't be sent.
-            RankFailedError: As ``execute``.
+            RankFailedError: See ``execute``.
         """
         namespace = sys.modules["__main__"].__dict__
         names = {name: namespace[name] for name in dependencies_of(function, namespace)}
@@ -162,10 +162,10 @@ class Session:
         return self._job(messages.Call, title, inputs=inputs).run().results()
 
     def push(self, ranks: Sequence[int] | None = None, /, **names: Any) -> None:
-        """Bind variables in the ranks to copies of these values, replacing what they have: ``session.push(x=3)``.
+        """Bind variables in the ranks to copies of these values, in place of their own: ``session.push(x=3)``.
 
         Args:
-            ranks: The ranks to copy them to. Default: all.
+            ranks: The ranks to copy the values to. Default: all.
             names: The variables.
 
         Raises:
@@ -175,11 +175,11 @@ class Session:
             self._job(messages.Push, f"push of {', '.join(names)}", ranks, Inputs(names, tuple(names))).run()
 
     def pull(self, *names: str, rank: int = 0) -> Any:
-        """Return a rank's value of a name; a tuple for several names. Tensors arrive on the CPU. Binds nothing here.
+        """Return a rank's value of a name; a tuple for several names. Tensors arrive on the CPU. Binds no variable.
 
         Raises:
             RankFailedError: The rank has no such name.
-            ResultError: A value can't be sent, or can't be unpickled here; the others are in the error.
+            ResultError: A value can't be sent, or can't be unpickled here. The error carries the others.
         """
         [values] = self.pull_all(*names, ranks=[rank])
         return values[names[0]] if len(names) == 1 else tuple(values[name] for name in names)
@@ -187,7 +187,7 @@ class Session:
     def pull_all(self, *names: str, ranks: Sequence[int] | None = None) -> Results:
         """Return the ranks' values of some names: a dictionary for each rank, in order of rank.
 
-        Sharded tensors and models arrive whole, for which all ranks have to be alive.
+        Sharded tensors and models arrive whole; this needs all ranks to be alive.
         """
         answering = self._pool.chosen(ranks)
         gathers = self._pool.is_whole
@@ -202,13 +202,13 @@ class Session:
         return Results([value for value in job.results() if value is not None])
 
     def restart(self, ranks: Sequence[int] | None = None) -> list[int]:
-        """Start ranks again as fresh processes without variables; the others keep theirs. No process group is left.
+        """Restart ranks as fresh processes without variables. The others keep theirs. No rank has a process group then.
 
         Args:
             ranks: The ranks to restart; live ones are killed first. Default: those that have died.
 
         Returns:
-            The ranks that were started again.
+            The restarted ranks.
         """
         return self._pool.restart(ranks)
 
@@ -225,20 +225,20 @@ class Session:
             rank: The rank to debug. Default: the one that failed last.
 
         Raises:
-            RunError: Nothing has failed there, or nobody can type commands.
+            RunError: Nothing has failed on that rank, or nobody can type commands.
         """
         self._pool.debug(rank)
 
     def complete(self, text: str) -> list[str]:
-        """Return completions for the end of some code, from rank 0's variables; none while it is busy."""
+        """Return completions for the end of some code, from rank 0's variables; none while rank 0 is busy."""
         return self._pool.look_up(text=text, describes=False) or []
 
     def describe(self, path: str, timeout_s: float | None = None) -> list[str] | None:
-        """Return lines that describe a dotted name on rank 0; none if it has no such name.
+        """Return lines that describe a dotted name on rank 0; none if rank 0 has no such name.
 
         Args:
             path: The name.
-            timeout_s: Deadline for rank 0's answer. Default: one second, as long as a person who types would wait.
+            timeout_s: Longest wait for rank 0's answer in seconds. Default: one second, fit for a user who is typing.
 
         Returns:
             The lines; ``None`` if rank 0 is busy or gone, or hasn't answered in time.
@@ -246,18 +246,18 @@ class Session:
         return self._pool.look_up(text=path, describes=True, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """End the session and its ranks, and wait for that."""
+        """End the session and its ranks, and wait for their end."""
         self._pool.close()
 
     def leave(self, name: str = "") -> None:
-        """Let the ranks go on without this process, for ``Session.attach``, also if they weren't started to outlive it.
+        """Disconnect this process. The ranks go on, however they were started, for ``Session.attach``.
 
         Args:
-            name: The session's name from now on, if it wasn't started with ``detach=True``. Default: the one it has.
+            name: The session's new name, if it wasn't started with ``detach=True``. Default: its present name.
 
         Raises:
             ConfigError: A session with these options can't be detached, or a detached one has another name.
-            LaunchError: A detached run of that name goes on, or there is no place for its folder.
+            LaunchError: A detached run of that name goes on, or the folder can't be made.
             RunError: Some ranks have died, or another run of this process goes on.
         """
         self._pool.leave(name)
@@ -269,7 +269,7 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        """True once its ranks are gone for good, or this process has left them."""
+        """True once the ranks are gone for good, or this process has left them."""
         return self._pool.is_over
 
     def __enter__(self) -> Self:

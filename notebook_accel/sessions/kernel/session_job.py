@@ -1,4 +1,4 @@
-"""The job of a session: code that runs in its ranks, under a cell that waits for it or in the background."""
+"""The kernel's handle of code that runs in a session's ranks, in the foreground or in the background."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Ask: TypeAlias = Callable[..., Mapping[int, Answer]]
 
 
 class SessionJob(Handle):
-    """Code that runs in a session's ranks. ``run`` waits for its end; ``start`` leaves that to a thread.
+    """Code that runs in a session's ranks. ``run`` waits for its end; ``start`` leaves the wait to a thread.
 
-    Its output appears under the cell that ran or started it.
+    The output appears under the cell that ran or started the code.
 
     Args:
-        name: Its name, such as ``In[7]``.
-        ask: Sends the request, waits for its end, and returns the ranks' answers. Takes the request's ``title``, and in
-            the background a function ``note`` to call with the job's status.
-        stacks: Returns the ranks' stacks, given a deadline in seconds.
+        name: The code's name, such as ``In[7]``.
+        ask: Function that sends the request, waits for its end, and returns the ranks' answers. Takes the request's
+            ``title``, and in the background a function ``note``, which it calls with the job's status.
+        stacks: Function that takes a deadline in seconds and returns the ranks' stacks.
     """
 
     def __init__(self, name: str, ask: Ask, stacks: Callable[[float], Stacks]) -> None:
@@ -43,9 +43,9 @@ class SessionJob(Handle):
         self._error: BaseException | None = None
         self._began_s = time.monotonic()
         self._status: Status = "waiting"
-        self._end: Status = "succeeded"  # valid once it has ended
+        self._end: Status = "succeeded"  # valid once the code has ended
         self._is_under_way = Latch()
-        self._is_refused = False  # failed before it was under way: ``start`` raises the error
+        self._is_refused = False  # the request failed before it was under way: ``start`` raises the error
         self._interrupts = Interrupts()
 
     # For users -------------------------------------------------------------------------------------------------------
@@ -64,16 +64,15 @@ class SessionJob(Handle):
         return Shown({rank: reply.shown for rank, (reply, _) in self._answers.items() if reply.shown})
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the ranks that run the code, which keep their variables.
+        """Raise KeyboardInterrupt in the ranks that run the code. They keep their variables.
 
-        A second call kills the ranks that go on. Code that still waits for its turn doesn't start. Doesn't wait for the
-        end.
+        A second call kills the ranks that go on. Code that waits for its turn never starts. Doesn't wait for the end.
         """
         if self._status == "running" or not self._interrupts.has_pending:
             self._interrupts.note_unless_closed(KeyboardInterrupt())
 
     def stop(self) -> None:
-        """End the code, as ``interrupt`` does: a second call of either kills the ranks that go on."""
+        """Interrupt the code. A second call of ``stop`` or ``interrupt`` kills the ranks that go on."""
         self.interrupt()
 
     def stacks(self, timeout_s: float = 10.0) -> Stacks:
@@ -91,13 +90,13 @@ class SessionJob(Handle):
         return self
 
     def start(self) -> SessionJob:
-        """Start the code. Return once the ranks have what they need for it, or while it waits for its turn.
+        """Start the code. Return once its request is about to be sent, or waits for its turn.
 
         Raises:
-            PayloadError: Something that the ranks need can't be sent.
-            KeyboardInterrupt: The kernel was interrupted meanwhile, and so is the code.
+            PayloadError: An object that the ranks need can't be sent.
+            KeyboardInterrupt: The kernel was interrupted meanwhile. The code is interrupted too.
         """
-        context = contextvars.copy_context()  # so that output appears under its cell
+        context = contextvars.copy_context()  # so that the output appears under this cell
         name = f"notebook-accel-{self.name}"
         thread = threading.Thread(target=context.run, args=(self._run_in_thread,), name=name, daemon=True)
         with held() as interrupts:
@@ -114,7 +113,7 @@ class SessionJob(Handle):
         return self
 
     def _note(self, status: Status) -> None:
-        """Note that the code waits for its turn, or that its request is about to be sent."""
+        """Set the status: the code waits for its turn, or its request is about to be sent."""
         self._status = status
         self._is_under_way.set()
 
@@ -142,5 +141,5 @@ class SessionJob(Handle):
             value = f": {self.shown!r}" if self.shown else ""
             sys.stdout.write(f"[{self.name} has ended, after {took_s:.1f} s{value}]\n")
         elif not self._is_refused and (self._status == "running" or self._end == "failed"):
-            # Else the cell that tried to start it shows the error, or it was interrupted before it began.
+            # Otherwise the cell that called ``start`` shows the error, or the code was interrupted before it started.
             sys.stderr.write(f"[{self.name}, in the background, after {took_s:.1f} s]\n{self._error}\n")

@@ -1,4 +1,4 @@
-"""A debugger at a rank's last error. It runs in the rank, and talks to the user over the session's connection."""
+"""A debugger at a rank's last error. It runs in the rank and talks to the user over the session's connection."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def post_mortem(traceback: types.TracebackType, rank: int, converse: Converse) -
 
 
 class _Debugger(pdb.Pdb):
-    """A pdb that collects its output, and sends it when it asks for a line."""
+    """A pdb that collects its output and sends it with its next prompt."""
 
     def __init__(self, rank: int, converse: Converse) -> None:
         self._output = io.StringIO()
@@ -35,11 +35,11 @@ class _Debugger(pdb.Pdb):
         self.prompt = f"rank {rank} (Pdb) "
 
     def canonic(self, filename: str) -> str:
-        """Return ``In[7]`` unchanged: pdb would take it for a file in the working directory."""
+        """Return a cell's label such as ``In[7]`` unchanged; pdb would take it for a file in the working directory."""
         return filename if filename in linecache.cache else super().canonic(filename)
 
     def get_stack(self, f: types.FrameType | None, t: types.TracebackType | None) -> tuple[list[Any], int]:
-        """Start at the last frame of user code, if the error was raised in this package; ``down`` goes on."""
+        """Start at the last frame of user code if the error was raised in this package. ``down`` leads further."""
         stack, index = super().get_stack(f, t)
         users = [at for at, (frame, _) in enumerate(stack) if not frame.f_code.co_filename.startswith(code_places.OURS)]
         is_ours = bool(users) and users[-1] < index

@@ -1,8 +1,8 @@
 """The function that a session launches: each rank runs it to receive requests and carry them out.
 
-It runs in the rank's main thread. Between requests an interrupt has no effect; during one it is raised in the user's
-code. A rank of a detached session serves one kernel after the other: when its kernel has gone, it ends what it is doing
-and waits for the next one.
+It runs in the rank's main thread. Between requests an interrupt has no effect; during a request it is raised in the
+user's code. A rank of a detached session serves one kernel after the other: when its kernel has gone, the rank finishes
+the request and waits for the next kernel.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from notebook_accel.sessions.ranks.namespace import NamespaceTracker, completion
 
 _ABORT_PATIENCE_S = 2.0
 _MOST_SHOWN_CHARACTERS = 20_000
-_BACKWARD = "_engine_run_backward"  # torch's function, in a traceback: gradients were on their way to other ranks
+_BACKWARD = "_engine_run_backward"  # torch's function: in a traceback, it means that gradients were being exchanged
 _NEXT_KERNEL_PERIOD_S = 0.3
 
 
 def serve(folder: str, *, is_detached: bool) -> None:
-    """Join the session and carry out its requests, until it is over or its kernel is gone.
+    """Join the session and carry out its requests until the session is over or its kernel is gone.
 
     Args:
         folder: The folder of the session's socket.
@@ -52,14 +52,14 @@ def serve(folder: str, *, is_detached: bool) -> None:
     nccl.let_ranks_survive()
     torch_state.let_cells_make_their_group_again()
     rank = _SessionRank(int(os.environ["RANK"]), folder)
-    # A rank that is started again belongs to what its session has become.
+    # A restarted rank joins its session where that is now: the session may have been detached since its launch.
     folder_since = os.environ.pop(environment.SESSION_FOLDER, folder)
     if folder_since != folder:
         rank.outlive_kernel(folder_since, RunFolder(pathlib.Path(folder_since)).facts.name)
     elif is_detached:
         rank.outlive_kernel(folder)
     while True:
-        gone = (ConnectionError, FileNotFoundError) if rank.is_detached else (ClosedError,)  # or nobody listens
+        gone = (ConnectionError, FileNotFoundError) if rank.is_detached else (ClosedError,)  # no file: nobody listens
         with contextlib.suppress(*gone):
             hello = messages.Hello(secret=read_secret(rank.folder), rank=rank.rank, kept=rank.hand_over())
             with contextlib.closing(join_session(rank.folder, hello)) as connection:
@@ -89,7 +89,7 @@ class _SessionRank:
         os.register_at_fork(after_in_child=self._close_in_fork)
 
     def _close_in_fork(self) -> None:
-        """Close the connection of now: a DataLoader worker must not hold it open."""
+        """Close the current connection, which a DataLoader worker must not hold open."""
         self._connection.close()
 
     def serve(self, connection: Connection) -> None:
@@ -121,7 +121,7 @@ class _SessionRank:
         self._kept = msgspec.structs.replace(kept, renewals=renewals)
 
     def outlive_kernel(self, folder: str, name: str = "") -> None:
-        """Wait in this folder for another kernel when one is gone. A ``name`` is the session's new one."""
+        """From now on, wait in this folder for the next kernel when one is gone. ``name`` is the session's new name."""
         if name:
             set_title(f"notebook-accel rank {self.rank} of {name}")
         self.folder = folder
@@ -129,14 +129,14 @@ class _SessionRank:
         reporting.reporter().send(events.Serving(cell=""))
 
     def hand_over(self) -> messages.Kept | None:
-        """Return what the next kernel has to know; ``None`` before the first one."""
+        """Return the state that the next kernel needs; ``None`` before the first kernel."""
         if self._kept is None:
             return None
         own, sent = self._tracker.hand_over()
         return msgspec.structs.replace(self._kept, own=own, sent=sent)
 
     def _note(self, request: Any, fields: dict[str, Any]) -> None:
-        """Note for the next kernel how a request has ended. The present one may be killed before it hears of that."""
+        """Record a request's outcome for the next kernel, in case the present one dies before the reply arrives."""
         assert self._kept is not None
         group = self._kept.group
         if isinstance(request, (messages.InspectGroup, messages.RenewGroup)):
@@ -185,7 +185,7 @@ class _SessionRank:
 
     @contextlib.contextmanager
     def _serving(self, request: Any) -> Iterator[None]:
-        """Report what a detached session's rank is busy with, for those who have no kernel to ask."""
+        """Report the request that a rank of a detached session serves, for readers of the journal."""
         if not self.is_detached or type(request) not in _USERS:
             yield
             return
@@ -196,7 +196,7 @@ class _SessionRank:
             reporting.reporter().send(events.Serving(cell=""))
 
     def _run(self, act: Callable[[], dict[str, Any]], sent_s: float, is_interruptible: bool) -> dict[str, Any]:
-        """Carry out a request. Interrupts that arrived since it was sent are raised in the user's code."""
+        """Carry out a request. Interrupts that arrived after it was sent are raised in the user's code."""
         modes = torch_state.Modes()
         try:
             interruption.discard_deferred(sent_s)
@@ -229,7 +229,7 @@ class _SessionRank:
         }
 
     def _keep(self, error: BaseException) -> None:
-        """Keep an error and its frames for the debugger until the next one, as IPython does in the notebook."""
+        """Keep an error and its frames for the debugger until the next error, as IPython does in the notebook."""
         tb = failure.without_our_frames(error.__traceback__)
         if tb is not None:
             sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb
@@ -249,19 +249,19 @@ class _SessionRank:
                 wholes=gathered.wholes,
                 refused=gathered.refused,
             )
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is why the value can't be had
+        except Exception as error:  # noqa: BLE001 - any error is reported as the reason why there is no value
             return {**fields, **self._failed(error)}, []
         return fields, [descriptor]
 
     # Requests -----------------------------------------------------------------------------------------------------
 
     def _open_delivery(self, request: Any, message: Message) -> Any:
-        """Bind the names that came with a request. Return the call that came with it, if any."""
+        """Bind the names that came with a request. Return its function call, if it has one."""
         if not self._lacks_delivery:
             return None
         if not message.is_whole:
             raise OSError("this rank has no room for another open file")
-        with interruption.deferred():  # all of it arrives, or nothing
+        with interruption.deferred():  # an interrupt must not leave half of the names bound
             self._show_sources(request.delivery.sources)
             call = self._tracker.take(request.delivery, message.descriptors[0])
             self._lacks_delivery = False
@@ -294,7 +294,7 @@ class _SessionRank:
         """Send the body's displays, and the figures that it leaves open, to the cell."""
 
         def show(event: events.Display) -> None:
-            with contextlib.suppress(ClosedError):  # the kernel has gone, and the cell goes on
+            with contextlib.suppress(ClosedError):  # the cell goes on without its kernel
                 self._connection.send(messages.encode(messages.Displayed(number=number, display=event)))
 
         displays.redirect(show)
@@ -310,7 +310,7 @@ class _SessionRank:
         values = {name: self._namespace[name] for name in request.names if name in self._namespace}
         is_answering = self.rank in request.answering
         gathered = gathering.Gathered()
-        if request.gathers:  # before an error: the others wait for what this rank has
+        if request.gathers:  # before any error is raised, since the other ranks wait for this rank's shards
             gathered = gathering.gather(
                 values,
                 kept=values if is_answering else (),
@@ -339,7 +339,7 @@ class _SessionRank:
         return {}
 
     def _ask_user(self, number: int, text: str) -> str:
-        """Send the user this text, and return the line that they type; nothing if their kernel has gone."""
+        """Send the user a prompt and return the line that they type; empty if the kernel has gone."""
         streams.flush()
         prompt = messages.Prompt(number=number, text=text, log_bytes=streams.log_bytes())
         with contextlib.suppress(ClosedError):
@@ -370,7 +370,7 @@ class _SessionRank:
 _HANDLERS: dict[type, Any] = {
     messages.Execute: _SessionRank._execute,
     messages.Call: _SessionRank._call,
-    messages.Push: lambda *_: {},  # its delivery is all of it
+    messages.Push: lambda *_: {},  # the delivery has done the work
     messages.Pull: _SessionRank._pull,
     messages.LookUp: _SessionRank._look_up,
     messages.Debug: _SessionRank._debug,
@@ -395,7 +395,7 @@ def _title(request: Any) -> str:
 
 
 def _import_training(module: str) -> Any:
-    """Import a module that needs torch, only in a rank: the kernel imports the present module, and no torch."""
+    """Import a module that needs torch. Not at the top: the kernel imports this module, and must not import torch."""
     return importlib.import_module(f"notebook_accel.training.{module}")
 
 

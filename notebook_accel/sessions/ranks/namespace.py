@@ -1,7 +1,6 @@
-"""A rank's ``__main__``: separates the rank's own variables from the notebook's, and answers completion and ``?``.
+"""A rank's ``__main__``, in the rank: separates the rank's own variables from the notebook's; completion and ``?``.
 
-A variable that a session's cell has assigned is the rank's own: the notebook's value doesn't replace it. This code runs
-in a rank.
+A variable that a session's cell has assigned is the rank's own: the notebook's value doesn't replace it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class NamespaceTracker:
-    """Keeps apart a rank's own variables and those that came from the notebook.
+    """Distinguishes a rank's own variables from those that came from the notebook.
 
     Attributes:
         objects: Objects from the notebook that later deliveries can refer to, by number.
@@ -46,22 +45,22 @@ class NamespaceTracker:
 
     @property
     def definitions(self) -> Mapping[int, Any]:
-        """The notebook's functions and classes, which go back to it as references."""
+        """The notebook's functions and classes, which return to the notebook as references."""
         kinds = (type, types.FunctionType)
         return {number: obj for number, obj in self.objects.items() if isinstance(obj, kinds)}
 
     def take(self, delivery: Delivery, descriptor: int) -> Any:
-        """Open a delivery and bind its names. Return the call that it contains, if any."""
+        """Open a delivery and bind its names. Return its function call, ``None`` if it has none."""
         before = dict(self._namespace)
         try:
             opened = serialization.load(descriptor, namespace=self._namespace, origins=self.objects)
-        except BaseException:  # else the names that arrived would count as the rank's own, and not be sent again
+        except BaseException:  # otherwise names that have arrived would count as the rank's own, and not be sent again
             for name in self._namespace.keys() - before.keys():
                 del self._namespace[name]
             self._namespace.update(before)
             raise
         names, shared, submodules, call = opened.value
-        # A function brings the globals that it uses along. They must not replace variables that the rank has.
+        # Functions bring the globals that they use. These must not replace variables that the rank has.
         self._namespace.update(before)
         arrived = {name: obj for name, obj in opened.by_value if name is not None and name not in before}
         arrived.update((name, obj) for name, obj in names.items() if name in delivery.by_force or not self.is_own(name))
@@ -78,15 +77,15 @@ class NamespaceTracker:
         return call
 
     def is_own(self, name: str) -> bool:
-        """Return whether the rank itself has bound this name, to something other than the notebook's value."""
+        """Return whether the rank itself has bound this name, to another value than the notebook's."""
         value = self._namespace.get(name, _MISSING)
         return value is not _MISSING and name not in self._given and self._taken.get(name, _MISSING) is not value
 
     def hand_over(self) -> tuple[list[str], list[str]]:
-        """Forget the numbers that a kernel has given to objects: the next kernel has others.
+        """Forget a kernel's numbers of objects, since the next kernel uses others.
 
         Returns:
-            The rank's own names, and those of the notebook's values other than modules.
+            The rank's own names, and the names of the notebook's values other than modules.
         """
         self.objects.clear()
         self._own = {name for name in self._namespace if self.is_own(name)}
@@ -98,7 +97,7 @@ class NamespaceTracker:
         return sorted(self._own), sorted(sent)
 
     def changes(self) -> tuple[list[str], list[str]]:
-        """Return the names that became the rank's own since the last call, and those that no longer are."""
+        """Return the names that became the rank's own since the last call, and the names that no longer are."""
         own = {name for name in self._namespace if self.is_own(name)}
         before, self._own = self._own, own
         return sorted(own - before), sorted(before - own)
@@ -127,7 +126,7 @@ def description(namespace: Mapping[str, Any], path: str) -> list[str]:
     try:
         if callable(obj):
             lines.append(f"Signature: {path.rpartition('.')[2]}{inspect.signature(obj)}")
-    except (TypeError, ValueError):  # some built-in functions have none
+    except (TypeError, ValueError):  # some built-in functions have no signature
         pass
     lines.append(f"Type: {type(obj).__name__}")
     shape = getattr(obj, "shape", None)
@@ -153,11 +152,11 @@ def _resolve(namespace: Mapping[str, Any], path: str) -> Any:
 
 
 def _attribute(obj: Any, name: str) -> Any:
-    """Return an attribute without running code. A property could compute anything, even a collective."""
+    """Return an attribute without running code: a property might run anything, even a collective."""
     if not name.isidentifier() or keyword.iskeyword(name):
         return _MISSING
     found = inspect.getattr_static(obj, name, _MISSING)
-    if found is _MISSING:  # torch keeps a module's parts in three dictionaries
+    if found is _MISSING:  # torch keeps a module's submodules, parameters and buffers in dictionaries
         kinds = ("_modules", "_parameters", "_buffers") if hasattr(obj, "__dict__") else ()
         parts = (vars(obj).get(kind, {}) for kind in kinds)
         return next((part[name] for part in parts if name in part), _MISSING)

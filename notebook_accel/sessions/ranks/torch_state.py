@@ -1,4 +1,4 @@
-"""torch's state that stays in a rank from one cell to the next: its modes, and the default process group."""
+"""torch's state that persists in a rank between cells: its modes, and the default process group."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _DEVICES = ("cpu", "cuda")  # device types with an autocast of their own
 
 
 def let_cells_make_their_group_again() -> None:
-    """Let a cell that makes the default process group run again: the group that is there serves it.
+    """Let a cell that calls ``init_process_group`` run twice: a repeated call with equal arguments does nothing.
 
-    This holds for calls with the arguments of the call that made the group. torch refuses all others.
+    torch refuses calls with other arguments.
     """
     distributed: Any = importlib.import_module("torch.distributed")
     if not distributed.is_available():  # as in some builds for macOS
@@ -31,10 +31,10 @@ def let_cells_make_their_group_again() -> None:
 
 
 class Modes:
-    """Grad mode and autocast of this thread, as they are now; nothing where torch hasn't been imported.
+    """A snapshot of this thread's grad mode and autocast; empty if torch hasn't been imported.
 
     An interrupt may come in the middle of a context's exit and leave its mode on. A rank without gradients, or with
-    autocast on cached weights, would be useless from then on without anybody noticing.
+    autocast on cached weights, would silently give wrong results from then on.
     """
 
     def __init__(self) -> None:
