@@ -38,7 +38,7 @@ _LOSS = "loss"  # the name under which the loss of any loop is reported
 LOSS_ATTRIBUTE = "_notebook_accel_loss"
 """The attribute of a divided or scaled loss that holds the loss before, which is reported instead."""
 # Stands for a number that has not arrived: a NaN that no computation produces.
-_NOT_COME = 0x7FF8_6E62_6163_6365
+_PENDING_BITS = 0x7FF8_6E62_6163_6365
 
 
 class Counter:
@@ -64,7 +64,7 @@ class Counter:
         reporter().begin(self, epoch, total)
 
 
-class _Arrival:
+class _GpuCopy:
     """Copies the latest number of one metric from a GPU, one copy at a time.
 
     The reporting thread starts copies into pinned host memory, which the GPU writes by itself. The sampling thread
@@ -78,13 +78,13 @@ class _Arrival:
             self._number = torch.empty(1, dtype=torch.float64, device="cpu", pin_memory=torch.cuda.is_available())
             self._bits = self._number.view(torch.int64)
         self._started_s = -_SAMPLE_PERIOD_S
-        self._is_coming = False
+        self._is_copying = False
         self._next: Any = None
 
     @property
     def is_awaited(self) -> bool:
         """True while the latest value has not been taken."""
-        return self._is_coming or self._next is not None
+        return self._is_copying or self._next is not None
 
     def report(self, tensor: Any) -> None:
         """Set the next value to copy, replacing one whose copy hasn't started."""
@@ -96,20 +96,20 @@ class _Arrival:
         """Start the copy of the latest value, unless another one is under way or a CUDA graph is being captured."""
         torch: Any = sys.modules["torch"]
         tensor = self._next
-        if self._is_coming or tensor is None or torch.cuda.is_current_stream_capturing():
+        if self._is_copying or tensor is None or torch.cuda.is_current_stream_capturing():
             return
         self._next, self._started_s = None, time.monotonic()
         with contextlib.suppress(RuntimeError):  # the tensor has several elements, or its device has failed
-            self._bits.fill_(_NOT_COME)
+            self._bits.fill_(_PENDING_BITS)
             self._number.copy_(tensor.detach().reshape(1).to(torch.float64), non_blocking=True)
-            self._is_coming = True
+            self._is_copying = True
 
     def take(self) -> float | None:
         """Return the number that has arrived since the last call, ``None`` if none has."""
-        if not self._is_coming or self._bits.item() == _NOT_COME:
+        if not self._is_copying or self._bits.item() == _PENDING_BITS:
             return None
         number = float(self._number.item())
-        self._is_coming = False  # from here on another copy may use the memory
+        self._is_copying = False  # from here on another copy may use the memory
         return number
 
 
@@ -137,7 +137,7 @@ class Reporter:
         self.has_own_loss = False
         self._values: dict[str, Any] = {}
         self._values_changed = False
-        self._arrivals: dict[str, _Arrival] = {}
+        self._copies: dict[str, _GpuCopy] = {}
         self._held: dict[str, Any] | None = None  # a dict on devices where values exist only when a step ends
         self._is_compiling = False
         self._last_progress: events.Progress | None = None
@@ -235,23 +235,23 @@ class Reporter:
             return
         for name, value in values.items():
             if getattr(value, "is_cuda", False):
-                self._await(name, value)
+                self._start_copy(name, value)
             else:
-                self._arrivals.pop(name, None)
+                self._copies.pop(name, None)
                 self._values[name] = value
                 self._values_changed = True
 
-    def _await(self, name: str, tensor: Any) -> None:
+    def _start_copy(self, name: str, tensor: Any) -> None:
         with contextlib.suppress(RuntimeError):  # out of memory: a metric is no reason to fail training
-            if name not in self._arrivals:
+            if name not in self._copies:
                 if sys.modules["torch"].cuda.is_current_stream_capturing():
                     return  # memory can't be allocated during the capture
-                self._arrivals[name] = _Arrival()
-            self._arrivals[name].report(tensor)
+                self._copies[name] = _GpuCopy()
+            self._copies[name].report(tensor)
 
     def forget_unread(self) -> None:
         """Drop the numbers that are still on a GPU, since their computation has failed."""
-        self._arrivals = {}
+        self._copies = {}
 
     def post(self, event: events.Event) -> None:
         """Queue an event, which the sampling thread sends. Never blocks."""
@@ -332,9 +332,9 @@ class Reporter:
     def _sample_now(self) -> None:
         """Sample in the calling thread, even if something holds up the sampling thread."""
         deadline_s = time.monotonic() + _PATIENCE_S
-        while any(arrival.is_awaited for arrival in self._arrivals.values()) and time.monotonic() < deadline_s:
-            for arrival in self._arrivals.values():
-                arrival.start()
+        while any(copy.is_awaited for copy in self._copies.values()) and time.monotonic() < deadline_s:
+            for copy in self._copies.values():
+                copy.start()
             self._take_arrivals()
             time.sleep(_LOOK_PERIOD_S)
         if self._sampling.acquire(timeout=_PATIENCE_S):
@@ -362,8 +362,8 @@ class Reporter:
             self.send(events.Metrics(step=progress.steps if progress else 0, values=values))
 
     def _take_arrivals(self) -> None:
-        for name, arrival in list(self._arrivals.items()):
-            number = arrival.take()
+        for name, copy in list(self._copies.items()):
+            number = copy.take()
             if number is not None:
                 self._values[name] = number
                 self._values_changed = True

@@ -281,7 +281,7 @@ def test_nothing_is_asked_of_a_gpu_while_a_graph_is_captured(
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", is_capturing)
     notebook_accel.report(loss=on_gpu(0.25))
-    assert len(rank.reporter._arrivals) == 0  # no memory was asked for either
+    assert len(rank.reporter._copies) == 0  # no memory was asked for either
     while len(asked) < 3:
         notebook_accel.report(loss=on_gpu(0.5))
     said = rank.watcher.wait_for(lambda event: isinstance(event, events.Metrics))

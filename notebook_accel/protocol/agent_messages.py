@@ -28,7 +28,7 @@ Place: TypeAlias = tuple[RankPlace, dict[str, str]]
 
 ELASTIC = -1  # the rank number of a run's elastic process in messages
 
-Condition = Literal["said", "stopped", "mute", "unarmed", "ended"]
+Condition = Literal["answered", "stopped", "unresponsive", "not_ready", "ended"]
 
 
 class _AgentMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -188,12 +188,12 @@ class Detached(_AgentMessage, frozen=True, kw_only=True):
     """The answer to ``Detach``: the agent's last message to the kernel, unless ``why`` has the reason of a refusal.
 
     Attributes:
-        told_bytes: Length of the part of each rank's log that the kernel has received.
+        sent_log_bytes: Length of the part of each rank's log that the kernel has received.
     """
 
     job_id: str
     why: str = ""
-    told_bytes: list[int] = []
+    sent_log_bytes: list[int] = []
 
 
 class Quit(_AgentMessage, frozen=True):

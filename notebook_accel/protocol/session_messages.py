@@ -158,7 +158,7 @@ class Leave(_SessionMessage, frozen=True):
     """Exit, since the session is over. Without this message, a detached session's rank waits for another kernel."""
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class RetainedState(msgspec.Struct, frozen=True, kw_only=True):
     """State that a rank of a detached session has kept from the kernels that it has served before.
 
     Attributes:
@@ -192,7 +192,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     secret: bytes
     rank: int
-    kept: Kept | None = None
+    kept: RetainedState | None = None
 
 
 class Displayed(_SessionMessage, frozen=True, kw_only=True):

@@ -44,7 +44,7 @@ class JoinedRank:
     rank: int
     connection: Connection
     pidfd: int
-    kept: messages.Kept | None = None
+    kept: messages.RetainedState | None = None
     was_taken: Latch = dataclasses.field(default_factory=Latch)
 
     def close(self) -> None:

@@ -51,8 +51,10 @@ def run(name: str) -> bool:
     return True
 
 
+@pytest.mark.usefixtures("engine")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ["test_ops", "test_sync", "test_script", "test_distributed_data_loop"])
 def test_program_ends_without_an_error(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv("NOTEBOOK_ACCEL_COMPAT", "accelerate")  # a shorter last window is divided as Accelerate does
+    if name == "test_sync":  # a shorter last window is divided as Accelerate does
+        monkeypatch.setenv("NOTEBOOK_ACCEL_COMPAT", "accelerate")
     assert notebook_launcher(run, (name,), num_processes=2) == [True, True]

@@ -72,7 +72,10 @@ class Agent:
             lost=self._template_lost,
         )
         self._elastic = ElasticRuns(
-            self._loop, owning_errors=self._owning_errors, start_ranks=self._start_ranks, tell_kernel=self._tell_kernel
+            self._loop,
+            ending_run_on_error=self._ending_run_on_error,
+            start_ranks=self._start_ranks,
+            tell_kernel=self._tell_kernel,
         )
         self._memory = MemoryWatch()
         self._signals = signals
@@ -109,11 +112,11 @@ class Agent:
     def _tick(self, now_s: float) -> None:
         self._elastic.tick(now_s)
         for run in list(self._runs.values()):
-            with self._owning_errors(run):
+            with self._ending_run_on_error(run):
                 run.tick(now_s)
                 self._read_logs(run, now_s)
             if run.is_over and run.is_to_restart:
-                with self._owning_errors(run):
+                with self._ending_run_on_error(run):
                     self._restart(run)
             elif run.is_over:
                 self._run_ended(run)
@@ -187,8 +190,8 @@ class Agent:
                 attachments = Attachments(RunFolder(pathlib.Path(told.folder)), None, run.launch.world_size, results)
             except OSError as error:
                 why = f"{error}"
-        told_bytes = [rank.log.position for rank in run.ranks] if run is not None else []
-        self._tell_kernel(messages.Detached(job_id=told.job_id, why=why, told_bytes=told_bytes))
+        sent_log_bytes = [rank.log.position for rank in run.ranks] if run is not None else []
+        self._tell_kernel(messages.Detached(job_id=told.job_id, why=why, sent_log_bytes=sent_log_bytes))
         if attachments is None:
             close_all(descriptors)
             return
@@ -212,7 +215,7 @@ class Agent:
                 kill_group(said.pid)
             return
         if said.rank == messages.ELASTIC:
-            with self._owning_errors(run):
+            with self._ending_run_on_error(run):
                 self._elastic.heard(said)
             return
         rank = run.ranks[said.rank]
@@ -228,8 +231,8 @@ class Agent:
         for run in list(template.runs):
             for rank in run.alive:
                 self._read_rank(run, rank)
-            if run.may_start_again and template.pidfd < 0:
-                self._take_back(run, template)
+            if run.may_requeue and template.pidfd < 0:
+                self._requeue(run, template)
                 again.append(run)
                 continue
             if not template.is_ready and not run.reason:
@@ -261,18 +264,18 @@ class Agent:
         for run in waiting:
             self._refuse(run, broken)
 
-    def _take_back(self, run: Run, template: TemplateProcess) -> None:
+    def _requeue(self, run: Run, template: TemplateProcess) -> None:
         """Make a run wait for the next template: its own died before any rank reached the user's code."""
         for rank in run.alive:
             self._loop.unwatch(rank.connection.fileno())
-        run.take_back()
+        run.reset_to_unstarted()
         template.runs.remove(run)
         del self._runs[run.launch.job_id]
 
     # Runs ----------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _owning_errors(self, run: Run) -> Iterator[None]:
+    def _ending_run_on_error(self, run: Run) -> Iterator[None]:
         """On an ``OSError``, end this run only. The agent's other runs go on."""
         try:
             yield
@@ -297,7 +300,7 @@ class Agent:
         if launch.template_pid:
             *descriptors, line, pidfd = message.descriptors
             run = Run(launch, descriptors)
-            with self._owning_errors(run):
+            with self._ending_run_on_error(run):
                 template = self._templates.adopt(Connection.from_descriptor(line), launch.template_pid, pidfd)
                 self._start(run, template)
                 self._templates.drop_if_unused(template)
@@ -316,7 +319,7 @@ class Agent:
             return
         waiting, self._waiting = self._waiting, []
         for run in waiting:
-            with self._owning_errors(run):
+            with self._ending_run_on_error(run):
                 self._start(run, template)
 
     def _start(self, run: Run, template: TemplateProcess) -> None:
@@ -335,7 +338,7 @@ class Agent:
 
     def _restart(self, run: Run) -> None:
         """Restart all ranks of a run, after one has failed and all are gone."""
-        run.rest()
+        run.reset_for_restart()
         run.tick(time.monotonic())
         if run.reason:  # the run's timeout has passed meanwhile
             return
@@ -467,7 +470,7 @@ class Agent:
         except OSError as error:
             self._loop.unwatch(rank.connection.fileno())
             if not isinstance(error, ClosedError):
-                with self._owning_errors(run):
+                with self._ending_run_on_error(run):
                     raise
 
     def _heard(self, run: Run, rank: Rank, body: bytes) -> None:

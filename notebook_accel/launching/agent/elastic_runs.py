@@ -85,7 +85,7 @@ class ElasticRuns:
 
     Args:
         loop: The agent's event loop.
-        owning_errors: Context manager in which a run's errors end that run only.
+        ending_run_on_error: Context manager in which a run's errors end that run only.
         start_ranks: Function that starts all ranks of a run at their present places.
         tell_kernel: Function that sends the kernel a message.
     """
@@ -94,12 +94,12 @@ class ElasticRuns:
         self,
         loop: EventLoop,
         *,
-        owning_errors: Callable[[Run], contextlib.AbstractContextManager[None]],
+        ending_run_on_error: Callable[[Run], contextlib.AbstractContextManager[None]],
         start_ranks: Callable[[Run], object],
         tell_kernel: Callable[[msgspec.Struct], None],
     ) -> None:
         self._loop = loop
-        self._owning_errors = owning_errors
+        self._ending_run_on_error = ending_run_on_error
         self._start_ranks = start_ranks
         self._tell_kernel = tell_kernel
         self._all: dict[str, _ElasticProcess] = {}
@@ -159,7 +159,7 @@ class ElasticRuns:
         if is_time:
             self._next_look_s = now_s + _LOOK_PERIOD_S
         for elastic in self._all.values():
-            with self._owning_errors(elastic.run):
+            with self._ending_run_on_error(elastic.run):
                 self._look(elastic, now_s)
                 if is_time and elastic.pid is not None:
                     resume_if_stopped(elastic.pid)
@@ -192,11 +192,11 @@ class ElasticRuns:
             elastic.send_away(now_s)
         elif elastic.has_ranks and not (elastic.knows_results and not run.reason):
             elastic.has_ranks, elastic.steps = False, None
-            run.rest()
+            run.reset_for_restart()
             elastic.tell(elastic_messages.RanksEnded(attempt=elastic.attempt, failure=failure))
 
     def _read(self, elastic: _ElasticProcess) -> None:
-        with self._owning_errors(elastic.run):
+        with self._ending_run_on_error(elastic.run):
             try:
                 while frames := elastic.line.receive():
                     for message in frames:

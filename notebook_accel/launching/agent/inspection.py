@@ -48,7 +48,7 @@ class Inspection:
                 try:
                     question.answer = _answer(question, now_s - self._began_s)
                 except OSError:
-                    question.answer = _dump(question.rank, "mute")
+                    question.answer = _dump(question.rank, "unresponsive")
         answers = [question.answer for question in self._questions if question.answer is not None]
         return answers if len(answers) == len(self._questions) else None
 
@@ -58,7 +58,7 @@ def _ask(rank: Rank) -> _Question:
     if rank.status is not None:
         return _Question(rank, _dump(rank, "ended"))
     if rank.pid is None or not _is_armed(rank.pid):
-        return _Question(rank, _dump(rank, "unarmed"))
+        return _Question(rank, _dump(rank, "not_ready"))
     if state(rank.pid) in _STOPPED:
         return _Question(rank, _dump(rank, "stopped"))
     question = _Question(rank)
@@ -88,11 +88,11 @@ def _answer(question: _Question, took_s: float) -> messages.RankDump | None:
     is_whole = has_begun and question.is_forced and _threads_that_block(rank.pid) <= question.blocked
     text = os.pread(rank.dump, os.fstat(rank.dump).st_size, 0).decode(errors="replace")
     if text.endswith(STACKS_MARK) and text.count(STACKS_MARK) > 1:
-        return _dump(rank, "said", text.split(STACKS_MARK)[-2])
+        return _dump(rank, "answered", text.split(STACKS_MARK)[-2])
     if (is_whole or took_s > _DEADLINE_S) and text:
-        return _dump(rank, "said", text)
+        return _dump(rank, "answered", text)
     if took_s > _DEADLINE_S:
-        return _dump(rank, "stopped" if state(rank.pid) in _STOPPED else "mute")
+        return _dump(rank, "stopped" if state(rank.pid) in _STOPPED else "unresponsive")
     if took_s > _PATIENCE_S and not question.is_forced:
         _force(question, rank.pid)
     return None

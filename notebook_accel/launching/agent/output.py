@@ -125,7 +125,7 @@ class LogTail:
     @property
     def grown_bytes(self) -> int | None:
         """The log's length; ``None`` if it hasn't grown since the last read, or can't be read."""
-        with self._owning_errors():
+        with self._reporting_read_errors():
             if not self._is_unreadable and self.size_bytes != self._seen_size:
                 return self.size_bytes
         return None
@@ -137,7 +137,7 @@ class LogTail:
             now_s: The time of ``time.monotonic()`` in seconds.
             size: The position in the log at which to stop.
         """
-        with self._owning_errors():
+        with self._reporting_read_errors():
             if not self._is_unreadable:
                 self._read(now_s, size)
 
@@ -157,7 +157,7 @@ class LogTail:
 
     def finish(self) -> None:
         """Send the last lines, even one without a newline. Call it when the rank is gone."""
-        with self._owning_errors():  # try even a log that couldn't be read before: its network may work again
+        with self._reporting_read_errors():  # try even a log that couldn't be read before: its network may work again
             self._finish()
 
     def _finish(self) -> None:
@@ -172,7 +172,7 @@ class LogTail:
             self._say_text([rest])
 
     @contextlib.contextmanager
-    def _owning_errors(self) -> Iterator[None]:
+    def _reporting_read_errors(self) -> Iterator[None]:
         """On an ``OSError``, such as of a network file system, report once that the log can't be read."""
         try:
             yield

@@ -138,7 +138,7 @@ class Run:
     is_held: bool = False
     _wanted: messages.Reason = ""
     _is_interrupted_at_start: bool = False
-    _was_taken_back: bool = False
+    _was_requeued: bool = False
     _how: messages.How | None = None
     _log_folder: int | None = None
     _next_look_s: float = 0.0
@@ -227,23 +227,23 @@ class Run:
         return not self.keeps or self._how is not None or all(rank.said_finished for rank in self.ranks)
 
     @property
-    def may_start_again(self) -> bool:
+    def may_requeue(self) -> bool:
         """True if the whole run can be restarted unnoticed, at most once: no rank has reached the user's code."""
-        if self.reason or self.is_held or self.launch.places or self._was_taken_back:
+        if self.reason or self.is_held or self.launch.places or self._was_requeued:
             return False
         return not any(rank.said_started for rank in self.ranks)
 
-    def take_back(self) -> None:
+    def reset_to_unstarted(self) -> None:
         """Reset the run to its state before the start. Its ranks are gone."""
-        self._was_taken_back = True
+        self._was_requeued = True
         for rank in self.alive:
             rank.close()
         self.ranks.clear()
         if self.store is not None:
             self.store.close()
-        self._let_go_of_logs()
+        self._release_logs()
 
-    def rest(self) -> None:
+    def reset_for_restart(self) -> None:
         """Forget the ranks, which are gone, and the reason of their end, so that all can be restarted."""
         self.ranks.clear()
         self.reason, self._how = "", None
@@ -342,7 +342,7 @@ class Run:
 
     def ended(self) -> None:
         """Release the logs of the run, which is over, and remove the oldest logs of other runs."""
-        self._let_go_of_logs()
+        self._release_logs()
         logs.remove_old(kernel_pid=os.getppid())
 
     def close_descriptors(self) -> None:
@@ -353,7 +353,7 @@ class Run:
             self.store.close()
             self.store = None
 
-    def _let_go_of_logs(self) -> None:
+    def _release_logs(self) -> None:
         if self._log_folder is not None:
             close_all([self._log_folder])
             self._log_folder = None

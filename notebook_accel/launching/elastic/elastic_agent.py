@@ -112,7 +112,7 @@ class ElasticAgent(api.SimpleElasticAgent):
         self._master = (self._meeting.host, 0)
         self._attempt = 0
         self._answer_due_s: float | None = None
-        self._are_there = False  # the ranks
+        self._ranks_are_running = False  # the ranks
         self._are_stopped = False  # because of another node, which is no failure of these ranks
 
     @property
@@ -218,7 +218,7 @@ class ElasticAgent(api.SimpleElasticAgent):
         else:
             with self._listening as listening:
                 self._line.say(start, (listening.fileno(),))
-        self.elsewhere, self._are_there, self._are_stopped = None, True, False
+        self.elsewhere, self._ranks_are_running, self._are_stopped = None, True, False
         self._answer_due_s = time.monotonic() + _ANSWER_S
         self._here = NodeStatus(beat=0, state="running", ranks=self._order.world_size)
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
@@ -275,7 +275,7 @@ class ElasticAgent(api.SimpleElasticAgent):
             elif isinstance(told, elastic_messages.RanksFinished):
                 self._here = msgspec.structs.replace(self._here, state="finished")
             else:
-                self._are_there, self._failed_s, self._answer_due_s = False, time.monotonic(), None
+                self._ranks_are_running, self._failed_s, self._answer_due_s = False, time.monotonic(), None
                 if not self._are_stopped:
                     self._here = msgspec.structs.replace(self._here, state="failed", failure=told.failure or _LOSS)
         if self._answer_due_s is not None and time.monotonic() > self._answer_due_s:
@@ -320,11 +320,11 @@ class ElasticAgent(api.SimpleElasticAgent):
         return not waits or time.monotonic() > self._failed_s + _CAUSE_S
 
     def _stop_workers(self, worker_group: api.WorkerGroup) -> None:  # noqa: ARG002 - torch elastic passes it
-        if self._are_there:
+        if self._ranks_are_running:
             self._are_stopped = True
             self._answer_due_s = time.monotonic() + self._order.grace_s + _ANSWER_S
             self._line.say(elastic_messages.StopRanks(attempt=self._attempt))
-        while self._are_there:  # our agent ends the ranks, finally by SIGKILL
+        while self._ranks_are_running:  # our agent ends the ranks, finally by SIGKILL
             self._hear()
             with contextlib.suppress(GoneError):
                 if self._nodes is not None:

@@ -263,7 +263,7 @@ class AgentProcess(AgentLink[RunHandle]):
         if not self._answer.is_detached:
             why = self._answer.why or "its agent, the process that supervises the ranks, doesn't answer"
             raise RunError("The run can't be detached now.", why=f"{why[0].upper()}{why[1:]}.")
-        return self._answer.told_bytes
+        return self._answer.sent_log_bytes
 
     def tell(self, message: messages.ToAgent) -> None:
         with contextlib.suppress(LaunchError):  # an agent that has gone took its ranks with it
@@ -331,7 +331,7 @@ class AgentProcess(AgentLink[RunHandle]):
     def _heard(self, said: messages.ToKernel) -> bool:
         if not isinstance(said, messages.Detached):
             return super()._heard(said)
-        self._answer.come(said)
+        self._answer.resolve(said)
         if not said.why:
             self._jobs.clear()
         return False
@@ -354,7 +354,7 @@ class AgentProcess(AgentLink[RunHandle]):
             self._process.wait()  # this process must reap it as long as it is the parent
         else:
             self._wait_for_its_end()
-            self._answer.come(None)
+            self._answer.resolve(None)
         for job in list(self._jobs.values()):
             if self._is_closing:
                 job.end("stopped")
@@ -385,13 +385,13 @@ class _Answer:
         self.has_come = Latch()
         self.is_detached = False
         self.why = ""
-        self.told_bytes: list[int] = []
+        self.sent_log_bytes: list[int] = []
 
-    def come(self, said: messages.Detached | None) -> None:
+    def resolve(self, said: messages.Detached | None) -> None:
         """Store the answer, or ``None`` if the agent has gone without one."""
         if not self.has_come.is_set:
             said = said or messages.Detached(job_id="", why="its agent has gone")
-            self.why, self.told_bytes = said.why, said.told_bytes
+            self.why, self.sent_log_bytes = said.why, said.sent_log_bytes
             self.is_detached = not self.why
             if self.is_detached:
                 self._when_detached()

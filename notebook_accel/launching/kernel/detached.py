@@ -151,13 +151,13 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
     while job.status == "starting" and time.monotonic() < deadline_s:
         job.wait(_PAUSE_S)
     preflight.warn(detached_runs.logout_findings())
-    folder = uninterruptible.call(lambda: _let_go(job, name or job.name))
+    folder = uninterruptible.call(lambda: _detach(job, name or job.name))
     with contextlib.suppress(Exception):  # the run is detached already, so a failure here doesn't matter
         local.engine().warm_in_kernel()  # the run has taken its agent and template along
     return folder
 
 
-def _let_go(job: Job, name: str) -> RunFolder:
+def _detach(job: Job, name: str) -> RunFolder:
     with _new_folder(name, job.id, is_unique=True) as (folder, lock, _):
         try:
             folder.write_facts(msgspec.structs.replace(_facts(job, name, job.config), has_payload=False))
@@ -170,9 +170,9 @@ def _let_go(job: Job, name: str) -> RunFolder:
                 f"The run {job.name!r} goes on as before.",
                 fix="set XDG_STATE_HOME to a folder of yours on a local disk with room",
             ) from None
-        told_bytes = local.engine().detach(job, folder, lock)
+        sent_log_bytes = local.engine().detach(job, folder, lock)
         with contextlib.suppress(OSError):  # a full disk: the run goes on without its history
-            folder.write_history(_history(job, told_bytes))
+            folder.write_history(_history(job, sent_log_bytes))
     return folder
 
 
@@ -190,11 +190,11 @@ def _write_definitions(job: Job, name: str, folder: RunFolder) -> None:
         os.close(payload)
 
 
-def _history(job: Job, told_bytes: Sequence[int]) -> bytes:
+def _history(job: Job, sent_log_bytes: Sequence[int]) -> bytes:
     """Return frames of events that restore the run's state, and the last lines that each rank has printed."""
     with job.state_lock:
         told = job.state.to_events()
-    for rank, (path, end) in enumerate(zip(job.log_files, told_bytes, strict=False)):
+    for rank, (path, end) in enumerate(zip(job.log_files, sent_log_bytes, strict=False)):
         with contextlib.suppress(OSError), path.open("rb") as log:
             log.seek(start := max(0, end - _KEPT_BYTES))
             lines = log.read(end - start).decode(errors="replace").removesuffix("\n").split("\n")

@@ -132,7 +132,7 @@ class _Forking:
         status = 1
         try:
             template.come_under(self._kernel_pid)
-            _let_go_of_the_kernel(keep={self._theirs.fileno(), self._log}, log=self._log)
+            _detach_from_kernel(keep={self._theirs.fileno(), self._log}, log=self._log)
             preloading.import_needed()
             template.serve(self._theirs, self._inherited)
             status = 0
@@ -144,7 +144,7 @@ class _Forking:
             os._exit(status)
 
 
-def _let_go_of_the_kernel(keep: set[int], log: int) -> None:
+def _detach_from_kernel(keep: set[int], log: int) -> None:
     """Detach a fork from the kernel's signals, exit functions, output and connections."""
     signal.set_wakeup_fd(-1)
     atexit._clear()  # only the kernel must run its exit functions

@@ -125,9 +125,9 @@ class LocalEngine:
             agent = self._agent
             if agent is None or not agent.serves(job):
                 raise RunError(f"The run {job.name!r} can't be detached now.", why="It has ended.")
-            told_bytes = agent.detach(job, folder, lock)
+            sent_log_bytes = agent.detach(job, folder, lock)
             self._agent = None
-        return told_bytes
+        return sent_log_bytes
 
     def close(self) -> None:
         """End every run, the agent and the template, and wait until they are gone."""
@@ -138,10 +138,10 @@ class LocalEngine:
 
     def _running_agent(self) -> AgentProcess:
         if self._agent is None or self._agent.is_lost:
-            self._agent = AgentProcess(self._let_go)
+            self._agent = AgentProcess(self._quit_if_idle)
         return self._agent
 
-    def _let_go(self, agent: AgentProcess) -> None:
+    def _quit_if_idle(self, agent: AgentProcess) -> None:
         """End an idle agent and its template, unless a launch has started meanwhile."""
         with self._lock:
             if not agent.is_expecting:

@@ -37,7 +37,7 @@ class FinishedPeers:
     def __init__(self) -> None:
         self._finished: set[int] = set()
         self._thread: threading.Thread | None = None
-        self._waited_in = ""  # the collective whose wait was ended
+        self._ended_wait = ""  # the collective whose wait was ended
 
     def take(self, ranks: Sequence[int]) -> None:
         """Add finished ranks, and watch from now on whether this rank waits for one."""
@@ -48,11 +48,11 @@ class FinishedPeers:
 
     def explain(self, error: BaseException) -> BaseException:
         """Return a ``CollectiveError`` if ``error`` is from a wait that was ended here, else ``error`` itself."""
-        if not self._waited_in or not isinstance(error, (RuntimeError, TrainingError)):
+        if not self._ended_wait or not isinstance(error, (RuntimeError, TrainingError)):
             return error
         who = f"rank{'s' if len(self._finished) > 1 else ''} {', '.join(rank_spans(sorted(self._finished)))}"
         explained = CollectiveError(
-            f"This rank waited for {who}, which had finished: {self._waited_in}.",
+            f"This rank waited for {who}, which had finished: {self._ended_wait}.",
             why="All ranks have to call the same collectives, and to take as many steps.",
             fix="give all ranks as many batches, as accelerator.prepare(loader) and DistributedSampler do; "
             "keep collectives out of `if rank == 0:`",
@@ -72,7 +72,7 @@ class FinishedPeers:
             elif (
                 time.monotonic() - since_s > _PATIENCE_S and _is_in_a_collective(frame) and self._are_all_groups_short()
             ):
-                self._waited_in = code_places.describe(frame)
+                self._ended_wait = code_places.describe(frame)
                 nccl.abort()
                 interruption.disconnect(is_of_store=has_left)
                 has_left, since_s = True, time.monotonic()

@@ -41,7 +41,7 @@ _deferred_s: float | None = None  # when a SIGINT was deferred last
 _allowances = 0  # how often ``allow`` was called: an interrupt of one cell is not for the next
 _wakeups = -1  # descriptor with a byte for each signal, read without waiting
 _store_port = 0
-_hearing = threading.Lock()  # held from reading a signal until the main thread's place is known
+_signal_lock = threading.Lock()  # held from reading a signal until the main thread's place is known
 
 
 def block() -> None:
@@ -57,7 +57,7 @@ def allow() -> None:
     """
     global _deferred_s, _allowances
     _allowances += 1
-    with _hearing:  # an earlier signal is raised here; the watcher must not apply it to the code that comes next
+    with _signal_lock:  # an earlier signal is raised here; the watcher must not apply it to the code that comes next
         _read_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -170,7 +170,7 @@ def _end_waits() -> None:
     wakeups.register(_wakeups, select.POLLIN)
     while True:
         wakeups.poll()
-        with _hearing:
+        with _signal_lock:
             signals = _read_signals()
             _run_handlers()
             if signal.SIGINT not in signals:

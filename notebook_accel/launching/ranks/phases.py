@@ -45,7 +45,7 @@ _ACTIVITIES = (
 _SAVING = frozenset(
     ("save_checkpoint", "_save_checkpoint", "save_model", "save_pretrained", "save_state", "_rotate_checkpoints")
 )
-_AROUND = "/torch/distributed/c10d_logger.py"
+_WRAPPER_FILE = "/torch/distributed/c10d_logger.py"
 
 
 class StepClock:
@@ -75,7 +75,7 @@ class StepClock:
         self._sent_s = self._since_s
         self._times_sent: Mapping[str, float] = {}
         self._sending = threading.Lock()
-        self._is_asked = True  # the main thread is to read values that only it can read
+        self._is_probe_due = True  # the main thread is to read values that only it can read
         self._backward_s = 0.0  # the last backward pass
         self._model: weakref.ref[Any] | None = None  # the latest DistributedDataParallel model
         self._seen_comm: Any = None
@@ -117,7 +117,7 @@ class StepClock:
     def begin_step(self, batch: Any, workers: int | None) -> None:
         """Begin a step. ``batch`` is ``None`` where no loader runs. Only some steps are examined closely."""
         self._counts.steps += 1
-        if self._is_asked or self.is_marking:
+        if self._is_probe_due or self.is_marking:
             self._look_closely(batch, workers)
 
     def _look_closely(self, batch: Any, workers: int | None) -> None:
@@ -126,8 +126,8 @@ class StepClock:
             self._resting_since_s = self.enter("")
             self._is_rest_due = self.is_on = False
             return
-        if self._is_asked:
-            self._is_asked = False
+        if self._is_probe_due:
+            self._is_probe_due = False
             counts.workers = workers
             counts.threads = torch.get_num_threads()
             counts.add_batch(batch)
@@ -198,7 +198,7 @@ class StepClock:
         Returns:
             False during a rest, when samples are pointless.
         """
-        self._is_asked = self._counts.is_due = True
+        self._is_probe_due = self._counts.is_due = True
         now_s = time.perf_counter()
         if self._rest_until_s:
             if now_s >= self._rest_until_s:
@@ -428,7 +428,7 @@ def _activity(code: types.CodeType) -> str:
     filename = code.co_filename
     if code.co_name in _SAVING:
         return "saving"
-    return next((activity for part, activity in _ACTIVITIES if part in filename and _AROUND not in filename), "")
+    return next((activity for part, activity in _ACTIVITIES if part in filename and _WRAPPER_FILE not in filename), "")
 
 
 def compiled_graphs() -> int:

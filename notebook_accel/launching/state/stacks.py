@@ -27,11 +27,11 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*:$")
 _MOST_LIBRARY_FRAMES = 8
 # Functions of torch that wrap collectives.
-_AROUND_COLLECTIVES = {"wrapper", "wait", "_dispatch", "__call__", "__init__", "_exception_logger"}
+_COLLECTIVE_WRAPPERS = {"wrapper", "wait", "_dispatch", "__call__", "__init__", "_exception_logger"}
 _CONDITIONS: dict[Condition, str] = {
     "stopped": "is stopped (SIGSTOP or a debugger) and shows no stack until it continues (kill -CONT {pid})",
-    "mute": "has not answered in time",
-    "unarmed": "can't be asked: it is starting, or handles the signal itself",
+    "unresponsive": "has not answered in time",
+    "not_ready": "can't be asked: it is starting, or handles the signal itself",
     "ended": "has ended",
 }
 
@@ -110,7 +110,7 @@ class RankStack:
         """
         found = ""
         for frame in itertools.takewhile(lambda frame: not frame.is_user, self.frames):
-            if "/torch/distributed/" in frame.file and frame.function not in _AROUND_COLLECTIVES:
+            if "/torch/distributed/" in frame.file and frame.function not in _COLLECTIVE_WRAPPERS:
                 found = frame.function  # the outermost is the one that users call
             elif frame.function == "_engine_run_backward":
                 found = found or "backward"
@@ -120,7 +120,7 @@ class RankStack:
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" + ("" if self.pid is None else f" (pid {self.pid})")
-        if self.condition != "said":
+        if self.condition != "answered":
             return f"{who} {_CONDITIONS[self.condition].format(pid=self.pid)}"
         where = f" is in {self.waits_in}" if self.waits_in else ""
         mine = [f"  {frame}" + (f":  {frame.source}" if frame.source else "") for frame in self.frames if frame.is_user]
@@ -198,7 +198,7 @@ class StackRequest:
     def answer(self, dumps: Sequence[RankDump]) -> Stacks:
         """Return the stacks of all ranks from the ranks' answers, and wake the callers of ``ask``."""
         answered = {dump.rank: read_dump(dump, self._sources) for dump in dumps}
-        unasked = (RankStack(rank, None, "unarmed") for rank in range(self._world_size))
+        unasked = (RankStack(rank, None, "not_ready") for rank in range(self._world_size))
         self._answer = Stacks([answered.get(stack.rank, stack) for stack in unasked])
         asked, self._asked = self._asked, Latch()
         asked.set()
@@ -268,7 +268,7 @@ def _short(frame: Frame) -> str:
 _SHORTEST_S = 10.0
 _LONGEST_PERIOD_S = 60.0
 _PERIOD_GROWTH = 1.5
-_WITHOUT_STACK = {"stopped": "the process is stopped", "mute": "it doesn't answer"}
+_WITHOUT_STACK = {"stopped": "the process is stopped", "unresponsive": "it doesn't answer"}
 
 
 class Silence:

@@ -72,8 +72,8 @@ class _RankValue:
         if not values:
             return ""
         least, most = self.written(min(values)), self.written(max(values))
-        value = least if least == most else f"{least}..{most}"
-        return f"{self.before}{value}{self._of_total(ranks)}{self.after}"
+        span = least if least == most else f"{least}..{most}"
+        return f"{self.before}{span}{self._of_total(ranks)}{self.after}"
 
     def _of_total(self, ranks: Sequence[RankState]) -> str:
         """Return the largest total, such as ``/50``; empty if no rank knows it."""

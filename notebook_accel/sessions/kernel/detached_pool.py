@@ -156,7 +156,7 @@ class DetachedRankPool(RankPool):
         if groups - {"sound"} or len(renewals) > 1 or (kept and len(kept) < len(joined)):
             self._group_recovery.after(self.alive, is_broken="broken" in groups or len(renewals) > 1)
 
-    def _report_failure(self, kept: Mapping[int, messages.Kept]) -> None:
+    def _report_failure(self, kept: Mapping[int, messages.RetainedState]) -> None:
         """Show the failure of the ranks' last code, which no kernel may have shown yet."""
         failed = {rank: each.failed for rank, each in kept.items() if each.failed is not None}
         if failed:

@@ -102,7 +102,7 @@ class PendingRequest(RankRequest):
             if is_over and self.was_sent and self._interrupt_s is None:
                 self._interrupt(pending, now_s)
             if self._interrupt_s is not None:
-                self._press(now_s - self._interrupt_s)
+                self._escalate(now_s - self._interrupt_s)
             elif len(pending) < len(self._connections.ranks):
                 self._look_for_waiting(now_s)
             self.wait(_TICK_S)
@@ -130,7 +130,7 @@ class PendingRequest(RankRequest):
         for rank in ranks:
             self._connections.signal(rank, signal.SIGINT)
 
-    def _press(self, since_s: float) -> None:
+    def _escalate(self, since_s: float) -> None:
         """Report ranks that go on after an interrupt, and finally kill them."""
         if since_s > _PATIENCE_S:
             self._kill()

@@ -76,7 +76,7 @@ class _SessionRank:
         self.folder = folder
         self.is_detached = False
         self._connection: Connection
-        self._kept: messages.Kept | None = None  # for the next kernel; ``None`` before the first
+        self._kept: messages.RetainedState | None = None  # for the next kernel; ``None`` before the first
         self._namespace = sys.modules["__main__"].__dict__
         self._tracker = NamespaceTracker(self._namespace)
         self._pid = os.getpid()
@@ -115,7 +115,7 @@ class _SessionRank:
 
     def _welcomed(self, renewals: int) -> None:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(renewals)
-        kept = self._kept or messages.Kept(
+        kept = self._kept or messages.RetainedState(
             own=[], sent=[], requests=0, renewals=0, group="sound", failed=None, title=""
         )
         self._kept = msgspec.structs.replace(kept, renewals=renewals)
@@ -128,7 +128,7 @@ class _SessionRank:
         self.is_detached = True
         reporting.reporter().send(events.Serving(cell=""))
 
-    def hand_over(self) -> messages.Kept | None:
+    def hand_over(self) -> messages.RetainedState | None:
         """Return the state that the next kernel needs; ``None`` before the first kernel."""
         if self._kept is None:
             return None

@@ -122,7 +122,7 @@ def test_rank_that_does_not_answer_is_named_and_not_waited_for_too_long() -> Non
         rank = Rank(0, ours, LogTail(log, Allowance(1), lambda _: None), dump_file(0), pid=process.pid)
         inspection = Inspection([rank], now_s=100.0)
         assert [inspection.look(now_s) for now_s in (100.1, 102.9)] == [None, None]
-        assert inspection.look(103.1) == [RankDump(rank=0, pid=process.pid, condition="mute")]
+        assert inspection.look(103.1) == [RankDump(rank=0, pid=process.pid, condition="unresponsive")]
         process.kill()
     rank.close()
     theirs.close()
@@ -213,7 +213,7 @@ def test_rank_that_runs_python_code_is_asked_often_and_stays_alive() -> None:
         for _ in range(200):
             inspection = Inspection([rank], now_s=100.0)
             [said] = processes.wait_until(lambda: inspection.look(100.1), "it has answered", poll_s=0)  # noqa: B023
-            assert said.condition == "said" and " in computes\n" in said.text
+            assert said.condition == "answered" and " in computes\n" in said.text
 
 
 _KEEPS_NOTHING = """
@@ -260,7 +260,7 @@ def test_rank_that_keeps_the_interpreters_lock_answers_too() -> None:
         assert inspection.look(100.9) is None
         assert inspection.look(101.1) is None  # now the fault handler is asked
         [said] = processes.wait_until(lambda: inspection.look(101.2), "it has answered")
-        assert said.condition == "said"
+        assert said.condition == "answered"
         # It has said that it is ready, and may not have come to the next line.
         assert re.search(r", line [78] in <module>$", said.text.splitlines()[-1])
 
@@ -271,7 +271,7 @@ for number in range(signal.SIGRTMIN, signal.SIGRTMAX): signal.signal(number, sig
 print("set", flush=True)
 time.sleep(300)""")
     assert notebook.run("while 'set' not in deaf.logs(0): time.sleep(0.05)").status == "ok"
-    assert notebook.value("deaf.stacks()[0].condition, deaf.status") == "('unarmed', 'running')"
+    assert notebook.value("deaf.stacks()[0].condition, deaf.status") == "('not_ready', 'running')"
     notebook.run("deaf.kill(); deaf.wait(20)")
     assert notebook.value("deaf.stacks()[0].condition, deaf.done") == "('ended', True)"
 
@@ -279,7 +279,7 @@ time.sleep(300)""")
 def test_agent_that_was_stopped_answers_too(hanging: kernels.Kernel) -> None:
     [agent] = processes.children(hanging.pid)
     os.kill(agent.pid, signal.SIGSTOP)
-    assert hanging.value("hanging.stacks(timeout_s=60)[1].condition") == "'said'"
+    assert hanging.value("hanging.stacks(timeout_s=60)[1].condition") == "'answered'"
 
 
 def test_logs_outlive_their_runs(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:

@@ -200,11 +200,11 @@ class Told:
 def test_stacks_that_nobody_answers_for_are_an_error_and_later_ones_no_old_news(job: Job) -> None:
     told = Told()
     job.attach(told)
-    job.take_dumps([RankDump(rank=0, pid=1, condition="mute")])
+    job.take_dumps([RankDump(rank=0, pid=1, condition="unresponsive")])
     with pytest.raises(RunError, match=r"within 0\.01 s"):
         job.stacks(timeout_s=0.01)
     threading.Timer(0.05, job.take_dumps, [[RankDump(rank=1, pid=2, condition="stopped")]]).start()
-    assert [stack.condition for stack in job.stacks(timeout_s=30)] == ["unarmed", "stopped"]
+    assert [stack.condition for stack in job.stacks(timeout_s=30)] == ["not_ready", "stopped"]
     assert told.inspections == 2
     job.end("stopped")
     assert [stack.condition for stack in job.stacks()] == ["ended", "ended"]
@@ -225,7 +225,9 @@ def test_silence_is_asked_about_once_and_its_answer_is_among_the_events(job: Job
         job.notice_silence(now_s)
     assert told.inspections == 1
     text = 'Current thread 0x01 (most recent call first):\n  File "/home/me/train.py", line 4 in train'
-    job.take_dumps([RankDump(rank=0, pid=1, condition="said", text=text), RankDump(rank=1, pid=2, condition="stopped")])
+    job.take_dumps(
+        [RankDump(rank=0, pid=1, condition="answered", text=text), RankDump(rank=1, pid=2, condition="stopped")]
+    )
     silent = [(rank, event.at) for rank, event in job.events() if isinstance(event, events.Silent)]
     assert silent == [(0, "/home/me/train.py, line 4 in train"), (1, "the process is stopped")]
 

@@ -98,4 +98,4 @@ def test_run_that_does_not_end_in_time_leaves_others_alone(
     mine = launch(functions.waits, grace_s=0)
     foreground._end_interrupted(mine)
     assert mine.wait(20)
-    assert not other.done and other.stacks()[0].condition == "said"
+    assert not other.done and other.stacks()[0].condition == "answered"

@@ -35,7 +35,7 @@ def stack(rank: int, line: int, *below: tuple[str, str]) -> RankStack:
             *(f'  File "{file}", line {number} in {function}' for file, number, function in frames),
         ]
     )
-    return read_dump(RankDump(rank=rank, pid=100 + rank, condition="said", text=text), _SOURCES)
+    return read_dump(RankDump(rank=rank, pid=100 + rank, condition="answered", text=text), _SOURCES)
 
 
 def in_barrier(rank: int, line: int = 20) -> RankStack:
@@ -96,7 +96,7 @@ def test_dump_is_read_with_the_names_that_the_notebook_has() -> None:
 
 def test_ranks_agree_on_a_collective_unless_one_is_elsewhere_in_the_same_group() -> None:
     def stacks(*lines: str) -> Stacks:
-        dumps = (RankDump(rank=rank, pid=1, condition="said", text=text) for rank, text in enumerate(lines))
+        dumps = (RankDump(rank=rank, pid=1, condition="answered", text=text) for rank, text in enumerate(lines))
         return Stacks(read_dump(dump, {}) for dump in dumps)
 
     assert stacks("# collective 7 all_reduce default_pg\n", "# collective 7 all_reduce default_pg\n").disagreement == ""
@@ -116,7 +116,7 @@ def test_backward_pass_is_a_place_to_wait_and_the_users_own_code_is_none() -> No
 def test_making_an_accelerator_is_a_place_to_wait() -> None:
     code = torch_group._meet.__code__
     frames = (Frame(code.co_filename, 3, code.co_name), Frame("In[7]", 2, "<module>", is_user=True))
-    assert RankStack(0, 100, "said", frames).waits_in == "Accelerator"
+    assert RankStack(0, 100, "answered", frames).waits_in == "Accelerator"
 
 
 def test_rank_that_the_others_wait_for_is_named_with_its_line() -> None:
