@@ -83,7 +83,7 @@ def test_every_rank_is_named_with_where_it_stands(hanging: kernels.Kernel) -> No
 def test_stacks_are_objects_too(hanging: kernels.Kernel) -> None:
     hanging.run("stacks = hanging.stacks()")
     assert hanging.value("len(stacks), [stack.condition for stack in stacks]") == (
-        "(4, ['said', 'said', 'stopped', 'said'])"
+        "(4, ['answered', 'answered', 'stopped', 'answered'])"
     )
     assert re.fullmatch(r"'In\[\d+\], line 6 in evaluate'", hanging.value("stacks[1].user_line"))
     assert hanging.value("stacks[0].waits_in, stacks[1].waits_in") == "('init_process_group', '')"
