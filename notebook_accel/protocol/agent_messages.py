@@ -92,7 +92,8 @@ class Launch(_AgentMessage, frozen=True, kw_only=True):
     The agent starts the ranks again after a failure, up to ``max_restarts`` times. With ``elastic``, this is one node's
     part of a run on several nodes, and the elastic process decides about restarts. With ``places``, it is also a part
     of a run: the ranks get these places and variables, and stay until ``Release``. ``variables`` are for all ranks;
-    they aren't in the payload, since the payload may be launched again.
+    they aren't in the payload, since the payload may be launched again. With ``saves``, the first rank of each node
+    has variables to send back, so a failure of another rank interrupts it instead of terminating it.
 
     Descriptors: the payload, then one result file for each rank. With ``template_pid``, the process id of a template
     for this run alone, also a connection to that template and its pidfd. With ``places`` that include rank 0, also the
@@ -112,6 +113,7 @@ class Launch(_AgentMessage, frozen=True, kw_only=True):
     elastic: ElasticOptions | None = None
     places: list[Place] = []
     variables: dict[str, str] = {}
+    saves: bool = False
 
 
 class Interrupt(_AgentMessage, frozen=True, kw_only=True):

@@ -184,6 +184,35 @@ time.sleep(60)""")
 
 
 @on_every_engine
+@pytest.mark.parametrize("waiting", ["time.sleep(60)", "dist.init_process_group('gloo'); dist.barrier()"])
+def test_what_was_to_be_pulled_survives_the_failure_of_another_rank(
+    notebook: kernels.Kernel, how: Way, waiting: str
+) -> None:
+    outcome = notebook.run(f"""%%distributed -n 2 --pull trained {how}
+import torch.distributed as dist
+trained = {RANK} + 5
+if {RANK} == 1: raise ValueError("boom")
+{waiting}""")
+    assert outcome.error_name == "RankFailedError" and "boom" in outcome.traceback
+    assert "Pulled all the same, as it was then in rank 0: trained" in outcome.traceback
+    assert notebook.run("trained").result == "5"
+
+
+def test_what_rank_0_could_not_save_is_named(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run(f"""%%distributed -n 2 --pull trained --grace_s 0.5
+import signal
+trained = 5
+if {RANK} == 1:
+    while not os.path.exists("deaf"): time.sleep(0.01)
+    raise ValueError("boom")
+for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
+open("deaf", "w").close()
+while True: time.sleep(1)""")
+    assert "boom" in outcome.traceback
+    assert "trained: rank 0 was ended before it could send them" in outcome.traceback
+
+
+@on_every_engine
 def test_what_cannot_be_pulled_hides_neither_the_failure_nor_the_interrupt(
     notebook: kernels.Kernel, how: Way, tmp_path: pathlib.Path
 ) -> None:

@@ -259,8 +259,13 @@ class Run:
         if self.launch.timeout_s is not None and self._deadline_s is None:
             self._deadline_s = time.monotonic() + self.launch.timeout_s
 
-    def end(self, how: messages.How, reason: messages.Reason | None = None) -> None:
-        """Start to end the run. The first reason stays; a later call has an effect only if its ``how`` is stronger."""
+    def end(
+        self, how: messages.How, reason: messages.Reason | None = None, *, interrupting: Rank | None = None
+    ) -> None:
+        """Start to end the run. The first reason stays; a later call has an effect only if its ``how`` is stronger.
+
+        The rank ``interrupting`` gets SIGINT in place of the first signal, and that signal after ``grace_s``.
+        """
         if self._how is not None and _STRENGTH[how] <= _STRENGTH[self._how]:
             return
         self._how = how
@@ -269,7 +274,9 @@ class Run:
             if rank.said_finished:
                 rank.connection.shutdown()  # the rank only waits for its release
         self._steps = list(_STEPS[how])
-        self._step(time.monotonic())
+        if interrupting is not None:
+            self._steps.insert(0, self._steps[0])
+        self._step(time.monotonic(), interrupting)
 
     def become_part(self) -> None:
         """Set the ranks' places from the launch, and the store's socket if rank 0 is here."""
@@ -312,7 +319,14 @@ class Run:
         elif rank.lost_peer:
             self._cause_deadline_s = self._cause_deadline_s or time.monotonic() + _CAUSE_DEADLINE_S
         elif not self.reason:
-            self.end("stop", "failed")
+            self._end_after_failure()
+
+    def _end_after_failure(self) -> None:
+        """Stop the other ranks. The first one is interrupted before, if it has variables to save."""
+        first = self.ranks[0]
+        is_running = first.status is None and first.said_started and not (first.said_failed or first.said_finished)
+        saves = self.launch.saves and is_running and self._restarts_left <= 0
+        self.end("stop", "failed", interrupting=first if saves else None)
 
     def release(self) -> None:
         """Let the finished ranks exit. They wait until all have finished, since rank 0 serves the store of all."""
@@ -325,7 +339,7 @@ class Run:
         if self._deadline_s is not None and now_s > self._deadline_s and not self.reason:
             self.end("interrupt", "timeout")  # the interrupt shows where each rank stood
         if self._cause_deadline_s is not None and now_s > self._cause_deadline_s and not self.reason:
-            self.end("stop", "failed")
+            self._end_after_failure()
         if self._next_step_s is not None and now_s > self._next_step_s:
             self._step(now_s)
         for rank in self.alive:
@@ -358,13 +372,13 @@ class Run:
             close_all([self._log_folder])
             self._log_folder = None
 
-    def _step(self, now_s: float) -> None:
+    def _step(self, now_s: float, interrupting: Rank | None = None) -> None:
         number = self._steps.pop(0)
         for rank in self.alive:
             if rank.said_failed and number != signal.SIGKILL:
                 continue
             rank.was_told_to_end = rank.was_told_to_end or not rank.has_ended_by_itself
-            rank.signal(number)
+            rank.signal(signal.SIGINT if rank is interrupting else number)
         self._next_step_s = now_s + self.launch.grace_s if self._steps else None
 
 

@@ -109,6 +109,7 @@ class AgentLink(Generic[_Handle]):
             elastic=elastic,
             places=list(places),
             variables=time_limit.variables(job.config.end_at, job.config.end_margin_s),
+            saves=job.saves,
         )
 
     # What depends on where the agent is -----------------------------------------------------------------------------

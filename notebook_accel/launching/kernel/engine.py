@@ -68,6 +68,10 @@ class RunHandle(Protocol):
         """What happens to the other ranks when one dies: ``stop`` or ``keep``."""
 
     @property
+    def saves(self) -> bool:
+        """True if the first rank of each node has variables to send back, even after a failure of another rank."""
+
+    @property
     def log_folder(self) -> pathlib.Path | None:
         """Folder for the ranks' logs, ``None`` without logs."""
 

@@ -143,6 +143,7 @@ class Job(Handle):
         is_background: Whether the run is in the background, so that its cell doesn't wait for it.
         on_death: What happens to the other ranks when one dies: ``stop`` or ``keep``. With ``keep`` the run goes on,
             even without any rank, until it is stopped or all ranks have finished.
+        saves: True if rank 0 has variables to send back, even after a failure of another rank.
         started_s: Time of the start, in seconds of ``time.monotonic()``.
         ended_s: Time of the end, ``None`` while the run goes on.
         ending: The outcome of the run, filled in when the run ends.
@@ -178,6 +179,7 @@ class Job(Handle):
         self.devices = request.devices
         self.is_background = request.foreground_lock is None
         self.on_death = request.on_death
+        self.saves = bool(spec.pull)
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
         self.ending = Ending()
@@ -425,10 +427,14 @@ class Job(Handle):
         """Set the pulled variables to their values in rank 0 when it failed or was interrupted.
 
         Returns:
-            The names that were set, none if rank 0 was killed or had defined none of them; and the names whose values
-            can't be unpickled, with the reasons.
+            The names that were set, none if rank 0 was killed or had defined none of them; and the reasons for those
+            that rank 0 couldn't save, or whose values can't be unpickled.
         """
         with self._lock:
+            first = self.state.ranks[0]
+            if self.done and self.saves and first.failed is None and not first.has_result:
+                why = f"{', '.join(self.spec.pull)}: rank {self.first_rank} was ended before it could send them"
+                return (), dict.fromkeys(self.spec.pull[:1], why)
             if not self.done or not self._files.are_open or self._has_all_results():
                 return (), {}
             return self._files.set_saved_variables(self.first_rank)

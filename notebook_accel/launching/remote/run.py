@@ -227,6 +227,10 @@ class NodePart:
         return len(self.ranks)
 
     @property
+    def saves(self) -> bool:
+        return self.run.job.saves
+
+    @property
     def ranks_in_words(self) -> str:
         """The ranks as an error names them, such as ``ranks 2 to 3 of 4``."""
         ranks = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {self.ranks[0]} to {self.ranks[-1]}"
