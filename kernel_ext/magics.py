@@ -1,13 +1,16 @@
 """The cell magic ``%%distributed``, and the registration of all magics."""
 
 from __future__ import annotations
+import __future__
 
 import argparse
 import contextlib
+import io
 import linecache
 import pathlib
 import sys
 import threading
+import tokenize
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +84,16 @@ def make_parser() -> arguments.Parser:
     return parser
 
 
+def _is_silenced(cell: str) -> bool:
+    """Return whether a cell ends with a semicolon, which hides its value as in any other cell."""
+    last = ""
+    with contextlib.suppress(tokenize.TokenError, SyntaxError):  # IPython's own syntax
+        for token in tokenize.generate_tokens(io.StringIO(cell).readline):
+            if token.type in (tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING):
+                last = token.string
+    return last == ";"
+
+
 class Magics:
     """The magics of one shell."""
 
@@ -110,7 +123,8 @@ class Magics:
                 self._parser.error(
                     "--detach goes with --fresh here: a session's ranks take their cells from this kernel"
                 )
-            return self.sessions.cell(given, cell)
+            value = self.sessions.cell(given, cell)
+            return None if _is_silenced(cell) else value
         config = configuration.resolve(configuration.given_flags(given), file=configuration.default_path())
         parsed = self._read(cell)
         args = self._arguments(given.args, parsed)
@@ -140,7 +154,8 @@ class Magics:
                 self._define_here(parsed)
         if given.out is not None:
             self._shell.push({given.out: outcome})
-        return None if isinstance(outcome, Results) and all(value is None for value in outcome) else outcome
+        is_empty = isinstance(outcome, Results) and all(value is None for value in outcome)
+        return None if is_empty or _is_silenced(cell) else outcome
 
     def _export(self, given: argparse.Namespace, cell: str) -> None:
         chosen = configuration.given_flags(given)
@@ -159,9 +174,12 @@ class Magics:
             print(f"A script has no notebook to come back to, so it does without {' and '.join(for_notebook)}.")
 
     def _read(self, cell: str) -> cells.Cell:
+        flags = self._shell.compile.flags
+        features = [name for name in __future__.all_feature_names if flags & getattr(__future__, name).compiler_flag]
+        # The magic's own line is line 1 of the cell. In its place is what earlier cells have imported from the future.
+        first = f"from __future__ import {', '.join(features)}" if features else ""
         try:
-            # The magic's own line is line 1 of the cell: an empty line keeps its place, so that line numbers match.
-            return cells.parse("\n" + self._shell.transform_cell(cell), self._label())
+            return cells.parse(f"{first}\n{self._shell.transform_cell(cell)}", self._label())
         except SyntaxError as error:
             shown = self._shell.SyntaxTB.structured_traceback(type(error), error, None)
             raise CellSyntaxError(f"The cell is not Python: {error}", shown=tuple(shown)) from None

@@ -1,6 +1,7 @@
 """The head of a payload: the description of the run, which the kernel writes and each rank reads."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import functools
@@ -70,7 +71,11 @@ _decoder = msgspec.msgpack.Decoder(JobSpec)  # the template makes it once for al
 def definitions(source: str, label: str) -> list[types.CodeType]:
     """Return the code of a cell's imports, top-level definitions and literal constants, statement by statement."""
     kept = [node for node in ast.parse(source, label).body if _defines(node)]
-    return [compile(ast.Module([node], []), label, "exec", dont_inherit=True) for node in kept]
+    flags = 0
+    for node in kept:
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            flags |= sum(getattr(__future__, feature.name).compiler_flag for feature in node.names)
+    return [compile(ast.Module([node], []), label, "exec", flags=flags, dont_inherit=True) for node in kept]
 
 
 def _defines(node: ast.stmt) -> bool:

@@ -216,6 +216,39 @@ listed, where""")
     assert sorted(kernels.unfolded(outcome.stdout)[1:]) == sorted(f"{rank} │ {line}" for rank in "01" for line in said)
 
 
+@pytest.mark.front_end
+def test_shell_commands_have_the_notebooks_and_the_ranks_variables(run: Run) -> None:
+    ok(run("folder, size = 'runs of mine', 7"))
+    outcome = ok(
+        run("""%%distributed -n 2
+rank = int(os.environ["RANK"])
+def listed(name):
+    found = !echo $name of $rank in "$folder"
+    return found
+%env SIZE={size + rank}
+shown = !echo {size} $size '$size' $$SIZE {listed("it")[0]}
+shown""")
+    )
+    said = [f"7 7 $size {7 + rank} it of {rank} in runs of mine" for rank in range(2)]
+    assert outcome.result == str([[line] for line in said])
+
+
+def test_what_earlier_cells_have_imported_from_the_future_holds_in_cells(tmp_path: pathlib.Path) -> None:
+    with kernels.running(tmp_path) as notebook:
+        notebook.run("%load_ext notebook_accel\nfrom __future__ import annotations")
+        cell = "%%distributed -n 1\ndef half(x: NotThere) -> NorThis:\n    return x / 2 / 0"
+        failed = notebook.run(f"{cell}\nhalf(3)")
+        assert "In[2], line 3" in failed.traceback and "ZeroDivisionError" in failed.traceback
+        ok(notebook.run(cell.replace(" / 0", "").replace("(x: NotThere)", "(x: NotThere = 3)")))
+        assert notebook.run("half(5)").result == "2.5"
+
+
+def test_semicolon_hides_the_value(run: Run) -> None:
+    assert ok(run("%%distributed -n 1 --out five\n5;  # not shown")).result == ""
+    assert run("five[0]").result == "5"
+    assert ok(run("%%distributed -n 1\nx = 5; x")).result == "[5]"
+
+
 def test_final_def_leaves_the_notebooks_other_names_alone(run: Run) -> None:
     ok(run("state, size = 'trained', 3"))
     ok(

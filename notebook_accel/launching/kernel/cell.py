@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import CellError
-from notebook_accel.launching.ranks.ipython_shims import LINE_MAGICS
+from notebook_accel.launching.ranks.ipython_shims import LINE_MAGICS, variables_in
 
 # IPython's own names in a notebook's namespace, which are not sent to ranks.
 OF_IPYTHON = {"In", "Out", "_", "__", "___", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "exit", "quit", "get_ipython"}
@@ -98,7 +98,7 @@ def parse(source: str, label: str) -> Cell:
     if not tree.body:
         raise CellError("The cell is empty.", fix="write the training code under the %%distributed line")
     _refuse_magics(tree, label)
-    uses, _ = _scan(tree.body, frozenset())
+    uses, _ = _scan(_with_variables_of_commands(source).body, frozenset())
     last = tree.body[-1]
     return Cell(
         source=source,
@@ -145,15 +145,31 @@ def is_builtin(name: str, value: Any) -> bool:
     return value is getattr(builtins, name) or getattr(value, "__module__", "") == "IPython.core.interactiveshell"
 
 
-def _refuse_magics(tree: ast.Module, label: str) -> None:
+def _calls_of_shell(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
+    """Yield calls such as ``get_ipython().system(...)``, the translation of ``!``, with the method's name."""
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            continue
-        is_shell = isinstance(node.func.value, ast.Call) and getattr(node.func.value.func, "id", "") == "get_ipython"
-        if not is_shell or node.func.attr not in ("run_line_magic", "run_cell_magic"):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            if isinstance(owner, ast.Call) and getattr(owner.func, "id", "") == "get_ipython":
+                yield node, node.func.attr
+
+
+def _with_variables_of_commands(source: str) -> ast.Module:
+    """Return the source's tree in which commands and magics read the variables that their text names."""
+    tree = ast.parse(source)
+    for node, _ in _calls_of_shell(tree):
+        texts = [part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+        names = [ast.Name(name, ast.Load()) for text in texts for name in variables_in(text)]
+        node.args += [ast.copy_location(name, node) for name in names]
+    return tree
+
+
+def _refuse_magics(tree: ast.Module, label: str) -> None:
+    for node, method in _calls_of_shell(tree):
+        if method not in ("run_line_magic", "run_cell_magic"):
             continue
         name = str(node.args[0].value) if node.args and isinstance(node.args[0], ast.Constant) else "?"
-        if node.func.attr == "run_cell_magic":
+        if method == "run_cell_magic":
             raise CellError(
                 f"{label}, line {node.lineno}: %%{name} can't be used inside the cell.",
                 fix=f"put it above %%distributed to apply it to the whole run, or leave out %%{name}",

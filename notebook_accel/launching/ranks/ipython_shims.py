@@ -5,15 +5,54 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import os
+import re
+import string
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from notebook_accel.launching.ranks import bars, displays, torch_hooks
+
+# A quoted text stays as it is; ``$$`` stands for one ``$``; ``$name.attribute`` is a variable.
+_DOLLAR = re.compile(r"'[^']*'|\$(\$|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
+
+
+def variables_in(line: str) -> list[str]:
+    """Return the names that ``$name`` and ``{expression}`` in a shell command or a magic's line refer to."""
+    found: list[str] = []
+    try:
+        for text, expression, _, _ in string.Formatter().parse(line):
+            found += [match.partition(".")[0] for match in _DOLLAR.findall(text)]
+            names = ast.walk(ast.parse(expression or "0", mode="eval"))
+            found += [node.id for node in names if isinstance(node, ast.Name)]
+    except (SyntaxError, ValueError):  # braces of another language, such as awk's: IPython fills in nothing then
+        return []
+    return [name for name in found if name not in ("", "$")]
+
+
+def filled_in(line: str, variables: Mapping[str, Any]) -> str:
+    """Fill in ``$name`` and ``{expression}`` as IPython does: all of them, or none if one has no value."""
+
+    def parts() -> Iterator[str]:
+        formatter = string.Formatter()
+        for text, expression, spec, conversion in formatter.parse(line):
+            yield _DOLLAR.sub(lambda match: value_of(match) if match[1] else match[0], text)
+            if expression is not None:
+                value = formatter.convert_field(eval(expression, dict(variables)), conversion)
+                yield format(value, spec or "")
+
+    def value_of(match: re.Match[str]) -> str:
+        return "$" if match[1] == "$" else str(eval(match[1], dict(variables)))
+
+    try:
+        return "".join(parts())
+    except Exception:  # noqa: BLE001 - evaluating the user's expression may raise anything
+        return line
 
 
 class RankShell:
@@ -24,11 +63,19 @@ class RankShell:
 
     def system(self, command: str) -> None:
         """Run ``!command``. Its output is part of the rank's output."""
+        command = filled_in(command, self.user_ns | sys._getframe(1).f_locals)
         sys.stdout.flush()
         self.user_ns["_exit_code"] = subprocess.run(["/bin/sh", "-c", command], check=False).returncode
 
-    def getoutput(self, command: str, split: bool = True) -> list[str] | str:
-        """Return the lines of a command's output, for ``x = !command``."""
+    def getoutput(self, command: str, split: bool = True, depth: int = 0) -> list[str] | str:
+        """Return the lines of a command's output, for ``x = !command``.
+
+        Args:
+            command: The command.
+            split: Return a list of lines instead of one text.
+            depth: Number of frames between this call and the code whose variables are filled in.
+        """
+        command = filled_in(command, self.user_ns | sys._getframe(1 + depth).f_locals)
         done = subprocess.run(
             ["/bin/sh", "-c", command], check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -36,6 +83,8 @@ class RankShell:
 
     def run_line_magic(self, name: str, line: str, _stack_depth: int = 1) -> Any:
         """Run ``%name line`` for a name in ``LINE_MAGICS``."""
+        if name in _FILLED_IN:
+            line = filled_in(line, self.user_ns | sys._getframe(1).f_locals)
         return LINE_MAGICS[name](self, line)
 
 
@@ -72,10 +121,11 @@ LINE_MAGICS: dict[str, Callable[[RankShell, str], Any]] = {
     "matplotlib": lambda _shell, _line: None,  # a rank draws to files or through display()
     "pwd": lambda _shell, _line: os.getcwd(),
     "set_env": _env,
-    "sx": lambda shell, line: shell.getoutput(line),
-    "system": lambda shell, line: shell.getoutput(line),
+    "sx": lambda shell, line: shell.getoutput(line, depth=2),
+    "system": lambda shell, line: shell.getoutput(line, depth=2),
     "time": _time,
 }
+_FILLED_IN = ("cd", "env", "set_env")  # the others take no variables, or fill them in themselves
 
 
 def install(namespace: dict[str, Any], rank: int) -> None:
