@@ -295,8 +295,9 @@ def usable(file: config_file.ConfigFile) -> tuple[dict[str, Any], tuple[str, ...
     options: dict[str, Any] = {}
     for name in file.values.keys() & known.keys():
         value = file.values[name]
-        if value is False and "no" in known[name].choices:
-            value = "no"  # YAML 1.1 reads a bare `no` as false
+        if isinstance(value, bool) and known[name].choices:  # YAML 1.1 reads a bare `no`, `off` or `on` as a boolean
+            words = ("yes", "on") if value else ("no", "off")
+            value = next((word for word in words if word in known[name].choices), value)
         elif isinstance(value, str) and value.lower() in known[name].choices:
             value = value.lower()  # Accelerate writes the names of backends in capitals
         try:

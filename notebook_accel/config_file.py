@@ -36,6 +36,7 @@ class _ForeignKey:
     instead: str = ""
 
 
+_EACH_MACHINE = "write num_nodes, node_rank and master_addr, and as num_processes the number on each machine"
 _PLUGIN = "give the Accelerator a TorchDynamoPlugin"
 # The keys of Accelerate 1.15 that aren't options here. Empty values and `no` are harmless for each.
 _KEYS: Mapping[str, _ForeignKey] = {
@@ -46,7 +47,7 @@ _KEYS: Mapping[str, _ForeignKey] = {
     "compute_environment": _ForeignKey("a cloud service", ("LOCAL_MACHINE",)),
     "debug": _ForeignKey("debug mode", instead="set the variable NOTEBOOK_ACCEL_DEBUG"),
     "deepspeed_config": _ForeignKey("DeepSpeed"),
-    "distributed_type": _ForeignKey("another way of training", ("MULTI_CPU", "MULTI_GPU", "FSDP")),
+    "distributed_type": _ForeignKey("another way of training", ("MULTI_CPU", "MULTI_GPU", "FSDP", "XLA")),
     "downcast_bf16": _ForeignKey("another meaning of float on TPUs"),
     "dynamo_config": _ForeignKey("a compiled model", ({"dynamo_backend": "NO"},)),  # see ConfigFile.unfolded
     "dynamo_mode": _ForeignKey("a mode of torch.compile", ("default",), _PLUGIN),
@@ -61,7 +62,7 @@ _KEYS: Mapping[str, _ForeignKey] = {
     "ipex_config": _ForeignKey("Intel's extension"),
     "megatron_lm_config": _ForeignKey("Megatron-LM"),
     "mpirun_config": _ForeignKey("mpirun"),
-    "num_machines": _ForeignKey("several machines", (1,), "write num_nodes, node_rank and master_addr"),
+    "num_machines": _ForeignKey("several machines", (1,), _EACH_MACHINE),
     "parallelism_config": _ForeignKey("a division of the ranks"),  # see ConfigFile.unfolded
     "parallelism_config_cp_size": _ForeignKey("context parallelism", (1,)),
     "parallelism_config_sp_size": _ForeignKey("sequence parallelism", (1,)),
@@ -106,12 +107,13 @@ class ConfigFile:
             replace("distributed_type", {"fsdp": True})
         if isinstance(values.get("fsdp_config"), dict):
             settings = values.pop("fsdp_config")
-            options = [f"{name}={_plain_text(value)}" for name, value in settings.items() if value is not None]
+            options = [f"{name}={plain_text(value)}" for name, value in settings.items() if value is not None]
             replace("fsdp_config", {"fsdp_options": options} if options else {})
         return dataclasses.replace(self, values=values, lines=lines)
 
 
-def _plain_text(value: Any) -> str:
+def plain_text(value: Any) -> str:
+    """Return a setting as the text after ``name=``; a list as its items, with commas between them."""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

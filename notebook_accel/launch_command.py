@@ -270,7 +270,7 @@ def _status(error: RankFailedError) -> int:
     if error.signal is not None:
         return 128 + error.signal
     code = error.__cause__.code if isinstance(error.__cause__, SystemExit) else error.exit_code
-    return code if isinstance(code, int) and 0 < code < 256 else 1
+    return (code % 256 or 1) if isinstance(code, int) else 1  # a status has eight bits
 
 
 class EndSignal:

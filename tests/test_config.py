@@ -139,7 +139,11 @@ def test_a_division_of_the_ranks_in_accelerates_words(file: pathlib.Path) -> Non
 
 
 def test_no_without_quotes_is_the_precision_not_false(file: pathlib.Path) -> None:
-    assert config.load(_write(file, "mixed_precision: no\n")) == {"mixed_precision": "no"}
+    assert config.load(_write(file, "mixed_precision: no\nprofile: off\n")) == {
+        "mixed_precision": "no",
+        "profile": "off",
+    }
+    assert config.load(_write(file, "profile: on\ndistributed_type: XLA\n")) == {"profile": "on"}
 
 
 @pytest.mark.parametrize(("content", "complaint"), [
@@ -155,7 +159,7 @@ def test_no_without_quotes_is_the_precision_not_false(file: pathlib.Path) -> Non
     ("use_cpu: true\nuse_cpu: false\n", "line 2: use_cpu occurs twice"),
     ("distributed_type: DEEPSPEED\n", "line 1: distributed_type: DEEPSPEED asks for another way of training"),
     ("use_cpu: true\nfsdp_config:\n  fsdp_offload: true\n", "line 2: fsdp_options has 'fsdp_offload=True'"),
-    ("num_machines: 2\n", "line 1: num_machines: 2 asks for several machines"),
+    ("num_machines: 2\n", "asks for several machines; write num_nodes, .* as num_processes the number on each"),
     ("gpu_ids: 0,1\n", "line 1: gpu_ids: 0,1 asks for certain GPUs; set the variable CUDA_VISIBLE_DEVICES"),
 ])  # fmt: skip
 def test_bad_file_is_named(file: pathlib.Path, content: str, complaint: str) -> None:

@@ -35,7 +35,7 @@ def main():
     if how == "raise" and rank == 1:
         raise ValueError("rank 1 gives up")
     if how == "exit" and rank == 1:
-        sys.exit(5)
+        sys.exit(-1 if "-1" in sys.argv else 5)
     if how == "die" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if how != "train":
@@ -122,12 +122,17 @@ def test_flags_divide_the_ranks(script: pathlib.Path, capsys: pytest.CaptureFixt
 @pytest.mark.usefixtures("template")
 @pytest.mark.parametrize(
     ("how", "status", "said"),
-    [("raise", 1, "ValueError: rank 1 gives up"), ("exit", 5, "SystemExit: 5"), ("die", 137, "killed by SIGKILL")],
+    [
+        ("raise", 1, "ValueError: rank 1 gives up"),
+        ("exit", 5, "SystemExit: 5"),
+        ("exit -1", 255, "SystemExit: -1"),
+        ("die", 137, "killed by SIGKILL"),
+    ],
 )
 def test_status_is_that_of_the_rank_that_failed_first(
     script: pathlib.Path, how: str, status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(script, how) == status
+    assert launch(script, *how.split()) == status
     shown = capsys.readouterr().err
     assert said in shown and "rank 1 of 2" in shown
     assert "notebook_accel" + os.sep not in shown  # frames are the script's own

@@ -243,6 +243,9 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
     return process, user
 
 
+_LONGEST_WAIT_S = 86_400.0  # the system refuses an endless number
+
+
 class EventLoop:
     """Calls a handler for each watched descriptor that can be read."""
 
@@ -267,7 +270,7 @@ class EventLoop:
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait until a descriptor can be read, at most so long, and call the handlers of all that can."""
-        for key, _ in self._selector.select(timeout_s):
+        for key, _ in self._selector.select(None if timeout_s is None else min(timeout_s, _LONGEST_WAIT_S)):
             if key.fd in self._selector.get_map():  # an earlier handler may have closed it
                 key.data()
 

@@ -340,6 +340,8 @@ class Job(Handle):
         if not self.log_files:
             raise NotebookAccelError("This run has no log files.", why="No folder for them could be made.",
                                      fix="give log_dir a folder that you can write to")  # fmt: skip
+        if rank not in range(self.world_size):
+            raise IndexError(f"There is no rank {rank}: this run has ranks 0 to {self.world_size - 1}")
         if self.state.ranks[rank].state == "starting" and not self.log_files[rank].exists():
             return ""
         return logs.read(self.log_files[rank], tail)

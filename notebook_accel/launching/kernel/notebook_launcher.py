@@ -9,6 +9,7 @@ from typing import Any
 
 from notebook_accel import config as configuration
 from notebook_accel.config import LaunchConfig
+from notebook_accel.config_file import plain_text
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel import foreground, launcher
 from notebook_accel.launching.kernel.job import Job
@@ -161,9 +162,17 @@ def _options(given: Mapping[str, Any]) -> LaunchConfig:
     """Resolve the options among the launcher's arguments."""
     named = {option.name: given[option.name] for option in configuration.fields() if option.name in given}
     port = given["use_port"]
-    named["main_process_port"] = int(port) if isinstance(port, str) and port.isdigit() else port
-    for name, written in (("rdzv_conf", str), ("fsdp_options", str), ("engine_options", json.dumps)):
-        named[name] = tuple(f"{key}={written(value)}" for key, value in (given[name] or {}).items())
+    named["main_process_port"] = int(port) if isinstance(port, str) and port.isdecimal() else port
+    for name, as_text in (("rdzv_conf", str), ("fsdp_options", plain_text), ("engine_options", json.dumps)):
+        settings = given[name] or {}
+        if not isinstance(settings, Mapping):
+            raise ConfigError(
+                f"{name}={settings!r} is {type(settings).__name__}, not a dictionary.", fix=f"{name}={{...: ...}}"
+            )
+        try:
+            named[name] = tuple(f"{key}={as_text(value)}" for key, value in settings.items() if value is not None)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{name} can't be written as text: {error}.", fix="numbers, texts and lists") from None
     return configuration.resolve(named, environ={})
 
 

@@ -81,6 +81,13 @@ def test_result_that_cannot_be_made_again_is_an_error_of_a_few_lines(job: Job) -
     job._files.close()  # which goes with the job otherwise
 
 
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_logs_are_of_ranks_that_there_are(job: Job, rank: int, tmp_path: pathlib.Path) -> None:
+    job.log_files = (tmp_path / "rank_0.log", tmp_path / "rank_1.log")
+    with pytest.raises(IndexError, match=f"no rank {rank}: this run has ranks 0 to 1"):
+        job.logs(rank)
+
+
 def test_result_that_is_not_there_yet(job: Job) -> None:
     with pytest.raises(RunTimeoutError, match=r"has not ended after 0\.01 s"):
         job.results(timeout_s=0.01)

@@ -35,6 +35,9 @@ def train() -> None:
         ({"num_nodes": "1:2"}, "num_nodes='1:2' may change, and rdzv_backend is static"),
         ({"num_nodes": 2, "node_rank": 2}, "node_rank=2 is too high for num_nodes=2"),
         ({"num_nodes": 2, "rdzv_endpoint": "10.0.0.1:http"}, "rdzv_endpoint='10.0.0.1:http' has no port"),
+        ({"rdzv_conf": ["timeout=3"]}, "is list, not a dictionary"),
+        ({"engine_options": {"a": object()}}, "engine_options can't be written as text"),
+        ({"use_port": "²"}, "'²'"),
         ({"num_nodes": 2, "rdzv_conf": {"tiemout": 3}}, "rdzv_conf has 'tiemout=3', which static doesn't know"),
         ({"num_nodes": 2, "rdzv_conf": {"timeout": "long"}}, "rdzv_conf has 'timeout=long', which is no number"),
         ({"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:http"}, "rdzv_endpoint='localhost:http' has no port"),
@@ -54,6 +57,17 @@ def test_option_that_cannot_be_is_refused(options: dict[str, Any], said: str) ->
     assert said in caught.value.what
     assert caught.value.fix
     assert set(processes.children(os.getpid())) <= set(before)
+
+
+@pytest.mark.usefixtures("engine")
+def test_settings_of_sharding_can_be_lists_and_processes_can_stay_for_ever() -> None:
+    options = {"transformer_layer_cls_to_wrap": ["A", "B"], "min_num_params": None}
+    for _ in range(2):  # the second launch needs the agent that was idle without an end
+        found = notebook_launcher(
+            os.getenv, ("FSDP_TRANSFORMER_CLS_TO_WRAP",), num_processes=1, fsdp=True, fsdp_options=options,
+            use_cpu=True, idle_timeout_s=float("inf"),
+        )  # fmt: skip
+        assert found == ["A,B"]
 
 
 def test_what_is_no_function_is_refused() -> None:
