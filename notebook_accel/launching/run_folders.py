@@ -139,7 +139,7 @@ class RunFolder:
     def hold(self) -> int:
         """Take the lock, and return its descriptor. A process that inherits the descriptor holds the lock too."""
         descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        _flock(descriptor, "LOCK_EX")
+        _flock(descriptor, "LOCK_EX", waits=True)  # only ``is_held`` of other processes takes it, for an instant
         return descriptor
 
     def hold_for_kernel(self) -> int:
@@ -162,6 +162,12 @@ class RunFolder:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, this_process().encode(), 0)
         return descriptor
+
+    def has_name(self, name: str) -> bool:
+        """Return whether this is the run's name. Before the run is published, its name is in the lock's file."""
+        with contextlib.suppress(OSError, NotebookAccelError):
+            return name == (self.facts.name if self.is_published else (self.path / _LOCK).read_text("utf-8"))
+        return False
 
     @property
     def is_held(self) -> bool:
@@ -325,25 +331,45 @@ def make(name: str, run_id: str = "", *, is_unique: bool = False) -> tuple[RunFo
     Raises:
         LaunchError: The folder can't be made, or ``is_unique`` and a run of that name goes on.
     """
-    going = [folder for folder in every() if folder.facts.name == name and folder.is_held]
-    if going and is_unique:
-        raise LaunchError(
-            f"A detached run of yours with the name {name!r} goes on already.",
-            fix=f"another name (--name, or %distributed detach NAME); or %distributed attach {name}, or "
-            f"notebook-accel stop {name}",
-        )
     path = root() / (run_id or new_id(name))
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_rights(path.parent)
-        path.mkdir(mode=0o700)
-        folder = RunFolder(path)
-        return folder, folder.hold()
+        with _one_at_a_time(path.parent):
+            if is_unique:
+                _refuse_taken(name)
+            path.mkdir(mode=0o700)
+            folder = RunFolder(path)
+            lock = folder.hold()
+            os.pwrite(lock, name.encode(), 0)
+            return folder, lock
     except OSError as error:
         raise LaunchError(
             f"The folder {path} for the detached run can't be made: {error.strerror}.",
             fix="set XDG_STATE_HOME to a folder of yours on a local disk with room",
         ) from None
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: pathlib.Path) -> Iterator[None]:
+    """Lock the folder of all runs, so that of two launches with one name the second sees the first."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # NFS can't lock a folder
+            _flock(descriptor, "LOCK_EX", waits=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_taken(name: str) -> None:
+    """Raise if a run of this name goes on, or is being launched."""
+    if any(folder.has_name(name) and folder.is_held for folder in map(RunFolder, root().iterdir())):
+        raise LaunchError(
+            f"A detached run of yours with the name {name!r} goes on already.",
+            fix=f"another name (--name, or %distributed detach NAME); or %distributed attach {name}, or "
+            f"notebook-accel stop {name}",
+        )
 
 
 def every() -> list[RunFolder]:
@@ -473,6 +499,6 @@ def _is_held(lock: pathlib.Path) -> bool:
     return False
 
 
-def _flock(descriptor: int, how: str) -> None:
+def _flock(descriptor: int, how: str, *, waits: bool = False) -> None:
     fcntl = importlib.import_module("fcntl")  # not at the top: Windows, where this module can be imported, lacks it
-    fcntl.flock(descriptor, getattr(fcntl, how) | fcntl.LOCK_NB)
+    fcntl.flock(descriptor, getattr(fcntl, how) | (0 if waits else fcntl.LOCK_NB))

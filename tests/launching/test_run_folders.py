@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -72,6 +73,46 @@ def test_folder_is_held_until_the_last_process_with_the_lock_has_gone() -> None:
     os.kill(child, 9)
     os.waitpid(child, 0)
     assert not folder.is_held
+
+
+def test_name_is_taken_from_the_moment_of_the_launch_and_free_when_its_holder_has_gone() -> None:
+    _, lock = run_folders.make("the night", is_unique=True)
+    with pytest.raises(LaunchError, match=r"'the night' goes on already\.\nFix: another name"):
+        run_folders.make("the night", is_unique=True)
+    os.close(lock)
+    os.close(run_folders.make("the night", is_unique=True)[1])
+
+
+def test_of_launches_at_the_same_time_one_gets_the_name() -> None:
+    begin, may_begin = os.pipe()
+    told, tell = os.pipe()
+
+    def launches() -> None:
+        os.read(begin, 1)
+        try:
+            run_folders.make("night", is_unique=True)
+            os.write(tell, b"1")
+        except LaunchError:
+            os.write(tell, b"0")
+        signal.pause()  # so that it holds its folder until all have tried
+
+    children = []
+    for _ in range(8):
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                launches()
+            finally:
+                os._exit(1)
+    try:
+        os.write(may_begin, b"x" * len(children))
+        assert sorted(os.read(told, 1) for _ in children) == [b"0"] * 7 + [b"1"]
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for descriptor in (begin, may_begin, told, tell):
+            os.close(descriptor)
 
 
 def test_run_is_found_by_name_or_id_and_one_that_goes_on_first() -> None:

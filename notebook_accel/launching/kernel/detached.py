@@ -43,6 +43,7 @@ _PAUSE_S = 0.1
 _START_DEADLINE_S = 60.0
 _KEPT_BYTES = 1 << 16  # of each rank's output before its run was detached
 _STOP_DEADLINE_S = 30.0
+_LEAVE_DEADLINE_S = 12.0  # an agent waits 10 s for a kernel that reads nothing
 
 
 class DetachedEngine:
@@ -82,6 +83,10 @@ def _new_folder(name: str, run_id: str = "", *, is_unique: bool) -> Iterator[tup
         The folder, the descriptor that holds its lock, and a function that closes the descriptor in this process.
     """
     run_folders.remove_old()
+    if is_unique:
+        for earlier in run_folders.every():
+            if earlier.has_name(name):
+                _wait_if_ending(earlier)
     folder, lock = run_folders.make(name, run_id, is_unique=is_unique)
     with contextlib.ExitStack() as held:
         held.callback(os.close, lock)
@@ -295,6 +300,7 @@ def again(
         NotebookAccelError: There is no such run, or a version with another format has launched it.
     """
     earlier = run_folders.find(which)
+    _wait_if_ending(earlier)
     if earlier.is_held:
         name = earlier.facts.name
         raise LaunchError(f"The run {name!r} goes on.", fix=f"%distributed attach {name}; notebook-accel stop {name}")
@@ -334,6 +340,13 @@ def _launch_again(earlier: RunFolder, request: LaunchRequest) -> DetachedJob:
         finally:
             os.close(payload)
     return job
+
+
+def _wait_if_ending(folder: RunFolder) -> None:
+    """Wait for the agent of a run that is over, which holds the folder for a moment more."""
+    deadline_s = time.monotonic() + _LEAVE_DEADLINE_S
+    while detached_runs.is_ending(folder) and time.monotonic() < deadline_s:
+        time.sleep(_PAUSE_S)
 
 
 def stop(folder: RunFolder) -> None:

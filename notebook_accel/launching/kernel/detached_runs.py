@@ -132,6 +132,13 @@ def _job_of_latest(folder: RunFolder) -> DetachedJob:
     return job
 
 
+def is_ending(folder: RunFolder) -> bool:
+    """Return whether a run is over, while its agent lives for a moment more."""
+    with contextlib.suppress(NotebookAccelError, OSError):
+        return folder.is_held and _job_of_latest(folder).done
+    return False
+
+
 def going_in_words() -> str:
     """Return a line that names this user's detached runs that go on; empty if there are none."""
     going = [folder for folder in run_folders.every() if folder.is_held]

@@ -315,6 +315,33 @@ def test_name_of_a_run_that_goes_on_is_refused_and_free_again_after_it(mark: pat
     assert attach(job.folder.id, view="none").folder.id == job.folder.id
 
 
+def test_name_of_a_run_that_is_over_is_free_though_its_agent_lives_for_a_moment_more(
+    mark: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark.touch()
+    job = launch(functions.reports_until, str(mark), ranks=1)
+    job.results(_LONG_S)
+    locks: list[int] = []
+
+    def sees_it_for_the_last_time(folder: run_folders.RunFolder) -> bool:
+        found = is_ending(folder)
+        while found and locks:
+            os.close(locks.pop())
+        return found
+
+    is_ending = detached_runs.is_ending
+    monkeypatch.setattr(detached_runs, "is_ending", sees_it_for_the_last_time)
+    for relaunch in (
+        lambda: launch(functions.reports_until, str(mark), ranks=1),
+        lambda: detached.again("night", show=lambda _: None),
+    ):
+        wait_for_its_end(job)
+        locks.append(job.folder.hold())
+        job = relaunch()
+        job.results(_LONG_S)
+    wait_for_its_end(job)
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
