@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import pathlib
 import platform
 import signal
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 from notebook_accel import VERSION, config, launch_command, runs_command
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.formatting import json_text
 from notebook_accel.launching.kernel import configuring, launcher
 from notebook_accel.launching.kernel.configuring import BASIC, Draft
 from notebook_accel.launching.kernel.devices import Devices, Machine
@@ -137,7 +137,7 @@ def _config(parsed: argparse.Namespace) -> int:
 def _doctor(parsed: argparse.Namespace) -> int:
     asked = config.resolve(config.given_flags(parsed), file=config.default_path())
     found = launcher.examine(asked, tries=parsed.trial)
-    print(json.dumps(found.to_dict(), indent=2) if parsed.json else found)
+    print(json_text(found.to_dict(), indent=2) if parsed.json else found)
     return int(found.is_refused)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import pathlib
 import pwd
@@ -14,7 +16,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from notebook_accel import attach, detach, notebook_launcher
+import notebook_accel
+from notebook_accel import attach, detach, notebook_launcher, runs_command
 from notebook_accel.errors import (
     ConfigError,
     LaunchError,
@@ -290,6 +293,16 @@ def test_run_that_ends_while_it_is_being_detached_is_said_to_have_ended(mark: pa
     job.results(_LONG_S)  # which closes their files
     with mark.open() as lock, pytest.raises(RunError, match=r"can't be detached now\.\nIt has ended\."):
         agent.detach(job, run_folders.RunFolder(mark.parent), lock.fileno())
+
+
+def test_metrics_that_json_lacks_are_null_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    job = launch(functools.partial(notebook_accel.report, loss=math.nan, peak=math.inf, steps=1.0), ranks=1)
+    job.results(_LONG_S)
+    wait_for_its_end(job)
+    capsys.readouterr()
+    runs_command.print_runs(as_json=True)
+    [listed] = json.loads(capsys.readouterr().out)
+    assert listed["metrics"] == {"loss": None, "peak": None, "steps": 1.0}
 
 
 def test_variable_that_no_pull_has_named_is_not_kept(mark: pathlib.Path) -> None:
