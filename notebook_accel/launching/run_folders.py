@@ -376,16 +376,24 @@ def every() -> list[RunFolder]:
     """Return the readable folders of this user's detached runs, the oldest first.
 
     Folders that another user owns or can open are left out.
+
+    Raises:
+        NotebookAccelError: Another user owns or can open the folder of all runs, or it can't be read.
     """
+    if not os.path.lexists(root()):
+        return []
+    _check_rights(root())
+    try:
+        paths = list(root().iterdir())
+    except OSError as error:
+        raise _unreadable(root(), error) from None
     found = []
-    with contextlib.suppress(NotebookAccelError, OSError):
-        _check_rights(root())
-        for path in root().iterdir():
-            with contextlib.suppress(NotebookAccelError):
-                folder = RunFolder(path)
-                folder.check()
-                if folder.is_published:
-                    found.append((folder.facts.began, folder.id, folder))
+    for path in paths:
+        with contextlib.suppress(NotebookAccelError):
+            folder = RunFolder(path)
+            folder.check()
+            if folder.is_published:
+                found.append((folder.facts.began, folder.id, folder))
     return [folder for *_, folder in sorted(found, key=operator.itemgetter(0, 1))]
 
 
@@ -474,13 +482,17 @@ def _check_rights(folder: pathlib.Path) -> None:
                 why=f"There is no folder {folder}.",
                 fix="start one, with %%distributed --detach --name NAME",
             ) from None
-        raise NotebookAccelError(f"The folder {folder} can't be opened: {error.strerror}.") from None
+        raise _unreadable(folder, error) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise NotebookAccelError(
             f"The folder {folder} of detached runs isn't used, since others than you can open it.",
             why="A run's folder has variables, results and the socket by which it is stopped.",
             fix=f"chmod 700 {folder}, if it is yours and you trust what is in it",
         )
+
+
+def _unreadable(folder: pathlib.Path, error: OSError) -> NotebookAccelError:
+    return NotebookAccelError(f"The folder {folder} can't be opened: {error.strerror}.")
 
 
 def _is_held(lock: pathlib.Path) -> bool:

@@ -161,10 +161,10 @@ def test_folder_that_others_can_open_is_refused(mode: int) -> None:
     folder.path.chmod(0o700)
     assert [found.id for found in run_folders.every()] == [folder.id]
     run_folders.root().chmod(mode)
-    assert run_folders.every() == []
-    for act in (lambda: run_folders.find("night"), lambda: run_folders.make("night")):
+    for act in (run_folders.every, lambda: run_folders.find("night"), lambda: run_folders.make("night")):
         with pytest.raises(NotebookAccelError, match="isn't used"):
             act()
+    run_folders.root().chmod(0o700)
 
 
 def test_run_is_found_once_its_agent_has_taken_over_the_launch() -> None:
@@ -225,12 +225,12 @@ def test_another_user_neither_sees_nor_removes_nor_connects() -> None:
     with held() as folder, folder.listen():
 
         def tries() -> int:
-            reached = len(run_folders.every()) + len(run_folders.remove_old(all_ended=True))
-            for act in (folder.connect, folder.open_journal, lambda: os.listdir(folder.path)):
+            reached = len(run_folders.remove_old(all_ended=True))
+            for act in (run_folders.every, folder.connect, folder.open_journal, lambda: os.listdir(folder.path)):
                 try:
                     act()
                     reached += 1
-                except PermissionError:
+                except (PermissionError, NotebookAccelError):
                     continue
             return reached
 

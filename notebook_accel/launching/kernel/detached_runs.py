@@ -77,7 +77,7 @@ class RunSummary:
 
 
 def summaries() -> list[RunSummary]:
-    """Return this user's detached runs on this machine, the oldest first."""
+    """Return this user's detached runs on this machine, the oldest first. Raises as ``run_folders.every`` does."""
     return [summary(folder) for folder in run_folders.every()]
 
 
@@ -140,8 +140,10 @@ def is_ending(folder: RunFolder) -> bool:
 
 
 def going_in_words() -> str:
-    """Return a line that names this user's detached runs that go on; empty if there are none."""
-    going = [folder for folder in run_folders.every() if folder.is_held]
+    """Return a line that names this user's detached runs that go on; empty if there are none, or none can be read."""
+    going: list[RunFolder] = []
+    with contextlib.suppress(NotebookAccelError):
+        going = [folder for folder in run_folders.every() if folder.is_held]
     if not going:
         return ""
     named = ", ".join(map(_in_words, going))

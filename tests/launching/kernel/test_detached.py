@@ -455,6 +455,13 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path) -> None:
     assert command("runs").stdout == "You have no detached run on this machine.\n"
     assert command("attach").returncode == 1
+    run_folders.root().mkdir(parents=True)
+    for line in (["runs"], ["runs", "--json"]):
+        refused = command(*line)
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert re.match(r"The folder /.* isn't used, since others(.|\n)*\nFix: chmod 700 /", refused.stderr)
+    assert detached_runs.going_in_words() == ""
+    run_folders.root().chmod(0o700)
     job = launch(functions.reports_until, str(mark))
     wait_for_steps(job)
     [listed] = json.loads(command("runs", "--json").stdout)
