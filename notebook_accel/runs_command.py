@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import signal
 import sys
 import time
@@ -84,7 +85,7 @@ def _attach(parsed: argparse.Namespace) -> int:
     try:
         _draw(job)
     except KeyboardInterrupt:
-        sys.stderr.write(f"\nLeft: {job.name!r} goes on. notebook-accel stop {job.name} stops it.\n")
+        sys.stderr.write(f"\nLeft: {job.name!r} goes on. notebook-accel stop {shlex.quote(job.name)} stops it.\n")
         return 128 + signal.SIGINT
     return 0 if job.status == "succeeded" else 1
 

@@ -16,6 +16,7 @@ import os
 import pathlib
 import re
 import secrets
+import shlex
 import shutil
 import socket
 import stat
@@ -367,8 +368,8 @@ def _refuse_taken(name: str) -> None:
     if any(folder.has_name(name) and folder.is_held for folder in map(RunFolder, root().iterdir())):
         raise LaunchError(
             f"A detached run of yours with the name {name!r} goes on already.",
-            fix=f"another name (--name, or %distributed detach NAME); or %distributed attach {name}, or "
-            f"notebook-accel stop {name}",
+            fix=f"another name (--name, or %distributed detach NAME); or %distributed attach {shlex.quote(name)}, or "
+            f"notebook-accel stop {shlex.quote(name)}",
         )
 
 
@@ -413,7 +414,7 @@ def find(which: str = "") -> RunFolder:
         return (going or named)[-1]
     if which in {path.name for path in root().iterdir()}:
         RunFolder(root() / which).check()  # raises the reason why ``every`` left it out
-    listed = ", ".join(dict.fromkeys(folder.facts.name for folder in known))
+    listed = ", ".join(dict.fromkeys(shlex.quote(folder.facts.name) for folder in known))
     what = f"There is no detached run {which!r}" if which else "Several detached runs go on" if going else ""
     raise NotebookAccelError(
         f"{what or 'There is no detached run'} of yours on this machine.",
@@ -487,7 +488,7 @@ def _check_rights(folder: pathlib.Path) -> None:
         raise NotebookAccelError(
             f"The folder {folder} of detached runs isn't used, since others than you can open it.",
             why="A run's folder has variables, results and the socket by which it is stopped.",
-            fix=f"chmod 700 {folder}, if it is yours and you trust what is in it",
+            fix=f"chmod 700 {shlex.quote(str(folder))}, if it is yours and you trust what is in it",
         )
 
 

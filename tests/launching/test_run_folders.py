@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import socket
 import time
@@ -77,7 +78,9 @@ def test_folder_is_held_until_the_last_process_with_the_lock_has_gone() -> None:
 
 def test_name_is_taken_from_the_moment_of_the_launch_and_free_when_its_holder_has_gone() -> None:
     _, lock = run_folders.make("the night", is_unique=True)
-    with pytest.raises(LaunchError, match=r"'the night' goes on already\.\nFix: another name"):
+    with pytest.raises(
+        LaunchError, match=r"'the night' goes on already\.\nFix: .* attach 'the night', .* stop 'the night'$"
+    ):
         run_folders.make("the night", is_unique=True)
     os.close(lock)
     os.close(run_folders.make("the night", is_unique=True)[1])
@@ -165,6 +168,17 @@ def test_folder_that_others_can_open_is_refused(mode: int) -> None:
         with pytest.raises(NotebookAccelError, match="isn't used"):
             act()
     run_folders.root().chmod(0o700)
+
+
+def test_advice_about_a_folder_can_be_typed(monkeypatch: pytest.MonkeyPatch, state_home: pathlib.Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(state_home / "my state"))
+    run_folders.root().mkdir(parents=True)
+    with pytest.raises(NotebookAccelError, match=rf"chmod 700 '{re.escape(str(run_folders.root()))}', if it is yours"):
+        run_folders.find()
+    run_folders.root().chmod(0o700)
+    ended("a b")
+    with pytest.raises(NotebookAccelError, match=r"Fix: name one of: 'a b'$"):
+        run_folders.find("c")
 
 
 def test_run_is_found_once_its_agent_has_taken_over_the_launch() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import shlex
 import socket
 import sys
 import time
@@ -300,14 +301,16 @@ def again(
         NotebookAccelError: There is no such run, or a version with another format has launched it.
     """
     earlier = run_folders.find(which)
+    typed = shlex.quote(earlier.facts.name)
     _wait_if_ending(earlier)
     if earlier.is_held:
-        name = earlier.facts.name
-        raise LaunchError(f"The run {name!r} goes on.", fix=f"%distributed attach {name}; notebook-accel stop {name}")
+        raise LaunchError(
+            f"The run {earlier.facts.name!r} goes on.", fix=f"%distributed attach {typed}; notebook-accel stop {typed}"
+        )
     if earlier.facts.is_session:
         raise LaunchError(
             f"{earlier.facts.name!r} is a session that has ended, and its cells weren't kept.",
-            fix=f"%distributed start --detach --name {earlier.facts.name}, and run the cells again",
+            fix=f"%distributed start --detach --name {typed}, and run the cells again",
         )
     if not earlier.facts.has_payload:
         raise LaunchError(

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import pathlib
+import shlex
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -544,7 +545,7 @@ class Job(Handle):
         """
         self._is_detached = True
         what = f"The run {self.name!r} was detached, and goes on without this notebook."
-        self.end("", RunError(what, fix=f"%distributed attach {name}, or notebook_accel.attach({name!r})"))
+        self.end("", RunError(what, fix=f"%distributed attach {shlex.quote(name)}, or notebook_accel.attach({name!r})"))
 
     @property
     def result_files(self) -> ResultFiles:

@@ -173,9 +173,11 @@ def test_killed_agent_takes_its_ranks_along_and_the_run_is_lost(mark: pathlib.Pa
 
 
 def test_run_that_goes_on_is_not_launched_again(mark: pathlib.Path) -> None:
-    job = launch(functions.reports_until, str(mark), ranks=1)
-    with pytest.raises(LaunchError, match=r"'night' goes on\.\nFix: %distributed attach night"):
-        detached.again("night")
+    job = launch(functions.reports_until, str(mark), ranks=1, name="a night")
+    with pytest.raises(
+        LaunchError, match=r"goes on\.\nFix: %distributed attach 'a night'; notebook-accel stop 'a night'$"
+    ):
+        detached.again("a night")
     mark.touch()
     job.results(_LONG_S)
     wait_for_its_end(job)
