@@ -133,11 +133,12 @@ def detach(job: Job, name: str = "") -> DetachedJob:
         The run's new job.
 
     Raises:
-        ConfigError: A run with these options can't be detached.
+        ConfigError: A run with these options can't be detached, or a detached run would get another name.
         LaunchError: A detached run of that name goes on already, or the folder can't be made.
-        RunError: The run has ended, or another run of this process goes on.
+        RunError: The run has ended or was detached, or another run of this process goes on.
     """
-    return job if isinstance(job, DetachedJob) else attach(let_go(job, name).id)
+    folder = let_go(job, name)
+    return job if isinstance(job, DetachedJob) else attach(folder.id)
 
 
 def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFolder:
@@ -146,7 +147,11 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
     A session's ranks also need a message, which its pool sends: see ``RankPool.leave``.
     """
     if isinstance(job, DetachedJob):
+        if name and name != job.name:
+            raise ConfigError(f"The detached run {job.name!r} keeps its name.", fix="%distributed detach")
         return job.folder
+    if job.status == "detached" and job.error is not None:
+        raise job.error
     if why := why_not(job.config):
         raise ConfigError(f"The run {job.name!r} can't be detached.", why=why)
     if job.on_death == "keep" and not is_session_told:

@@ -544,7 +544,7 @@ class Job(Handle):
             name: The run's name from now on.
         """
         self._is_detached = True
-        what = f"The run {self.name!r} was detached, and goes on without this notebook."
+        what = f"The run {self.name!r} was detached under the name {name!r}, and goes on without this notebook."
         self.end("", RunError(what, fix=f"%distributed attach {shlex.quote(name)}, or notebook_accel.attach({name!r})"))
 
     @property

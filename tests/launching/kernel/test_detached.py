@@ -240,12 +240,17 @@ def test_run_that_goes_on_is_detached_with_its_curves_its_output_and_its_results
     before = here.state.history["loss"].ranks[1].points
     job = detach(here, "night")
     assert (here.status, here.done, job.status, job.name) == ("detached", True, "running", "night")
-    with pytest.raises(RunError, match=r"'day' was detached.*\nFix: %distributed attach night"):
+    with pytest.raises(RunError, match=r"'day' was detached under the name 'night'.*\nFix: %distributed attach night"):
         here.results()
+    with pytest.raises(RunError, match=r"'day' was detached under the name 'night'"):
+        detach(here, "other")
+    with pytest.raises(ConfigError, match="'night' keeps its name"):
+        detach(job, "other")
     assert [rank.pid for rank in job.ranks] == [rank.pid for rank in here.ranks]
     assert job.state.history["loss"].ranks[1].points[: len(before) - 1] == before[:-1]
     assert len(job.stacks(_LONG_S)) == 2
     assert detach(job) is job
+    assert detach(job, "night") is job
     # Later launches get another agent, which a Quit ends without the detached run.
     assert launch_here(functions.rank).results(_LONG_S) == [0, 1]
     local.engine().close()
