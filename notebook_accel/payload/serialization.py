@@ -431,9 +431,9 @@ def _resolve_origin(index: int) -> Any:
 
 
 def _failure(obj: Any, options: _Options) -> Exception | None:
-    """Return the error that pickling the object alone raises."""
+    """Return the error that pickling the object alone raises, as deep in the pickle as a root."""
     try:
-        _Pickler(options).dump_with(obj, {})
+        _Pickler(options).dump_with(None, {"": obj})
     except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises is the reason
         return error
     return None
