@@ -116,10 +116,13 @@ def plain(source: str, label: str, first_line: int = 1) -> tuple[str, frozenset[
     """
     lines = [line.encode() for line in source.splitlines(keepends=True)]
     needed: set[str] = set()
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and _is_of_shell(node)]
+    nodes = list(ast.walk(ast.parse(source)))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _is_of_shell(node)]
+    whole = {node.value for node in nodes if isinstance(node, ast.Expr)}
     for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset), reverse=True):
         assert isinstance(call.func, ast.Attribute) and call.end_lineno is not None
-        python = _replacement(call.func.attr, call.args, f"{label}, line {first_line - 1 + call.lineno}")
+        where = f"{label}, line {first_line - 1 + call.lineno}"
+        python = _replacement(call.func.attr, call.args, where, is_statement=call in whole)
         needed.update(module for module in ("os", "subprocess") if f"{module}." in python)
         first, last = call.lineno - 1, call.end_lineno - 1
         text = lines[first][: call.col_offset] + python.encode() + lines[last][call.end_col_offset :]
@@ -133,12 +136,12 @@ def _is_of_shell(call: ast.Call) -> bool:
     return isinstance(shell, ast.Call) and getattr(shell.func, "id", "") == "get_ipython"
 
 
-def _replacement(method: str, arguments: Sequence[ast.expr], where: str) -> str:
-    """Return the Python expression for a shell call, as it works in a rank."""
+def _replacement(method: str, arguments: Sequence[ast.expr], where: str, *, is_statement: bool) -> str:
+    """Return the Python text for a shell call, as it works in a rank."""
     texts = [str(argument.value) for argument in arguments if isinstance(argument, ast.Constant)]
     if len(texts) == len(arguments):
-        if method == "system":
-            return f"subprocess.run({texts[0]!r}, shell=True)"
+        if method == "system" and is_statement:
+            return f"_exit_code = subprocess.run({texts[0]!r}, shell=True).returncode"
         if method == "getoutput":
             return f"subprocess.getoutput({texts[0]!r}).splitlines()"
         if method == "run_line_magic":

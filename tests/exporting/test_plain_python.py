@@ -12,7 +12,7 @@ from notebook_accel.exporting.plain_python import Body
 
 
 @pytest.mark.parametrize(("call", "said"), [
-    ("get_ipython().system('ls -l')", "subprocess.run('ls -l', shell=True)"),
+    ("get_ipython().system('ls -l')", "_exit_code = subprocess.run('ls -l', shell=True).returncode"),
     ("x = get_ipython().getoutput('ls')", "x = subprocess.getoutput('ls').splitlines()"),
     ("é = 1; get_ipython().run_line_magic('cd', '~/data')", "é = 1; os.chdir(os.path.expanduser('~/data'))"),
     ("get_ipython().run_line_magic('env', 'A=b c')", "os.environ.update(A='b c')"),
@@ -26,6 +26,11 @@ def test_ipythons_calls_become_what_they_do_in_a_rank(call: str, said: str) -> N
 def test_what_has_no_equal_in_python_is_named_with_its_line() -> None:
     with pytest.raises(CellError, match=r"In\[4\], line 12: %time is IPython's"):
         plain_python.plain("x = 1\n\nget_ipython().run_line_magic('time', 'x')", "In[4]", first_line=10)
+
+
+def test_shell_command_inside_an_expression_is_refused_since_its_value_is_none() -> None:
+    with pytest.raises(CellError, match=r"In\[1\], line 1: get_ipython\(\)\.system is IPython's"):
+        plain_python.plain("x = get_ipython().system('ls')", "In[1]")
 
 
 def test_indenting_leaves_strings_as_they_are() -> None:
