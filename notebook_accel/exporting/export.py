@@ -73,7 +73,7 @@ def export(cell: Cell, request: ExportRequest, namespace: Mapping[str, Any], his
         PayloadError: Data can't be pickled.
     """
     _check_path(request)
-    source, modules = plain_python.plain(cell.source, cell.label)
+    source, modules = plain_python.plain(cell.source, cell.label, {*namespace, *(cell.assigns or ())})
     cell = cells.parse(source, cell.label)
     if cell.assigns is not None:
         cell = dataclasses.replace(cell, assigns=cell.assigns | modules)
