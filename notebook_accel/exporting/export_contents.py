@@ -196,7 +196,7 @@ def collect(
     Raises:
         CellError: A name can't be exported.
     """
-    contents = ScriptContents(cell, namespace, NotebookSources(history), body.defines)
+    contents = ScriptContents(cell, namespace, NotebookSources(history, namespace), body.defines)
     statements = ast.parse(cell.source).body
     contents.require_all(cells.reads(statements), cell.label, 0, statements)
     contents.require_all(cells.reads(body.arguments), "--args", 0, body.arguments)

@@ -288,6 +288,27 @@ def test_odd_things_arrive_and_workers_find_them(notebook: kernels.Kernel, folde
 
 
 @pytest.mark.parametrize(
+    ("cell", "printed"),
+    [
+        ("!echo a", ["a"]),
+        ("!exit 3\nprint(_exit_code)", ["3"]),
+        ("if EPOCHS:\n    !exit 4\n_exit_code", ["4"]),
+        ("word = 'b'\n!echo {EPOCHS + 1} $word '$word'", ["3 b $word"]),
+        ("!echo $EPOCHS ${#HOME} >/dev/null; echo {EPOCHS}", ["{EPOCHS}"]),
+        ("echo(1)", ["1 2"]),
+    ],
+)
+def test_shell_command_prints_what_it_prints_in_the_notebook(
+    notebook: kernels.Kernel, folder: pathlib.Path, cell: str, printed: list[str]
+) -> None:
+    notebook.run("def echo(v):\n    !echo $v {EPOCHS}")
+    exported = export(notebook, cell)
+    assert exported.status == "ok", exported.traceback
+    done = subprocess.run([sys.executable, folder / "train.py"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == printed
+
+
+@pytest.mark.parametrize(
     ("before", "cell", "said"),
     [
         ("", "x = 1\ny = input('how many? ')", "line 3: 'input' asks at a keyboard"),
