@@ -12,13 +12,12 @@ import dataclasses
 import dis
 import functools
 import io
-import re
-import string
 import tokenize
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from notebook_accel.command_text import fields
 from notebook_accel.errors import CellError
 from notebook_accel.launching.kernel import cell as cells
 
@@ -197,9 +196,6 @@ def _line_magic(name: str, line: str, fill: Callable[[str], str]) -> str:
     return ""
 
 
-_DOLLAR_NAME = re.compile(r"\$(\$?[\w.]+)(?=(?:[^']*'[^']*')*[^']*$)")  # IPython's rule: not in single quotes
-
-
 def _filled(command: str, known: Collection[str], where: str) -> str:
     """Return a command's text as Python: an f-string if IPython fills in variables.
 
@@ -207,7 +203,7 @@ def _filled(command: str, known: Collection[str], where: str) -> str:
     """
     parts: list[Any] = []
     try:
-        for text, expression, conversion in _fields(command):
+        for text, expression, conversion in fields(command):
             parts.append(ast.Constant(text))
             if expression is not None:
                 value = ast.parse(expression.strip(), mode="eval").body
@@ -227,22 +223,6 @@ def _filled(command: str, known: Collection[str], where: str) -> str:
             fix="give its value a name on the line above, and use the name in the command",
         ) from None
     return python
-
-
-def _fields(command: str) -> Iterator[tuple[str, str | None, str | None]]:
-    """Yield literal text and the expression after it, with its conversion, as IPython's ``DollarFormatter`` does."""
-    for literal, field, spec, conversion in string.Formatter().parse(command):
-        end = 0
-        text = ""
-        for found in _DOLLAR_NAME.finditer(literal):
-            text += literal[end : found.start()]
-            end = found.end()
-            if found[1].startswith("$"):
-                text += found[1]
-            else:
-                yield text, found[1], None
-                text = ""
-        yield text + literal[end:], f"{field}:{spec}" if spec else field, conversion
 
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
