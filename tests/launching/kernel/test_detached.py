@@ -302,6 +302,16 @@ def test_run_that_ends_while_it_is_being_detached_is_said_to_have_ended(mark: pa
         agent.detach(job, run_folders.RunFolder(mark.parent), lock.fileno())
 
 
+def test_variable_of_a_run_whose_folder_was_removed_is_gone() -> None:
+    job = launch(functions.rank, ranks=1)
+    job._pull = ("answer",)  # as for a cell with --pull
+    job.wait(_LONG_S)
+    wait_for_its_end(job)
+    run_folders.remove_old(all_ended=True)
+    with pytest.raises(NotebookAccelError, match=r"of the run 'night' are gone\.\nIts folder /.* was removed\.$"):
+        job.pull("answer")
+
+
 def test_metrics_that_json_lacks_are_null_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     job = launch(functools.partial(notebook_accel.report, loss=math.nan, peak=math.inf, steps=1.0), ranks=1)
     job.results(_LONG_S)
@@ -489,3 +499,5 @@ def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path)
     cleaned = command("runs", "--clean").stdout
     assert cleaned == f"Removed: {job.folder.id}\nYou have no detached run on this machine.\n"
     assert not job.folder.path.exists()
+    with pytest.raises(NotebookAccelError, match=r"The run's folder /.*/logs was removed\.$"):
+        job.logs(0)
