@@ -238,6 +238,9 @@ def test_run_that_goes_on_is_detached_with_its_curves_its_output_and_its_results
     wait_for_steps(here)
     processes.wait_until(lambda: len(here.state.history["loss"].ranks) == 2, "both have a curve", _LONG_S)
     before = here.state.history["loss"].ranks[1].points
+    for name in ("a\nb", "a" * 81):
+        with pytest.raises(ConfigError, match="can't be used"):
+            detach(here, name)
     job = detach(here, "night")
     assert (here.status, here.done, job.status, job.name) == ("detached", True, "running", "night")
     with pytest.raises(RunError, match=r"'day' was detached under the name 'night'.*\nFix: %distributed attach night"):
