@@ -78,7 +78,10 @@ class SessionMagics:
         ``stop`` and ``detach`` are, unless they name another run; ``attach`` is if it names a detached session.
         ``detach`` may also rename the session.
         """
-        command, *arguments = line.split() or [""]
+        try:
+            command, *arguments = shlex.split(line) or [""]
+        except ValueError:  # a quote is not closed, which the command itself reports
+            command, *arguments = line.split()
         if command == "attach":
             return len(arguments) <= 1 and run_folders.find_session(*arguments) is not None
         if command not in ("stop", "detach"):
@@ -107,7 +110,7 @@ class SessionMagics:
         if command == "start":
             self._start(rest)
         elif command == "attach":
-            self._attach(rest.strip())
+            self._attach(*shlex.split(rest))
         elif command == "detach":
             self._leave(self._leave_parser.parse(split(rest, "%distributed detach")).name)
         elif command == "restart":
@@ -137,7 +140,7 @@ class SessionMagics:
         if given.detach:
             print(f"They outlive this kernel: %distributed attach {shlex.quote(job.name)} finds them again.")
 
-    def _attach(self, name: str) -> None:
+    def _attach(self, name: str = "") -> None:
         self._refuse_second()
         from notebook_accel.sessions.kernel.session import Session
 

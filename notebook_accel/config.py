@@ -11,6 +11,7 @@ import difflib
 import functools
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -24,6 +25,9 @@ _IN_WORDS = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list of names"
 }  # fmt: skip
 _PREFIX = r"^([^$\n]|\$\$|\$(role_name|rank|local_rank)\b|\$\{(role_name|rank|local_rank)\})*$"
+
+# Control characters, line separators, and halves of surrogate pairs, which no terminal can show.
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def _help(text: str) -> msgspec.Meta:
@@ -374,6 +378,11 @@ def _checked(values: Mapping[str, Any]) -> LaunchConfig:
         checked = msgspec.convert(given, LaunchConfig)
     except msgspec.ValidationError as error:
         raise _refusal(given, str(error)) from None
+    if _UNPRINTABLE.search(checked.name):
+        raise ConfigError(
+            f"name={checked.name!r} can't be used: it has characters that can't be printed.",
+            fix="leave out line breaks and control characters",
+        )
     if checked.fsdp_options:
         fsdp_variables(checked.fsdp_options)
     if checked.end_at:

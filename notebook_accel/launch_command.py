@@ -193,7 +193,8 @@ def run(parsed: argparse.Namespace) -> int:
     chosen = _options(parsed)
     with end_signals_as_interrupts() as received:
         try:
-            named = chosen.replace(name=chosen.name or script.name[:80])
+            printable = "".join(character if character.isprintable() else "?" for character in script.name[:80])
+            named = chosen.replace(name=chosen.name or printable)
             foreground.run_in_foreground(
                 lambda foreground_lock: launcher.launch_function(
                     script.run, (), {}, named, foreground_lock=foreground_lock

@@ -35,6 +35,9 @@ def _write(file: pathlib.Path, text: str) -> pathlib.Path:
     ({"timeout_s": "1 hour"}, "timeout_s='1 hour' is not a number."),
     ({"main_process_port": 65536}, "main_process_port=65536 can't be used: it has to be <= 65535."),
     ({"name": 5}, "name=5 is not text."),
+    ({"name": "a\nb"}, r"name='a\nb' can't be used: it has characters that can't be printed."),
+    ({"name": "\x1b[2Jb"}, r"name='\x1b[2Jb' can't be used: it has characters that can't be printed."),
+    ({"name": "a\udcff"}, r"name='a\udcff' can't be used: it has characters that can't be printed."),
     ({"preload": "sklearn"}, "preload='sklearn' is not a list of names."),
     ({"preload": ["sklearn", 3]}, "preload=['sklearn', 3] is not a list of names."),
     ({"gpus": 2}, "There is no option 'gpus'."),
@@ -45,6 +48,11 @@ def test_bad_value_is_one_clear_line_and_a_fix(options: dict, complaint: str) ->
             given_to()
         assert complaint in str(caught.value)
         assert "\nFix: " in str(caught.value)
+
+
+def test_name_may_have_the_characters_of_any_language() -> None:
+    name = "Übung 3/\u00a0\N{HIRAGANA LETTER A}\N{WOMAN}\N{ZERO WIDTH JOINER}\N{PERSONAL COMPUTER}"
+    assert LaunchConfig().replace(name=name).name == name
 
 
 def test_replace_changes_a_copy() -> None:

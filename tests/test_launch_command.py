@@ -244,3 +244,11 @@ def test_machines_of_accelerates_flags_are_nodes() -> None:
     assert launch_command._of_machines(parser.parse_args(line.split())) == {
         "num_nodes": 2, "node_rank": 1, "master_addr": "10.0.0.1", "num_processes": 2
     }  # fmt: skip
+
+
+@pytest.mark.usefixtures("template")
+def test_script_may_have_a_name_that_no_run_may_have(script: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    odd = script.with_name("odd\nname.py")
+    odd.write_text("print('hello')")
+    assert launch(odd) == 0
+    assert "0-1 │ hello" in capfd.readouterr().out

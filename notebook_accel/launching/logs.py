@@ -58,13 +58,17 @@ def root() -> pathlib.Path:
     Raises:
         OSError: Another user owns this folder, or can open it.
     """
-    folder = pathlib.Path(tempfile.gettempdir(), f"notebook-accel-{os.getuid()}")
+    folder = _root()
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise OSError(errno.EPERM, "not this user's folder, or not only this user's", str(folder))
     return folder
+
+
+def _root() -> pathlib.Path:
+    return pathlib.Path(tempfile.gettempdir(), f"notebook-accel-{os.getuid()}")
 
 
 def log_file(folder: str | pathlib.Path, rank: int) -> pathlib.Path:
@@ -91,8 +95,12 @@ def read(path: pathlib.Path, tail: int | None = None) -> str:
         with path.open("rb") as file:
             data = file.read() if tail is None else _last_lines(file.fileno(), tail)
     except OSError as error:
+        what = f"The log {path} can't be read: {error.strerror}."
+        if not path.is_relative_to(_root()):
+            why = "" if path.parent.exists() else f"The run's folder {path.parent} was removed."
+            raise NotebookAccelError(what, why=why) from None
         raise NotebookAccelError(
-            f"The log {path} can't be read: {error.strerror}.",
+            what,
             why=f"Temporary logs are kept for {KEPT_RUNS} runs of a notebook, or until the folder is emptied.",
             fix="give log_dir a folder of your own in the next run: logs there stay",
         ) from None

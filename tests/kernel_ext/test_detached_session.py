@@ -113,15 +113,16 @@ def test_usual_session_is_detached_by_name(tmp_path: pathlib.Path) -> None:
         load(first)
         first.run("%distributed start -n 2 --use_cpu", _LONG_S)
         first.run("%%distributed\nimport os\nkept = os.environ['RANK']")
-        left = first.run("%distributed detach lab").stdout
-        assert left == "This notebook has left the session, which goes on. %distributed attach lab finds it again.\n"
+        left = first.run("%distributed detach 'our lab'").stdout
+        assert left.endswith("which goes on. %distributed attach 'our lab' finds it again.\n")
         assert first.run("%distributed status").stdout.startswith("1 (session): detached")
         # It is free for another one, which ends with the kernel.
         assert "2 ranks are ready" in first.run("%distributed start -n 2 --use_cpu", _LONG_S).stdout
         first.kill()
     with notebook(tmp_path / "second") as second:
         load(second)
-        attach(second)
+        attached = second.run("%distributed attach 'our lab'", _LONG_S)
+        assert attached.stdout.startswith("<Session 'our lab': 2 of 2 ranks are there, on 2 CPUs>\n"), attached
         assert shown(second, "%%distributed\nkept") == "rank 0: '0'\nrank 1: '1'"
         assert second.run("%distributed stop", _LONG_S).stdout == "The session has ended.\n"
 

@@ -83,6 +83,9 @@ def test_last_lines(tmp_path: pathlib.Path, content: str, tail: int | None, text
     assert logs.read(path, tail) == text
 
 
-def test_log_that_is_gone_says_why(tmp_path: pathlib.Path) -> None:
+def test_log_that_is_gone_says_why(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
     with pytest.raises(NotebookAccelError, match="kept for 20 runs of a notebook"):
-        logs.read(tmp_path / "gone")
+        logs.read(root / "a run" / "gone")
+    with pytest.raises(NotebookAccelError) as refused:
+        logs.read(tmp_path / "a run" / "gone")
+    assert refused.value.why == f"The run's folder {tmp_path / 'a run'} was removed."

@@ -133,7 +133,8 @@ def detach(job: Job, name: str = "") -> DetachedJob:
         The run's new job.
 
     Raises:
-        ConfigError: A run with these options can't be detached, or a detached run would get another name.
+        ConfigError: A run with these options can't be detached, a detached run would get another name, or no run can
+            have this name.
         LaunchError: A detached run of that name goes on already, or the folder can't be made.
         RunError: The run has ended or was detached, or another run of this process goes on.
     """
@@ -152,6 +153,7 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
         return job.folder
     if job.status == "detached" and job.error is not None:
         raise job.error
+    LaunchConfig().replace(name=name)  # refuses a name that no launch may have
     if why := why_not(job.config):
         raise ConfigError(f"The run {job.name!r} can't be detached.", why=why)
     if job.on_death == "keep" and not is_session_told:

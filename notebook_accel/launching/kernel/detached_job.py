@@ -48,7 +48,8 @@ class DetachedJob(Job):
             The value; a tuple of the values for several names.
 
         Raises:
-            NotebookAccelError: A name was not given to ``--pull``, or has no value that can be read here.
+            NotebookAccelError: A name was not given to ``--pull``, or has no value that can be read here, or the run's
+                folder was removed.
         """
         unknown = [name for name in names if name not in self._pull]
         if unknown or not names:
@@ -58,7 +59,12 @@ class DetachedJob(Job):
                 fix="name the variables with --pull when you launch",
             )
         self.wait()
-        descriptor = self.folder.open_result(0)
+        try:
+            descriptor = self.folder.open_result(0)
+        except FileNotFoundError:
+            raise NotebookAccelError(
+                f"The variables of the run {self.name!r} are gone.", why=f"Its folder {self.folder.path} was removed."
+            ) from None
         try:
             file = ResultFile(descriptor, 0)
             file.unpickle(self._by_value)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import pathlib
+import shlex
 import time
 import weakref
 
 from notebook_accel.errors import NotebookAccelError
+from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel.job import Ending, Job
 
 _MOST_ENTRIES = 50
@@ -84,6 +87,13 @@ def find(which: str = "", *, running: bool = False) -> Entry:
             return ([entry for entry in found if entry.is_running] or found)[-1]
     elif len(going_on) == 1 or (known and not going_on):
         return (going_on or known)[-1]
+    detached = [] if going_on and not which else _detached_names(which, running=running)
+    if detached:
+        raise NotebookAccelError(
+            f"There is no run{f' {which!r}' if which else ''}{' that goes on' if running else ''} in this notebook.",
+            why=f"This notebook isn't attached to the detached run {' or '.join(map(repr, detached))}.",
+            fix=" or ".join(f"%distributed attach {shlex.quote(name)}" for name in detached),
+        )
     what = f"There is no run {which!r}" if which else "Several runs go on" if going_on else "There is no run"
     listed = ", ".join(f"{entry.number} ({entry.name})" for entry in (known if which else going_on))
     choice = f"name one {'of' if which else 'with --run'}: {listed}"
@@ -91,3 +101,12 @@ def find(which: str = "", *, running: bool = False) -> Entry:
         f"{what}{' that goes on' if running and (which or not going_on) else ''}.",
         fix=choice if listed else "start one, with %%distributed or notebook_launcher",
     )
+
+
+def _detached_names(which: str, *, running: bool) -> list[str]:
+    """Return the names of this user's detached runs that a caller may mean: all that go on, or those of this name."""
+    with contextlib.suppress(NotebookAccelError):
+        named = [folder for folder in run_folders.every() if not which or which in (folder.facts.name, folder.id)]
+        meant = [folder for folder in named if folder.is_held or (which and not running)]
+        return list(dict.fromkeys(folder.facts.name for folder in meant))
+    return []

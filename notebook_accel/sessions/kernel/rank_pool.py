@@ -251,6 +251,7 @@ class RankPool:
         """Disconnect this process; the ranks go on and another process can attach. See ``Session.leave``."""
         if self._is_closed and self.outlives_kernel:
             return
+        LaunchConfig().replace(name=name)  # refuses a bad name before the ranks hear of it
         with self._turn("the detaching") as interrupts:
             self._refuse_ended()
             if not self.is_whole:

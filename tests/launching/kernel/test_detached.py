@@ -238,6 +238,9 @@ def test_run_that_goes_on_is_detached_with_its_curves_its_output_and_its_results
     wait_for_steps(here)
     processes.wait_until(lambda: len(here.state.history["loss"].ranks) == 2, "both have a curve", _LONG_S)
     before = here.state.history["loss"].ranks[1].points
+    for name in ("a\nb", "a" * 81):
+        with pytest.raises(ConfigError, match="can't be used"):
+            detach(here, name)
     job = detach(here, "night")
     assert (here.status, here.done, job.status, job.name) == ("detached", True, "running", "night")
     with pytest.raises(RunError, match=r"'day' was detached under the name 'night'.*\nFix: %distributed attach night"):
@@ -300,6 +303,16 @@ def test_run_that_ends_while_it_is_being_detached_is_said_to_have_ended(mark: pa
     job.results(_LONG_S)  # which closes their files
     with mark.open() as lock, pytest.raises(RunError, match=r"can't be detached now\.\nIt has ended\."):
         agent.detach(job, run_folders.RunFolder(mark.parent), lock.fileno())
+
+
+def test_variable_of_a_run_whose_folder_was_removed_is_gone() -> None:
+    job = launch(functions.rank, ranks=1)
+    job._pull = ("answer",)  # as for a cell with --pull
+    job.wait(_LONG_S)
+    wait_for_its_end(job)
+    run_folders.remove_old(all_ended=True)
+    with pytest.raises(NotebookAccelError, match=r"of the run 'night' are gone\.\nIts folder /.* was removed\.$"):
+        job.pull("answer")
 
 
 def test_metrics_that_json_lacks_are_null_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -489,3 +502,5 @@ def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path)
     cleaned = command("runs", "--clean").stdout
     assert cleaned == f"Removed: {job.folder.id}\nYou have no detached run on this machine.\n"
     assert not job.folder.path.exists()
+    with pytest.raises(NotebookAccelError, match=r"The run's folder /.*/logs was removed\.$"):
+        job.logs(0)

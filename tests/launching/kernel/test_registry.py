@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import pathlib
 import sys
 import types
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
+from tests.launching.test_run_folders import ended, held
 
 
 @pytest.fixture(autouse=True)
-def _entries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _entries(monkeypatch: pytest.MonkeyPatch, state_home: pathlib.Path) -> Iterator[None]:
     monkeypatch.setattr(registry, "_entries", collections.deque(maxlen=50))
     return
 
@@ -64,6 +66,19 @@ def test_name_or_number_finds_it_and_of_one_name_the_one_that_goes_on() -> None:
         "There is no run 'nowhere'.\nFix: name one of: 1 (train), 2 (train), 3 (other)"
     )
     assert "There is no run '2' that goes on." in refused("2", running=True)
+
+
+def test_detached_run_that_this_notebook_does_not_know_is_to_be_attached() -> None:
+    ended("day")
+    with held("a night"):
+        for said in (refused("a night", running=True), refused("a night"), refused(running=True), refused()):
+            assert said.endswith(
+                " in this notebook.\nThis notebook isn't attached to the detached run 'a night'.\n"
+                "Fix: %distributed attach 'a night'"
+            )
+        kept = started("first")
+        assert refused("day", running=True).endswith(f"Fix: name one of: 1 ({kept.name})")
+        assert refused("day").endswith("Fix: %distributed attach day")
 
 
 def test_those_that_go_on_are_listed_and_the_last_one_that_has_ended() -> None:
