@@ -46,7 +46,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "no"
     gradient_accumulation_steps: Annotated[
         Annotated[int, msgspec.Meta(ge=1)] | None,
-        _help("Micro-batches that make one optimizer step, for Accelerators that aren't told themselves."),
+        _help("Micro-batches that make one optimizer step, for Accelerators without a setting of their own."),
     ] = None
     dynamo_backend: Annotated[
         Literal["no", "aot_eager", "cudagraphs", "eager", "inductor", "onnxrt", "openxla", "tensorrt", "tvm"],
@@ -54,14 +54,14 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "no"
     fsdp: Annotated[
         bool,
-        _help("Shard models over the ranks that their Accelerator prepares (FSDP 2), for those larger than a GPU."),
+        _help("Shard the models that an Accelerator prepares over the ranks (FSDP 2): for models larger than a GPU."),
     ] = False
     fsdp_options: Annotated[
         tuple[str, ...],
         _help("Settings of fsdp, such as state_dict_type=full_state_dict, auto_wrap_policy=no_wrap, version=2."),
     ] = ()
     parallelism_config_dp_replicate_size: Annotated[
-        Annotated[int, msgspec.Meta(ge=1)], _help("Copies of a model, each sharded over the ranks of its own.")
+        Annotated[int, msgspec.Meta(ge=1)], _help("Copies of a model, each sharded over ranks of its own.")
     ] = 1
     parallelism_config_dp_shard_size: Annotated[
         Annotated[int, msgspec.Meta(ge=1)], _help("Ranks over which each copy of a model is sharded (FSDP 2).")
@@ -70,26 +70,26 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[int, msgspec.Meta(ge=1)],
         _help("Ranks that compute the parts of each layer, on the same samples (tensor parallelism)."),
     ] = 1
-    use_cpu: Annotated[bool, _help("Train on the CPU, with gloo, also where there are GPUs.")] = False
+    use_cpu: Annotated[bool, _help("Train on the CPU, with gloo, even if there are GPUs.")] = False
     start_method: Annotated[
         Literal["auto", "spawn", "fork", "inline"],
         _help(
-            "How ranks come into being. auto: fork on TPUs, else spawn. spawn: clean processes, forked from a template "
+            "How ranks are started. auto: fork on TPUs, else spawn. spawn: clean processes, forked from a template "
             "that never saw the kernel. fork: forks of the kernel, which share its objects without a copy. inline: "
             "one rank, in the kernel itself, for a debugger."
         ),
     ] = "auto"
     preload: Annotated[
         tuple[str, ...],
-        _help("Modules that ranks find imported already, such as transformers: the template imports them, once."),
+        _help("Modules that the template imports once, so that ranks have them at their start, such as transformers."),
     ] = ()
     idle_timeout_s: Annotated[
         Annotated[float, msgspec.Meta(gt=0)],
-        _help("Seconds after a kernel's last run until the processes that are kept ready for the next one end."),
+        _help("Seconds after a kernel's last run until the processes that wait for the next run end."),
     ] = 3600.0
     allow_initialized_cuda: Annotated[
         bool,
-        _help("Go on although CUDA is in use in the kernel. Ranks start clean, but the kernel's memory stays taken."),
+        _help("Launch although CUDA is in use in the kernel. Ranks start clean, but the kernel's memory stays taken."),
     ] = False
     oversubscribe: Annotated[
         bool, _help("Let more ranks than there are GPUs share them, over gloo: slow, for debugging and tests.")
@@ -128,11 +128,13 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "127.0.0.1"
     max_restarts: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=10_000)],
-        _help("How often all ranks are started again after one has failed, until the failure ends the run."),
+        _help("How often a failure restarts all ranks, before the next failure ends the run."),
     ] = 0
     monitor_interval: Annotated[
         Annotated[float, msgspec.Meta(gt=0, le=60)],
-        _help("Seconds between two looks at what changes around a run that may restart. A failure is noticed at once."),
+        _help(
+            "Seconds between two checks of the other nodes, in a run that may restart. A failure is noticed at once."
+        ),
     ] = 0.1
     rdzv_backend: Annotated[
         Literal["static", "c10d"],
@@ -147,7 +149,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = ()
     rdzv_id: Annotated[
         Annotated[str, msgspec.Meta(min_length=1, max_length=200)],
-        _help("Name under which the parts of a run find each other; ranks have it as TORCHELASTIC_RUN_ID."),
+        _help("Name by which the nodes of a run find each other; ranks get it as TORCHELASTIC_RUN_ID."),
     ] = "none"
     name: Annotated[
         Annotated[str, msgspec.Meta(max_length=80)],
@@ -166,21 +168,21 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = ""
     log_line_prefix_template: Annotated[
         Annotated[str, msgspec.Meta(pattern=_PREFIX)],
-        _help("What stands before a rank's lines in the notebook: text, ${role_name}, ${rank}, ${local_rank}."),
+        _help("Prefix of a rank's lines in the notebook: text, ${role_name}, ${rank}, ${local_rank}."),
     ] = ""
     engine: Annotated[
         Literal["local", "ray"], _help("Where ranks run. local: on this machine. ray: on a Ray cluster.")
     ] = "local"
     engine_options: Annotated[
         tuple[str, ...],
-        _help("What the engine is told besides, such as address=auto, strategy=SPREAD, gpus_per_rank=1, wait_s=60."),
+        _help("Further settings of the engine, such as address=auto, strategy=SPREAD, gpus_per_rank=1, wait_s=60."),
     ] = ()
     profile: Annotated[
         Literal["on", "off"], _help("Whether ranks measure where the time of their steps goes, for the panel.")
     ] = "on"
     view: Annotated[
         Literal["auto", "panel", "lines", "none"],
-        _help("What shows the run. auto: the panel where somebody looks at the notebook, plain lines elsewhere."),
+        _help("How the run is shown. auto: the panel in a notebook with a front end, plain lines elsewhere."),
     ] = "auto"
 
     def replace(self, **changes: Any) -> LaunchConfig:
