@@ -68,7 +68,7 @@ def test_without_a_file_it_starts_from_the_machine(file: pathlib.Path) -> None:
     use_cpu=st.booleans(),
     grace_s=st.floats(0, 3600),
     timeout_s=st.none() | st.floats(min_value=0.001, allow_infinity=False),
-    name=st.text(st.characters(codec="utf-8"), max_size=80),
+    name=st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Zl", "Zp")), max_size=80),
 ))  # fmt: skip
 def test_written_configuration_loads_as_it_was(tmp_path_factory: pytest.TempPathFactory, launch: LaunchConfig) -> None:
     draft = Draft(tmp_path_factory.mktemp("config") / "config.yaml", _GPUS)
