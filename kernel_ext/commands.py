@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from kernel_ext.config_form import ConfigForm
 from notebook_accel import config as configuration
 from notebook_accel import runs_command
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.formatting import aligned, format_count, format_duration, format_size, plain_lines
+from notebook_accel.formatting import aligned, format_count, format_duration, format_size, json_text, plain_lines
 from notebook_accel.launching import logs
 from notebook_accel.launching.kernel import detached, launcher, registry
 from notebook_accel.launching.kernel.job import Job
@@ -85,7 +84,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
 def _status(given: argparse.Namespace) -> None:
     entries = [registry.find(given.run)] if given.run else registry.latest()
     if given.json:
-        print(json.dumps([_facts(entry) for entry in entries]))
+        print(json_text([_facts(entry) for entry in entries]))
         return
     if not entries:
         print("No run has been started.")
@@ -204,7 +203,7 @@ def _ranks(chosen: int | None, name: str, world_size: int) -> Sequence[int]:
 
 def _why(given: argparse.Namespace) -> None:
     found = _diagnosis(registry.find(given.run))
-    print(json.dumps(found.to_dict()) if given.json else found)
+    print(json_text(found.to_dict()) if given.json else found)
 
 
 def _diagnosis(entry: registry.Entry) -> Diagnosis:
@@ -254,7 +253,7 @@ def _push(variables: dict[str, Any]) -> None:
 
 def _doctor(given: argparse.Namespace) -> None:
     found = launcher.examine(configuration.resolve({}, file=configuration.default_path()))
-    print(json.dumps(found.to_dict()) if given.json else found)
+    print(json_text(found.to_dict()) if given.json else found)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,7 @@ class SessionMagics:
         ready = "1 rank is" if job.world_size == 1 else f"{job.world_size} ranks are"
         print(f"{ready} ready, on {job.devices}.\n{_HINT}")
         if given.detach:
-            print(f"They outlive this kernel: %distributed attach {job.name} finds them again.")
+            print(f"They outlive this kernel: %distributed attach {shlex.quote(job.name)} finds them again.")
 
     def _attach(self, name: str) -> None:
         self._refuse_second()
@@ -151,7 +152,7 @@ class SessionMagics:
             session = self._needed("%distributed detach")
             session.leave(name)
             self.session = None
-            name = name or session.job.name
+            name = shlex.quote(name or session.job.name)
             print(f"This notebook has left the session, which goes on. %distributed attach {name} finds it again.")
 
     def _refuse_second(self) -> None:

@@ -8,8 +8,11 @@ every device; ``notebook-accel runs | attach | logs | stop`` are for detached ru
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import importlib.metadata
-import json
+import io
+import os
 import pathlib
 import platform
 import signal
@@ -20,10 +23,12 @@ from typing import Any, NoReturn
 from notebook_accel import VERSION, config, launch_command, runs_command
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.formatting import json_text
 from notebook_accel.launching.kernel import configuring, launcher
 from notebook_accel.launching.kernel.configuring import BASIC, Draft
 from notebook_accel.launching.kernel.devices import Devices, Machine
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of writing to a file or a terminal
 _EPILOG = "Other flags of `accelerate launch` are understood; those that are not supported here are refused by name."
 _REPORTED = (
     *("torch", "torch-xla", "ipython", "ipykernel", "ipywidgets", "jupyterlab", "cloudpickle", "msgspec"),
@@ -36,23 +41,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Return the exit status: 0 for success, 1 for failure, 2 for a command line that can't be parsed.
     """
+    _prepare_streams()
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # as in `notebook-accel env | head -1`
+        launch_command.silence_closed_streams()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        launch_command.silence(1)  # where Python writes the rest as it exits
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"The output can't be written: {error.strerror}.\n")
+        return 1
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parsed, unknown = make_parser().parse_known_args(arguments)
     if unknown:
         parsed.parser.refuse(unknown[0])
     run: Callable[[argparse.Namespace], int] = parsed.run
     try:
-        status = run(parsed)
-        sys.stdout.flush()
+        return run(parsed)
     except NotebookAccelError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("\nInterrupted.\n")
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # as in `notebook-accel env | head -1`
-        launch_command.silence_closed_streams()
-        return 128 + signal.SIGPIPE
-    return status
+
+
+def _prepare_streams() -> None:
+    """Open /dev/null in place of closed standard streams, and print ``?`` for characters that the output lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - it stays open
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 class _DashParser(argparse.ArgumentParser):
@@ -137,7 +165,7 @@ def _config(parsed: argparse.Namespace) -> int:
 def _doctor(parsed: argparse.Namespace) -> int:
     asked = config.resolve(config.given_flags(parsed), file=config.default_path())
     found = launcher.examine(asked, tries=parsed.trial)
-    print(json.dumps(found.to_dict(), indent=2) if parsed.json else found)
+    print(json_text(found.to_dict(), indent=2) if parsed.json else found)
     return int(found.is_refused)
 
 

@@ -12,6 +12,7 @@ import difflib
 import json
 import os
 import pathlib
+import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -140,19 +141,28 @@ def read(path: pathlib.Path) -> ConfigFile:
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
         raise _unreadable(path, f"{line}{error.problem}") from error
+    except IsADirectoryError:
+        raise ConfigError(
+            f"The configuration file {path} can't be read: it is a folder.",
+            fix="name a file, with --config_file or the variable NOTEBOOK_ACCEL_CONFIG_FILE",
+        ) from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise _unreadable(path, str(error)) from error
     if not isinstance(values, dict):
         raise ConfigError(
             f"The configuration file {path} holds {type(values).__name__} instead of options.",
             why="It has one `option: value` a line.",
-            fix=f"mend it or delete it: rm {path}",
+            fix=_fix(path),
         )
     return file
 
 
 def _unreadable(path: pathlib.Path, why: str) -> ConfigError:
-    return ConfigError(f"The configuration file {path} can't be read: {why}", fix=f"mend it or delete it: rm {path}")
+    return ConfigError(f"The configuration file {path} can't be read: {why}", fix=_fix(path))
+
+
+def _fix(path: pathlib.Path) -> str:
+    return f"mend it or delete it: rm {shlex.quote(str(path))}"
 
 
 def _parsed(path: pathlib.Path, text: str) -> tuple[ConfigFile, Any]:

@@ -1,11 +1,13 @@
-"""Text for people: sizes, durations and counts, sanitized output of ranks, and coloured errors."""
+"""Text for people: sizes, durations and counts, sanitized output of ranks, and coloured errors; JSON for programs."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 _SHORT_S = 10.0
 
@@ -52,6 +54,18 @@ def format_size(size_bytes: int) -> str:
             decimals = 1 if size_bytes < 10 * factor else 0
             return f"{size_bytes / factor:.{decimals}f} {unit}"
     return f"{size_bytes / 1024:.0f} KiB"
+
+
+def json_text(data: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
+    """Return data as JSON, with null for nan and the infinities, which JSON lacks.
+
+    Args:
+        data: The data.
+        indent: Spaces of each level; ``None`` for one line.
+        default: Function that replaces an object that isn't data.
+    """
+    text = json.dumps(data, default=default)
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=indent)
 
 
 _RED, _GREEN, _CYAN, _BOLD, _PLAIN = "\x1b[31m", "\x1b[32m", "\x1b[36m", "\x1b[1m", "\x1b[0m"

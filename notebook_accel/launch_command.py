@@ -304,10 +304,15 @@ def silence_closed_streams() -> bool:
     """Redirect closed standard streams to /dev/null. Return whether there was one."""
     closed = [stream for stream in (1, 2) if _has_closed(stream)]
     for stream in closed:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream)
-        os.close(nowhere)
+        silence(stream)
     return bool(closed)
+
+
+def silence(descriptor: int) -> None:
+    """Redirect a descriptor to /dev/null."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _has_closed(descriptor: int) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable
 
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.formatting import aligned, clipped, format_count, plain_lines
+from notebook_accel.formatting import aligned, clipped, format_count, json_text, plain_lines
 from notebook_accel.launching import logs, run_folders
 from notebook_accel.launching.kernel import detached, detached_runs
 from notebook_accel.launching.kernel.detached_runs import RunSummary
@@ -58,7 +58,7 @@ def print_runs(*, clean: bool = False, as_json: bool = False) -> None:
     removed = run_folders.remove_old(all_ended=clean)
     found = detached_runs.summaries()
     if as_json:
-        print(json.dumps([dataclasses.asdict(summary) for summary in found], indent=2))
+        print(json_text([dataclasses.asdict(summary) for summary in found], indent=2))
         return
     if clean and removed:
         print(f"Removed: {', '.join(removed)}")
@@ -85,7 +85,7 @@ def _attach(parsed: argparse.Namespace) -> int:
     try:
         _draw(job)
     except KeyboardInterrupt:
-        sys.stderr.write(f"\nLeft: {job.name!r} goes on. notebook-accel stop {job.name} stops it.\n")
+        sys.stderr.write(f"\nLeft: {job.name!r} goes on. notebook-accel stop {shlex.quote(job.name)} stops it.\n")
         return 128 + signal.SIGINT
     return 0 if job.status == "succeeded" else 1
 

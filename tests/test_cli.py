@@ -127,6 +127,40 @@ def test_closed_pipe_is_no_traceback() -> None:
     assert (run.returncode, run.stderr) == (128 + signal.SIGPIPE, "")
 
 
+def _in_shell(line: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of a shell in which ``$notebook_accel`` is the command."""
+    given = {**os.environ, "notebook_accel": f"{sys.executable} -m notebook_accel", **variables}
+    return subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=100, env=given, check=False)
+
+
+@pytest.mark.parametrize("command", ["runs", "env", "launch script.py"])
+def test_closed_streams_are_no_error(command: str, state_home: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (tmp_path / "script.py").write_text("import pathlib; pathlib.Path('ran').touch(); print('hello')")
+    run = _in_shell(f"cd {tmp_path} && $notebook_accel {command} <&- >&-")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert (tmp_path / "ran").exists() == command.startswith("launch")
+
+
+@pytest.mark.parametrize("unbuffered", ["1", ""])
+def test_full_disk_is_one_sentence(unbuffered: str) -> None:
+    run = _in_shell("$notebook_accel env > /dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert (run.returncode, run.stderr) == (1, "The output can't be written: No space left on device.\n")
+
+
+def test_output_without_the_prefixs_character_shows_the_lines_all_the_same(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "script.py").write_text("print('hello')")
+    run = _in_shell(f"$notebook_accel launch --use_cpu {tmp_path / 'script.py'}", PYTHONIOENCODING="ascii")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "0 ? hello" in run.stdout.splitlines()
+
+
+def test_config_without_an_input_writes_nothing(tmp_path: pathlib.Path) -> None:
+    run = _in_shell("$notebook_accel config <&-")
+    assert run.returncode == 1
+    assert run.stderr.startswith("Nobody answers here, so nothing was written.\nFix: ")
+    assert not (tmp_path / "config.yaml").exists()
+
+
 def test_flags_may_have_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--mixed-precision", "fp16", "--num-processes=2", "--no-use-cpu"]) == 1
     assert "refused: mixed_precision='fp16'" in capsys.readouterr().out

@@ -58,6 +58,20 @@ def test_lines_are_those_of_the_file(tmp_path: pathlib.Path) -> None:
     assert yaml.safe_load(config_file.dump(read.values)) == read.values
 
 
+@pytest.mark.parametrize("text", ["[", "- a list"])
+def test_advice_about_a_file_can_be_typed(text: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "my config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        config_file.read(file)
+    assert refused.value.fix == f"mend it or delete it: rm '{file}'"
+
+
+def test_folder_in_place_of_a_file_is_not_to_be_deleted(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match=r"can't be read: it is a folder\.\nFix: name a file, with --config_file"):
+        config_file.read(tmp_path)
+
+
 def test_file_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a_file").touch()
     with pytest.raises(ConfigError, match=r"a_file/config.yaml can't be written: File exists"):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from notebook_accel.formatting import coloured, format_clock, format_duration, format_size, plain_text
+from notebook_accel.formatting import coloured, format_clock, format_duration, format_size, json_text, plain_text
 from tests import kernels
 
 
@@ -78,3 +78,9 @@ def test_a_notebook_shows_them_unless_it_was_told_not_to(kernel: kernels.Kernel)
     assert kernel.run("%colors NoColor").status == "ok"
     plain = kernel.run(code)
     assert (plain.coloured, marked(plain.coloured)) == ("ConfigError: no\nFix: yes", [])
+
+
+def test_json_has_null_for_numbers_that_json_lacks() -> None:
+    numbers = [float("nan"), float("inf"), -float("inf"), 1e308, 0.1]
+    assert json_text({"loss": numbers}) == '{"loss": [null, null, null, 1e+308, 0.1]}'
+    assert json_text({"NaN": {1}}, indent=1, default=list) == '{\n "NaN": [\n  1\n ]\n}'

@@ -27,6 +27,7 @@ from notebook_accel.exporting import export_contents, plain_python
 from notebook_accel.exporting.export_contents import ScriptContents
 from notebook_accel.exporting.plain_python import Body
 from notebook_accel.formatting import format_size
+from notebook_accel.launching.kernel import cell as cells
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.payload import unpicklable
@@ -72,8 +73,10 @@ def export(cell: Cell, request: ExportRequest, namespace: Mapping[str, Any], his
         PayloadError: Data can't be pickled.
     """
     _check_path(request)
-    source, modules = plain_python.plain(cell.source, cell.label)
-    cell = dataclasses.replace(cell, source=source, assigns=cell.assigns and cell.assigns | modules)
+    source, modules = plain_python.plain(cell.source, cell.label, {*namespace, *(cell.assigns or ())})
+    cell = cells.parse(source, cell.label)
+    if cell.assigns is not None:
+        cell = dataclasses.replace(cell, assigns=cell.assigns | modules)
     body = Body(source, cell.calls, request.args)
     contents = export_contents.collect(cell, body, namespace, history, request.push)
     contents.imports.update({f"import {module}": None for module in sorted(modules)})

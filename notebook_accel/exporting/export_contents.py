@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import CellError
-from notebook_accel.exporting import plain_python
+from notebook_accel.exporting import plain_python, stale_definitions
 from notebook_accel.exporting.notebook_sources import Definition, NotebookSources
 from notebook_accel.exporting.plain_python import Body
 from notebook_accel.launching.kernel import cell as cells
@@ -91,6 +91,12 @@ class ScriptContents:
         self.imports.update({f"import {module}": None for module in sorted(found.modules)})
         read = [name for name in cells.reads([found.node]) if name not in found.modules]
         self.require_all(read, found.label, found.lines.start - found.node.lineno, [found.node])
+        stale_definitions.check(name, value, found, self._namespace, self._sources.of_assigned(name))
+        for decorator in getattr(found.node, "decorator_list", ()):
+            base = stale_definitions.base_name(decorator)
+            applied = self.definitions.get(self.aliases.get(base, base))
+            if applied is not None:
+                stale_definitions.check_decorator(name, value, decorator, applied, self._namespace)
 
     def _definition(self, name: str, value: Any) -> Definition | None:
         if isinstance(value, type):
@@ -196,7 +202,7 @@ def collect(
     Raises:
         CellError: A name can't be exported.
     """
-    contents = ScriptContents(cell, namespace, NotebookSources(history), body.defines)
+    contents = ScriptContents(cell, namespace, NotebookSources(history, namespace), body.defines)
     statements = ast.parse(cell.source).body
     contents.require_all(cells.reads(statements), cell.label, 0, statements)
     contents.require_all(cells.reads(body.arguments), "--args", 0, body.arguments)

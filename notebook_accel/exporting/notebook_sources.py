@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from notebook_accel.exporting import plain_python
@@ -69,18 +69,15 @@ class _SourceCell:
         except SyntaxError:
             return []
 
-    def definition(self, statement: Statement, name: str) -> Definition:
-        first = statement.last_line - statement.text.count("\n")
-        text, modules = plain_python.plain(statement.text, self.label, first)
-        node = ast.parse(text).body[0]
-        lines = range(statement.first_line, statement.last_line + 1)
-        return Definition(name, text, node, self.label, self.number, lines, modules)
-
 
 class NotebookSources:
-    """The sources of the cells that were run, in order, from number 0, with IPython's syntax translated."""
+    """The sources of the cells that were run, in order, from number 0, with IPython's syntax translated.
 
-    def __init__(self, cells: Sequence[str]) -> None:
+    ``names`` has the notebook's names.
+    """
+
+    def __init__(self, cells: Sequence[str], names: Collection[str]) -> None:
+        self._names = names
         self._cells = [
             _SourceCell(number, f"In[{number}]", _under_magic(source)) for number, source in enumerate(cells)
         ]
@@ -127,6 +124,12 @@ class NotebookSources:
 
     # Definitions ----------------------------------------------------------------------------------------------------
 
+    def _definition(self, cell: _SourceCell, statement: Statement, name: str) -> Definition:
+        first = statement.last_line - statement.text.count("\n")
+        text, modules = plain_python.plain(statement.text, cell.label, self._names, first)
+        lines = range(statement.first_line, statement.last_line + 1)
+        return Definition(name, text, ast.parse(text).body[0], cell.label, cell.number, lines, modules)
+
     def of_function(self, function: types.FunctionType, name: str) -> Definition | None:
         """Return the statement that defined a function, or assigned a lambda to a name."""
         code = function.__code__
@@ -140,9 +143,9 @@ class NotebookSources:
             if len(statement.nodes) > 1 or begins - cell.offset != code.co_firstlineno:
                 continue
             if is_lambda and isinstance(node, ast.Assign) and _is_assigned(node, name):
-                return cell.definition(statement, name)
+                return self._definition(cell, statement, name)
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
-                return cell.definition(statement, node.name)
+                return self._definition(cell, statement, node.name)
         return None
 
     def _cell_with_code(self, code: types.CodeType) -> _SourceCell | None:
@@ -170,7 +173,7 @@ class NotebookSources:
                     continue
                 lines = range(statement.first_line, statement.last_line + 1)
                 if _matches(node, kind) and all(code.co_firstlineno in lines for code in found):
-                    return cell.definition(statement, node.name)
+                    return self._definition(cell, statement, node.name)
         return None
 
     def of_assigned(self, name: str) -> Definition | None:
@@ -179,7 +182,7 @@ class NotebookSources:
             for statement in reversed(cell.statements):
                 node = statement.nodes[0]
                 if isinstance(node, ast.Assign) and _is_assigned(node, name) and len(statement.nodes) == 1:
-                    return cell.definition(statement, name)
+                    return self._definition(cell, statement, name)
         return None
 
     def added_later(self, kind: type, definition: Definition) -> list[str]:

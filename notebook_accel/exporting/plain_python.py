@@ -6,14 +6,20 @@ The text stays the user's own, character by character. Syntax trees only show wh
 from __future__ import annotations
 
 import ast
+import builtins
 import collections
 import dataclasses
 import dis
+import functools
 import io
 import tokenize
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
+from notebook_accel.command_text import fields
 from notebook_accel.errors import CellError
+from notebook_accel.launching.kernel import cell as cells
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,20 +112,27 @@ def indented(text: str) -> str:
     )
 
 
-def plain(source: str, label: str, first_line: int = 1) -> tuple[str, frozenset[str]]:
+def plain(source: str, label: str, known: Collection[str], first_line: int = 1) -> tuple[str, frozenset[str]]:
     """Return the source with IPython's calls replaced by plain Python, and the modules that this adds.
 
-    ``first_line`` is the line of the cell on which the source begins.
+    ``known`` has the global names, which a command's ``$name`` and ``{expression}`` may use. ``first_line`` is the line
+    of the cell on which the source begins.
 
     Raises:
         CellError: A call has no equivalent in plain Python.
     """
     lines = [line.encode() for line in source.splitlines(keepends=True)]
     needed: set[str] = set()
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and _is_of_shell(node)]
+    tree = ast.parse(source)
+    calls = {
+        node: top for top in tree.body for node in ast.walk(top) if isinstance(node, ast.Call) and _is_of_shell(node)
+    }
+    whole = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset), reverse=True):
         assert isinstance(call.func, ast.Attribute) and call.end_lineno is not None
-        python = _replacement(call.func.attr, call.args, f"{label}, line {first_line - 1 + call.lineno}")
+        where = f"{label}, line {first_line - 1 + call.lineno}"
+        fill = functools.partial(_filled, known={*known, *vars(builtins), *_local_names(calls[call])}, where=where)
+        python = _replacement(call.func.attr, call.args, fill, where, is_statement=call in whole)
         needed.update(module for module in ("os", "subprocess") if f"{module}." in python)
         first, last = call.lineno - 1, call.end_lineno - 1
         text = lines[first][: call.col_offset] + python.encode() + lines[last][call.end_col_offset :]
@@ -133,16 +146,29 @@ def _is_of_shell(call: ast.Call) -> bool:
     return isinstance(shell, ast.Call) and getattr(shell.func, "id", "") == "get_ipython"
 
 
-def _replacement(method: str, arguments: Sequence[ast.expr], where: str) -> str:
-    """Return the Python expression for a shell call, as it works in a rank."""
+def _local_names(statement: ast.stmt) -> set[str]:
+    """Return the local names of all functions in a statement."""
+    names: set[str] = set()
+    waiting = [compile(ast.Module([statement], []), "<cell>", "exec", dont_inherit=True)]
+    while waiting:
+        code = waiting.pop()
+        names.update(code.co_varnames, code.co_cellvars)
+        waiting += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return names
+
+
+def _replacement(
+    method: str, arguments: Sequence[ast.expr], fill: Callable[[str], str], where: str, *, is_statement: bool
+) -> str:
+    """Return the Python text for a shell call, as it works in a rank. ``fill`` returns a command's text as Python."""
     texts = [str(argument.value) for argument in arguments if isinstance(argument, ast.Constant)]
     if len(texts) == len(arguments):
-        if method == "system":
-            return f"subprocess.run({texts[0]!r}, shell=True)"
+        if method == "system" and is_statement:
+            return f"_exit_code = subprocess.run({fill(texts[0])}, shell=True).returncode"
         if method == "getoutput":
-            return f"subprocess.getoutput({texts[0]!r}).splitlines()"
+            return f"subprocess.getoutput({fill(texts[0])}).splitlines()"
         if method == "run_line_magic":
-            python = _line_magic(texts[0], texts[1].strip())
+            python = _line_magic(texts[0], texts[1].strip(), fill)
             if python:
                 return python
     shown = f"%{texts[0]}" if method.startswith("run_") and texts else f"get_ipython().{method}"
@@ -152,22 +178,51 @@ def _replacement(method: str, arguments: Sequence[ast.expr], where: str) -> str:
     )
 
 
-def _line_magic(name: str, line: str) -> str:
+def _line_magic(name: str, line: str, fill: Callable[[str], str]) -> str:
     if name == "matplotlib":  # the magic has no effect in a rank
         return "pass"
     if name == "pwd":
         return "os.getcwd()"
     if name == "cd":
         folder = line or "~"
-        return f"os.chdir(os.path.expanduser({folder!r}))" if folder.startswith("~") else f"os.chdir({folder!r})"
+        return f"os.chdir(os.path.expanduser({fill(folder)}))" if folder[0] in "~${" else f"os.chdir({fill(folder)})"
     if name in ("sx", "system"):
-        return f"subprocess.getoutput({line!r}).splitlines()"
+        return f"subprocess.getoutput({fill(line)}).splitlines()"
     if name in ("env", "set_env"):
         variable, has_value, value = line.partition("=" if "=" in line else " ")
         if has_value:
-            return f"os.environ.update({variable}={value!r})" if variable.isidentifier() else ""
+            return f"os.environ.update({variable}={fill(value)})" if variable.isidentifier() else ""
         return f"os.environ.get({variable!r})" if variable else "dict(os.environ)"
     return ""
+
+
+def _filled(command: str, known: Collection[str], where: str) -> str:
+    """Return a command's text as Python: an f-string if IPython fills in variables.
+
+    IPython fills in ``{expression}`` and ``$name``, or leaves the text as it is if one of them has no value.
+    """
+    parts: list[Any] = []
+    try:
+        for text, expression, conversion in fields(command):
+            parts.append(ast.Constant(text))
+            if expression is not None:
+                value = ast.parse(expression.strip(), mode="eval").body
+                if not set(cells.reads(ast.parse(f"({expression})").body)).issubset(known):
+                    return repr(command)
+                parts.append(ast.FormattedValue(value, ord(conversion) if conversion else -1))
+    except (SyntaxError, ValueError):
+        return repr(command)
+    if not any(isinstance(part, ast.FormattedValue) for part in parts):
+        return repr("".join(part.value for part in parts))
+    try:
+        python = ast.unparse(ast.JoinedStr(parts))
+        ast.parse(python)
+    except (SyntaxError, ValueError) as error:  # Python before 3.12 limits quotes and backslashes in f-strings
+        raise CellError(
+            f"{where}: an expression of the command can't be in an f-string: {error}.",
+            fix="give its value a name on the line above, and use the name in the command",
+        ) from None
+    return python
 
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

@@ -16,6 +16,7 @@ import os
 import pathlib
 import re
 import secrets
+import shlex
 import shutil
 import socket
 import stat
@@ -139,7 +140,7 @@ class RunFolder:
     def hold(self) -> int:
         """Take the lock, and return its descriptor. A process that inherits the descriptor holds the lock too."""
         descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        _flock(descriptor, "LOCK_EX")
+        _flock(descriptor, "LOCK_EX", waits=True)  # only ``is_held`` of other processes takes it, for an instant
         return descriptor
 
     def hold_for_kernel(self) -> int:
@@ -162,6 +163,12 @@ class RunFolder:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, this_process().encode(), 0)
         return descriptor
+
+    def has_name(self, name: str) -> bool:
+        """Return whether this is the run's name. Before the run is published, its name is in the lock's file."""
+        with contextlib.suppress(OSError, NotebookAccelError):
+            return name == (self.facts.name if self.is_published else (self.path / _LOCK).read_text("utf-8"))
+        return False
 
     @property
     def is_held(self) -> bool:
@@ -325,20 +332,18 @@ def make(name: str, run_id: str = "", *, is_unique: bool = False) -> tuple[RunFo
     Raises:
         LaunchError: The folder can't be made, or ``is_unique`` and a run of that name goes on.
     """
-    going = [folder for folder in every() if folder.facts.name == name and folder.is_held]
-    if going and is_unique:
-        raise LaunchError(
-            f"A detached run of yours with the name {name!r} goes on already.",
-            fix=f"another name (--name, or %distributed detach NAME); or %distributed attach {name}, or "
-            f"notebook-accel stop {name}",
-        )
     path = root() / (run_id or new_id(name))
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_rights(path.parent)
-        path.mkdir(mode=0o700)
-        folder = RunFolder(path)
-        return folder, folder.hold()
+        with _one_at_a_time(path.parent):
+            if is_unique:
+                _refuse_taken(name)
+            path.mkdir(mode=0o700)
+            folder = RunFolder(path)
+            lock = folder.hold()
+            os.pwrite(lock, name.encode(), 0)
+            return folder, lock
     except OSError as error:
         raise LaunchError(
             f"The folder {path} for the detached run can't be made: {error.strerror}.",
@@ -346,20 +351,50 @@ def make(name: str, run_id: str = "", *, is_unique: bool = False) -> tuple[RunFo
         ) from None
 
 
+@contextlib.contextmanager
+def _one_at_a_time(folder: pathlib.Path) -> Iterator[None]:
+    """Lock the folder of all runs, so that of two launches with one name the second sees the first."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # NFS can't lock a folder
+            _flock(descriptor, "LOCK_EX", waits=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_taken(name: str) -> None:
+    """Raise if a run of this name goes on, or is being launched."""
+    if any(folder.has_name(name) and folder.is_held for folder in map(RunFolder, root().iterdir())):
+        raise LaunchError(
+            f"A detached run of yours with the name {name!r} goes on already.",
+            fix=f"another name (--name, or %distributed detach NAME); or %distributed attach {shlex.quote(name)}, or "
+            f"notebook-accel stop {shlex.quote(name)}",
+        )
+
+
 def every() -> list[RunFolder]:
     """Return the readable folders of this user's detached runs, the oldest first.
 
     Folders that another user owns or can open are left out.
+
+    Raises:
+        NotebookAccelError: Another user owns or can open the folder of all runs, or it can't be read.
     """
+    if not os.path.lexists(root()):
+        return []
+    _check_rights(root())
+    try:
+        paths = list(root().iterdir())
+    except OSError as error:
+        raise _unreadable(root(), error) from None
     found = []
-    with contextlib.suppress(NotebookAccelError, OSError):
-        _check_rights(root())
-        for path in root().iterdir():
-            with contextlib.suppress(NotebookAccelError):
-                folder = RunFolder(path)
-                folder.check()
-                if folder.is_published:
-                    found.append((folder.facts.began, folder.id, folder))
+    for path in paths:
+        with contextlib.suppress(NotebookAccelError):
+            folder = RunFolder(path)
+            folder.check()
+            if folder.is_published:
+                found.append((folder.facts.began, folder.id, folder))
     return [folder for *_, folder in sorted(found, key=operator.itemgetter(0, 1))]
 
 
@@ -379,7 +414,7 @@ def find(which: str = "") -> RunFolder:
         return (going or named)[-1]
     if which in {path.name for path in root().iterdir()}:
         RunFolder(root() / which).check()  # raises the reason why ``every`` left it out
-    listed = ", ".join(dict.fromkeys(folder.facts.name for folder in known))
+    listed = ", ".join(dict.fromkeys(shlex.quote(folder.facts.name) for folder in known))
     what = f"There is no detached run {which!r}" if which else "Several detached runs go on" if going else ""
     raise NotebookAccelError(
         f"{what or 'There is no detached run'} of yours on this machine.",
@@ -448,13 +483,17 @@ def _check_rights(folder: pathlib.Path) -> None:
                 why=f"There is no folder {folder}.",
                 fix="start one, with %%distributed --detach --name NAME",
             ) from None
-        raise NotebookAccelError(f"The folder {folder} can't be opened: {error.strerror}.") from None
+        raise _unreadable(folder, error) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise NotebookAccelError(
             f"The folder {folder} of detached runs isn't used, since others than you can open it.",
             why="A run's folder has variables, results and the socket by which it is stopped.",
-            fix=f"chmod 700 {folder}, if it is yours and you trust what is in it",
+            fix=f"chmod 700 {shlex.quote(str(folder))}, if it is yours and you trust what is in it",
         )
+
+
+def _unreadable(folder: pathlib.Path, error: OSError) -> NotebookAccelError:
+    return NotebookAccelError(f"The folder {folder} can't be opened: {error.strerror}.")
 
 
 def _is_held(lock: pathlib.Path) -> bool:
@@ -473,6 +512,6 @@ def _is_held(lock: pathlib.Path) -> bool:
     return False
 
 
-def _flock(descriptor: int, how: str) -> None:
+def _flock(descriptor: int, how: str, *, waits: bool = False) -> None:
     fcntl = importlib.import_module("fcntl")  # not at the top: Windows, where this module can be imported, lacks it
-    fcntl.flock(descriptor, getattr(fcntl, how) | fcntl.LOCK_NB)
+    fcntl.flock(descriptor, getattr(fcntl, how) | (0 if waits else fcntl.LOCK_NB))

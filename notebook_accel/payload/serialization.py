@@ -319,11 +319,30 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         reduced = reduce_definition(obj)
         is_definition = reduced is not NotImplemented
         if not is_definition:
-            reduced = super().reducer_override(obj)
+            is_slotted = issubclass(type(obj), type) and "__slots__" in vars(obj)
+            reduced = self._reduce_slotted(obj) if is_slotted else super().reducer_override(obj)
             is_definition = reduced is not NotImplemented and isinstance(obj, (type, types.FunctionType))
         if is_definition:
             self.by_value.append((self._name_in_namespace(obj), obj))
         return reduced
+
+    def _reduce_slotted(self, cls: type) -> Any:
+        """Reduce a class with ``__slots__``. cloudpickle sets them only once the class is made, which is too late."""
+        declared = vars(cls)["__slots__"]
+        slots = (declared,) if isinstance(declared, str) else declared
+        if slots is not declared:  # cloudpickle fails for the string "__weakref__" and for private names
+            type.__setattr__(cls, "__slots__", slots)
+        try:
+            reduced = super().reducer_override(cls)
+        finally:
+            if slots is not declared:
+                type.__setattr__(cls, "__slots__", declared)
+        if reduced is NotImplemented or reduced[0] is not cloudpickle.cloudpickle._make_skeleton_class:
+            return reduced
+        make, (kind, name, bases, attributes, *others), *state = reduced
+        if any(getattr(base, "__name__", "") == "NamedTuple" for base in bases):  # which makes the slots itself
+            return reduced
+        return make, (kind, name, bases, attributes | {"__slots__": slots}, *others), *state
 
     def _name_in_namespace(self, obj: Any) -> str | None:
         name: str | None = getattr(obj, "__name__", None)
@@ -412,9 +431,9 @@ def _resolve_origin(index: int) -> Any:
 
 
 def _failure(obj: Any, options: _Options) -> Exception | None:
-    """Return the error that pickling the object alone raises."""
+    """Return the error that pickling the object alone raises, as deep in the pickle as a root."""
     try:
-        _Pickler(options).dump_with(obj, {})
+        _Pickler(options).dump_with(None, {"": obj})
     except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises is the reason
         return error
     return None

@@ -13,6 +13,7 @@ from notebook_accel.errors import PayloadError
 from notebook_accel.formatting import format_size
 
 _MOST_LISTED = 8
+_MOST_STEPS = 8  # of a path
 
 TryPickle = Callable[[Any], "Exception | None"]
 
@@ -83,6 +84,9 @@ def too_large_for_disk(sizes_bytes: Mapping[str, int], available_bytes: int) -> 
 
 
 def _payload_error(path: list[str], culprit: Any, reason: Exception, advice: str) -> PayloadError:
+    if len(path) > _MOST_STEPS:
+        half = _MOST_STEPS // 2
+        path = [*path[:half], f"... {len(path) - _MOST_STEPS} more ...", *path[-half:]]
     way = " -> ".join(path)
     kind = type(culprit)
     named = _KINDS.get(kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
@@ -95,6 +99,14 @@ def _payload_error(path: list[str], culprit: Any, reason: Exception, advice: str
         )
     if isinstance(reason, StaysError):
         return PayloadError(f"{way} can't be sent to another process: {reason}.", path=way, fix=advice)
+    if _is_recursion(reason):
+        return PayloadError(
+            f"{way} can't be sent to another process: it is nested too deeply for pickle.",
+            path=way,
+            why="It has more objects inside each other than Python's recursion limit allows, or a method of it that "
+            "pickle calls recurses without end.",
+            fix="send it flat, such as a list of its nodes with the number of each one's parent, and link them later",
+        )
     return PayloadError(
         f"{way} can't be sent to another process: it is {named}.",
         path=way,
@@ -119,16 +131,24 @@ def _descend(
     obj: Any, path: list[str], try_pickle: TryPickle, reason: Exception, visited: set[int]
 ) -> tuple[list[str], Any, Exception]:
     """Descend into unpicklable parts until all parts of one can be pickled. Return its path, itself and its error."""
-    visited.add(id(obj))
-    if isinstance(reason, StaysError) and reason.obj is obj:
-        return path, obj, reason
-    for label, part in _parts(obj):
-        if id(part) in visited:
-            continue
-        part_reason = try_pickle(part)
-        if part_reason is not None:
-            return _descend(part, [*path, label], try_pickle, part_reason, visited)
-    return path, obj, reason
+    while True:
+        visited.add(id(obj))
+        if isinstance(reason, StaysError) and reason.obj is obj:
+            return path, obj, reason
+        if _is_recursion(reason) and len(path) > _MOST_STEPS:  # the next steps would be the same again
+            return [*path[: _MOST_STEPS // 2], "..."], obj, reason
+        for label, part in _parts(obj):
+            part_reason = None if id(part) in visited else try_pickle(part)
+            if part_reason is not None:
+                obj, path, reason = part, [*path, label], part_reason
+                break
+        else:
+            return path, obj, reason
+
+
+def _is_recursion(reason: Exception) -> bool:
+    """Return whether pickling has reached Python's recursion limit. cloudpickle wraps Python's error in its own."""
+    return isinstance(reason, RecursionError) or isinstance(reason.__cause__, RecursionError)
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:

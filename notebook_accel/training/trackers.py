@@ -10,13 +10,14 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import json
 import os
 import pathlib
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from notebook_accel.formatting import json_text
 
 _METHODS = ("start", "store_init_configuration", "log", "log_images", "_write_table", "finish")
 _Call = TypeVar("_Call", bound=Callable[..., Any])
@@ -212,11 +213,11 @@ class JSONLinesTracker(GeneralTracker):
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        text = json.dumps(values, indent=2, default=plain)
+        text = json_text(values, indent=2, default=plain)
         (self._folder / "hparams.json").write_text(text + "\n", encoding="utf-8")
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        line = json.dumps({"time_s": time.time(), "step": step, **values, **kwargs}, default=plain)
+        line = json_text({"time_s": time.time(), "step": step, **values, **kwargs}, default=plain)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(line + "\n")
 

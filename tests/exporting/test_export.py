@@ -288,6 +288,123 @@ def test_odd_things_arrive_and_workers_find_them(notebook: kernels.Kernel, folde
 
 
 @pytest.mark.parametrize(
+    ("cell", "printed"),
+    [
+        ("!echo a", ["a"]),
+        ("!exit 3\nprint(_exit_code)", ["3"]),
+        ("if EPOCHS:\n    !exit 4\n_exit_code", ["4"]),
+        ("word = 'b'\n!echo {EPOCHS + 1} $word '$word'", ["3 b $word"]),
+        ("!echo $EPOCHS ${#HOME} >/dev/null; echo {EPOCHS}", ["{EPOCHS}"]),
+        ("echo(1)", ["1 2"]),
+    ],
+)
+def test_shell_command_prints_what_it_prints_in_the_notebook(
+    notebook: kernels.Kernel, folder: pathlib.Path, cell: str, printed: list[str]
+) -> None:
+    notebook.run("def echo(v):\n    !echo $v {EPOCHS}")
+    exported = export(notebook, cell)
+    assert exported.status == "ok", exported.traceback
+    done = subprocess.run([sys.executable, folder / "train.py"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == printed
+
+
+_UNCHANGED = """
+import typing
+import bare
+times = {}
+k = 0.5
+def timed(g):
+    @functools.wraps(g)
+    def run(*args, **more):
+        times[g.__name__] = times.get(g.__name__, 0) + 1
+        return g(*args, **more)
+    return run
+
+@timed
+@torch.no_grad()
+def pick(a, /, b=k, *more, c=None, d=-k, e=(torch.float16, nn), key=lambda v: v, nan=float("nan")):
+    return a, b, c, d, e[0], torch.is_grad_enabled()
+
+class Picker:
+    def __init__(self, b=k, *, c=k):
+        self.both = b, c
+
+    @staticmethod
+    def of(b=k):
+        return b
+
+    @typing.overload
+    def over(self, b: int = ...): ...
+    def over(self, b=k):
+        return b
+
+    @bare.without_wraps
+    def bare(self, b=k):
+        return b
+pick(0)
+first = pick
+"""
+
+
+def test_definitions_whose_defaults_and_decorators_are_as_they_were(
+    notebook: kernels.Kernel, folder: pathlib.Path
+) -> None:
+    (folder / "bare.py").write_text("def without_wraps(g):\n    return lambda self: g(self)\n")
+    assert notebook.run(_UNCHANGED).status == "ok"
+    exported = export(notebook, "print(first(1), Picker().both, Picker.of(), Picker().over(), Picker().bare(), times)")
+    assert exported.status == "ok", exported.traceback
+    done = subprocess.run([sys.executable, folder / "train.py"], capture_output=True, text=True, check=True)
+    assert done.stdout == "(1, 0.5, None, -0.5, torch.float16, False) (0.5, 0.5) 0.5 0.5 0.5 {'pick': 2}\n"
+
+
+_REGISTER = """
+seen = []
+def reg(n):
+    def at(g):
+        seen.append(n)
+        return g
+    return at
+@reg(1)
+def f(): pass
+"""
+_COUNT = """
+count = 0
+def numbered(g):
+    global count
+    count += 1
+    return functools.wraps(g)(lambda: g())
+@numbered
+def f(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ("def f(): return 1\nf = wrapped(f)", "'f' can't be exported: it was wrapped after its definition"),
+        ("def g(): return 1\nf = torch.no_grad()(g)", "'f' can't be exported: it was wrapped after its definition"),
+        ("@torch.no_grad()\ndef f(): return 1\nf = wrapped(f)", "it was wrapped after its definition"),
+        ("k = 1\ndef f(a=0, b=k, *, c=2): return b\nk = 5", "the default of 'b' is 1, but `k` is 5 now"),
+        ("k = 1\ndef f(*, b=(k, 2)): return b\nk = 5", "'b' is (1, 2), but `(k, 2)` is (5, 2) now"),
+        ("k = 1\nf = lambda a=-k: a\nk = 5", "the default of 'a' is -1, but `-k` is -5 now"),
+        ("k = 1\n@wrapped\ndef f(a=k): return a\nk = 5", "the default of 'a' is 1, but `k` is 5 now"),
+        ("def f(seen=[]): seen.append(1)\nf()", "the default of 'seen' is [1], but `[]` is [] now"),
+        ("k = 1\nclass f:\n    def m(self, a=k): pass\nk = 5", "the default of 'a' in m is 1, but `k` is 5 now"),
+        ("def f(): return f.calls\nf.calls = 3", "'f' can't be exported: its calls was put on it after"),
+        (_REGISTER, "'f' can't be exported: its decorator `reg(1)` changes 'seen'"),
+        (_COUNT, "'f' can't be exported: its decorator `numbered` changes 'count'"),
+    ],
+)
+def test_definition_that_would_make_something_else_in_the_script_is_refused(
+    notebook: kernels.Kernel, before: str, said: str
+) -> None:
+    notebook.run("def wrapped(g):\n    return functools.wraps(g)(lambda *args: g(*args))")
+    assert notebook.run(before).status == "ok"
+    outcome = notebook.run("%%distributed --export refused.py\nf()")
+    assert said in outcome.traceback
+
+
+@pytest.mark.parametrize(
     ("before", "cell", "said"),
     [
         ("", "x = 1\ny = input('how many? ')", "line 3: 'input' asks at a keyboard"),

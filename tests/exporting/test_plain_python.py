@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import sys
+from typing import Any
 
 import pytest
+from IPython.utils.text import DollarFormatter
 
 from notebook_accel.errors import CellError
 from notebook_accel.exporting import plain_python
@@ -12,20 +15,78 @@ from notebook_accel.exporting.plain_python import Body
 
 
 @pytest.mark.parametrize(("call", "said"), [
-    ("get_ipython().system('ls -l')", "subprocess.run('ls -l', shell=True)"),
+    ("get_ipython().system('ls -l')", "_exit_code = subprocess.run('ls -l', shell=True).returncode"),
     ("x = get_ipython().getoutput('ls')", "x = subprocess.getoutput('ls').splitlines()"),
     ("é = 1; get_ipython().run_line_magic('cd', '~/data')", "é = 1; os.chdir(os.path.expanduser('~/data'))"),
     ("get_ipython().run_line_magic('env', 'A=b c')", "os.environ.update(A='b c')"),
     ("if x:\n    get_ipython().run_line_magic('matplotlib', 'inline')", "if x:\n    pass"),
 ])  # fmt: skip
 def test_ipythons_calls_become_what_they_do_in_a_rank(call: str, said: str) -> None:
-    assert plain_python.plain(call, "In[1]")[0] == said
+    assert plain_python.plain(call, "In[1]", ())[0] == said
     compile(said, "train.py", "exec")
 
 
 def test_what_has_no_equal_in_python_is_named_with_its_line() -> None:
     with pytest.raises(CellError, match=r"In\[4\], line 12: %time is IPython's"):
-        plain_python.plain("x = 1\n\nget_ipython().run_line_magic('time', 'x')", "In[4]", first_line=10)
+        plain_python.plain("x = 1\n\nget_ipython().run_line_magic('time', 'x')", "In[4]", (), first_line=10)
+
+
+@pytest.mark.parametrize("command", [
+    "echo $out/* {out}",
+    "echo $n.real {n + 1} {n!r:>3} '$n' $$n $$ {{n}}",
+    "echo {words[0]} {words[1:]} {words['a']!r} {\"it's\"}",
+    "echo $HOME {n}",
+    "echo ${n}",
+    "awk '{print $1}' {out}",
+    "find . -exec ls {} +",
+    "cp {out}{,.bak}",
+    "echo {n",
+    "echo 'a\\nb' \"c\" {n}",
+    "echo {[k for k in words]}",
+    "docker ps --format '{{.Names}}'",
+    "echo {len(words)} $n",
+    "echo plain",
+])  # fmt: skip
+def test_command_fills_in_what_ipython_fills_in(command: str) -> None:
+    names = {"out": "a b", "n": 3, "words": _Words("xyz")}
+    try:
+        filled = DollarFormatter().vformat(command, [], names)
+    except Exception:  # noqa: BLE001 - IPython runs the command as it is then
+        filled = command
+    source, _ = plain_python.plain(f"get_ipython().run_line_magic('env', {'A=' + command!r})", "In[1]", names)
+    assert eval(source.replace("os.environ.update", "dict"), dict(names)) == {"A": filled}
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="f-strings have no limits there")
+def test_expression_that_no_f_string_can_have_is_refused() -> None:
+    command = """echo ''' \"\"\" {out['a']}"""
+    with pytest.raises(CellError, match=r"In\[1\], line 1: an expression of the command can't be in an f-string"):
+        plain_python.plain(f"get_ipython().system({command!r})", "In[1]", ["out"])
+
+
+class _Words(list):  # type: ignore[type-arg]
+    def __getitem__(self, key: Any) -> Any:
+        return key if isinstance(key, str) else super().__getitem__(key)
+
+
+def test_command_fills_in_names_that_are_known_where_it_stands() -> None:
+    source = "def f(i):\n    get_ipython().system('echo $i')\nget_ipython().system('for i in 1 2; do echo $i; done')"
+    assert plain_python.plain(source, "In[1]", ())[0] == (
+        "def f(i):\n    _exit_code = subprocess.run(f'echo {i}', shell=True).returncode\n"
+        "_exit_code = subprocess.run('for i in 1 2; do echo $i; done', shell=True).returncode"
+    )
+
+
+def test_magics_fill_in_names_too() -> None:
+    source = "get_ipython().run_line_magic('cd', '$out')\nget_ipython().run_line_magic('env', 'A={out}')"
+    assert plain_python.plain(source, "In[1]", ["out"])[0] == (
+        "os.chdir(os.path.expanduser(f'{out}'))\nos.environ.update(A=f'{out}')"
+    )
+
+
+def test_shell_command_inside_an_expression_is_refused_since_its_value_is_none() -> None:
+    with pytest.raises(CellError, match=r"In\[1\], line 1: get_ipython\(\)\.system is IPython's"):
+        plain_python.plain("x = get_ipython().system('ls')", "In[1]", ())
 
 
 def test_indenting_leaves_strings_as_they_are() -> None:

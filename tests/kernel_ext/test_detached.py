@@ -94,7 +94,9 @@ def test_run_under_a_cell_is_detached_by_a_click_and_outlives_its_kernel(tmp_pat
         [button] = [comm for comm in opened if comm["data"]["state"].get("description") == "Detach"]
         first.click(button["comm_id"], first.make_subshell())  # as JupyterLab does for clicks while a cell runs
         outcome = cell.finish(_LONG_S)
-        assert "The run 'day' was detached, and goes on without this notebook." in outcome.traceback
+        assert (
+            "The run 'day' was detached under the name 'day', and goes on without this notebook." in outcome.traceback
+        )
         assert "Fix: %distributed attach day" in outcome.traceback
         assert "it goes on without this notebook" in outcome.displays[-1]["data"]["text/html"]
         assert first.run("%%distributed -n 2 --view none\n1", _LONG_S).result == "[1, 1]"
@@ -126,6 +128,7 @@ def test_run_in_the_background_is_detached_by_name(tmp_path: pathlib.Path) -> No
         assert re.search(r"\(day\): detached, .*\n.*\(night\): running", kernel.run("%distributed status").stdout)
         again = kernel.run("%distributed detach")
         assert again.result == detached.result, again.traceback
+        assert "The detached run 'night' keeps its name." in kernel.run("%distributed detach other").traceback
         mark.touch()
         assert kernel.run("job.results()[0].size", _LONG_S).result == "42"
         [folder] = run_folders.every()

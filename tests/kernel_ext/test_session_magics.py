@@ -177,7 +177,7 @@ def test_name_that_only_some_ranks_have_is_an_error_that_offers_push(notebook: k
     notebook.run("share = 5")
     said = error(notebook, "%%distributed\nshare")
     assert "rank 1 of 2 failed" in said and "NameError" in said
-    assert "the notebook has a 'share' that rank 1 doesn't have: %push share" in said
+    assert "the notebook has a 'share', and rank 1 has none: %push share" in said
     notebook.run("%push share --rank 1")
     assert shown(notebook, "%%distributed\nshare") == "rank 0: 1\nrank 1: 5"
     notebook.run("hidden = 8")
@@ -282,6 +282,7 @@ def test_from_start_to_stop(tmp_path: pathlib.Path) -> None:
         assert "rank 1 of 2 was killed by SIGKILL" in said and "%distributed restart" in said
         assert "Rank 1 has restarted" in kernel.run("%distributed restart").stdout
         assert shown(kernel, "%%distributed\n'kept' in globals()") == "rank 0: True\nrank 1: False"
+        assert "rank 1 has no 'kept', perhaps since a restart: run the cell" in error(kernel, "%%distributed\nkept")
         assert "The session has ended" in kernel.run("%distributed stop --run mine").stdout
         assert shown(kernel, "%%distributed -n 1 --use_cpu\n'kept' in globals()") == "[False]"
         assert_ready(kernel.run("%distributed start -n 2 --use_cpu"))

@@ -181,6 +181,16 @@ def test_what_cannot_be_pickled_is_left_out_and_said(file: int) -> None:
     assert opening.problems[""].fix == "send less"
 
 
+def test_what_is_nested_too_deeply_loses_nothing_else(file: int) -> None:
+    deep: list[Any] = []
+    for _ in range(20_000):
+        deep = [deep]
+    opening = sent(file, {"deep": deep, "fine": 3})
+    assert opening.values["fine"] == 3
+    assert 'name "deep" of rank 0' in opening.problems["deep"].what
+    assert "nested too deeply" in opening.problems["deep"].what
+
+
 def test_largest_is_left_out_where_there_is_no_room_for_all(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 100 << 20)
     values = {"": 1, "huge": torch.zeros(30 << 20), "large": torch.zeros(20 << 20), "small": torch.ones(5000)}

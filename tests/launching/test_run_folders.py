@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -74,6 +76,48 @@ def test_folder_is_held_until_the_last_process_with_the_lock_has_gone() -> None:
     assert not folder.is_held
 
 
+def test_name_is_taken_from_the_moment_of_the_launch_and_free_when_its_holder_has_gone() -> None:
+    _, lock = run_folders.make("the night", is_unique=True)
+    with pytest.raises(
+        LaunchError, match=r"'the night' goes on already\.\nFix: .* attach 'the night', .* stop 'the night'$"
+    ):
+        run_folders.make("the night", is_unique=True)
+    os.close(lock)
+    os.close(run_folders.make("the night", is_unique=True)[1])
+
+
+def test_of_launches_at_the_same_time_one_gets_the_name() -> None:
+    begin, may_begin = os.pipe()
+    told, tell = os.pipe()
+
+    def launches() -> None:
+        os.read(begin, 1)
+        try:
+            run_folders.make("night", is_unique=True)
+            os.write(tell, b"1")
+        except LaunchError:
+            os.write(tell, b"0")
+        signal.pause()  # so that it holds its folder until all have tried
+
+    children = []
+    for _ in range(8):
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                launches()
+            finally:
+                os._exit(1)
+    try:
+        os.write(may_begin, b"x" * len(children))
+        assert sorted(os.read(told, 1) for _ in children) == [b"0"] * 7 + [b"1"]
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for descriptor in (begin, may_begin, told, tell):
+            os.close(descriptor)
+
+
 def test_run_is_found_by_name_or_id_and_one_that_goes_on_first() -> None:
     with pytest.raises(NotebookAccelError, match=r"no detached run of yours.*\n.*\nFix: start one"):
         run_folders.find("night")
@@ -120,10 +164,21 @@ def test_folder_that_others_can_open_is_refused(mode: int) -> None:
     folder.path.chmod(0o700)
     assert [found.id for found in run_folders.every()] == [folder.id]
     run_folders.root().chmod(mode)
-    assert run_folders.every() == []
-    for act in (lambda: run_folders.find("night"), lambda: run_folders.make("night")):
+    for act in (run_folders.every, lambda: run_folders.find("night"), lambda: run_folders.make("night")):
         with pytest.raises(NotebookAccelError, match="isn't used"):
             act()
+    run_folders.root().chmod(0o700)
+
+
+def test_advice_about_a_folder_can_be_typed(monkeypatch: pytest.MonkeyPatch, state_home: pathlib.Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(state_home / "my state"))
+    run_folders.root().mkdir(parents=True)
+    with pytest.raises(NotebookAccelError, match=rf"chmod 700 '{re.escape(str(run_folders.root()))}', if it is yours"):
+        run_folders.find()
+    run_folders.root().chmod(0o700)
+    ended("a b")
+    with pytest.raises(NotebookAccelError, match=r"Fix: name one of: 'a b'$"):
+        run_folders.find("c")
 
 
 def test_run_is_found_once_its_agent_has_taken_over_the_launch() -> None:
@@ -184,12 +239,12 @@ def test_another_user_neither_sees_nor_removes_nor_connects() -> None:
     with held() as folder, folder.listen():
 
         def tries() -> int:
-            reached = len(run_folders.every()) + len(run_folders.remove_old(all_ended=True))
-            for act in (folder.connect, folder.open_journal, lambda: os.listdir(folder.path)):
+            reached = len(run_folders.remove_old(all_ended=True))
+            for act in (run_folders.every, folder.connect, folder.open_journal, lambda: os.listdir(folder.path)):
                 try:
                     act()
                     reached += 1
-                except PermissionError:
+                except (PermissionError, NotebookAccelError):
                     continue
             return reached
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import subprocess
 import sys
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
+import cloudpickle
 import pytest
 
 from notebook_accel.payload import memory_files, serialization
@@ -87,6 +91,89 @@ def test_they_come_back_as_the_notebooks_own(defined: str) -> None:
     by_value = [obj for _, obj in opened.by_value]
     back = serialization.pickle_by_value(opened.value, roots={}, origins=by_value)
     assert _through(back, origins=out.by_value).value is namespace[defined]
+
+
+SLOTTED = """
+import abc, collections, dataclasses, typing
+T = typing.TypeVar("T")
+
+@dataclasses.dataclass(slots=True)
+class Point:
+    x: int = 4
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Fixed:
+    x: int = 4
+
+class Plain: pass
+class Tuple:
+    __slots__ = ("x", "__y")
+    def __init__(self): self.x, self.__y = 4, 5
+    def both(self): return self.x, self.__y
+class Inherits(Tuple): __slots__ = ("z",)
+class OfPlain(Plain): __slots__ = ("x",)
+class Both(Plain, Tuple): __slots__ = ()
+class Unslotted(Tuple): pass
+class Text: __slots__ = "x"
+class PrivateText:
+    __slots__ = "__x"
+    def __init__(self): self.__x = 4
+class Dict: __slots__ = {"x": "its documentation"}
+class Open: __slots__ = ("x", "__dict__", "__weakref__")
+class OnlyWeak: __slots__ = "__weakref__"
+class Abstract(abc.ABC, typing.Generic[T]): __slots__ = ("x",)
+class Empty: __slots__ = ()
+class Pair(collections.namedtuple("Pair", "x y", defaults=(4, 5))): __slots__ = ()
+class Named(typing.NamedTuple): x: int = 4
+class Refers:
+    __slots__ = ("x",)
+Refers.one = Refers()
+Refers.one.x = 4
+"""
+
+
+@pytest.mark.parametrize("name", [
+    "Point", "Fixed", "Plain", "Tuple", "Inherits", "OfPlain", "Both", "Unslotted", "Text", "PrivateText", "Dict",
+    "Open", "OnlyWeak", "Abstract", "Empty", "Pair", "Named", "Refers",
+])  # fmt: skip
+def test_slots_are_the_same_in_the_ranks_and_instances_travel_both_ways(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = notebook(SLOTTED)
+    own = namespace[name]
+    declared = own.__dict__.get("__slots__")
+    here = own()
+    for attribute in _takes(own, ("x", "z")):
+        setattr(here, attribute, 4)
+    out = serialization.pickle_by_value(here, roots={}, namespace=namespace)
+    # Like another process, which doesn't know the class.
+    monkeypatch.setattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", weakref.WeakValueDictionary())
+    opened = _through(out, namespace={"__name__": "__main__"})
+    there = opened.value
+    assert type(there) is not own and own.__dict__.get("__slots__") is declared
+    assert _takes(type(there), ATTRIBUTES) == _takes(own, ATTRIBUTES)
+    assert _state(there) == _state(here)
+    back = serialization.pickle_by_value(there, roots={}, origins=[obj for _, obj in opened.by_value])
+    again = _through(back, origins=out.by_value).value
+    assert type(again) is own and _state(again) == _state(here)
+
+
+ATTRIBUTES = ("x", "z", "_Tuple__y", "_PrivateText__x", "typo", "__weakref__")
+
+
+def _takes(cls: Any, attributes: Sequence[str]) -> list[str]:
+    """Return the attributes that an instance may have, and ``__weakref__`` if it can have weak references."""
+    found = []
+    for name in attributes:
+        with contextlib.suppress(AttributeError, TypeError):
+            weakref.ref(cls()) if name == "__weakref__" else setattr(cls(), name, 1)
+            found.append(name)
+    return found
+
+
+def _state(instance: Any) -> dict[str, Any]:
+    names = ("x", "z", "_Tuple__y", "_PrivateText__x", "__dict__")
+    return {name: getattr(instance, name) for name in names if hasattr(instance, name)}
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="syntax of Python 3.12")

@@ -185,6 +185,58 @@ def test_what_cannot_be_sent_is_named_with_the_way_to_it(value: Any, path: str) 
     assert path in str(caught.value)
 
 
+def _nested(depth: int, inner: Any = None) -> Any:
+    for _ in range(depth):
+        inner = (1, [inner])
+    return inner
+
+
+def test_what_is_nested_too_deeply_is_named() -> None:
+    namespace = notebook("def train(): return tree")
+    namespace["tree"] = _nested(20_000)
+    with pytest.raises(PayloadError) as caught:
+        serialization.pickle_by_value(namespace["train"], roots={'function "train"': namespace["train"]})
+    assert caught.value.path == 'function "train" -> global "tree" -> item 1 -> item 0 -> ...'
+    assert "nested too deeply" in caught.value.what and "a list of its nodes" in caught.value.fix
+
+
+class _Endless:
+    def __reduce__(self) -> Any:
+        return self.__reduce__()
+
+
+def test_what_recurses_without_end_is_named() -> None:
+    with pytest.raises(PayloadError) as caught:
+        serialization.pickle_by_value(None, roots={"fine": 1, "bad": {"one": [_Endless()]}})
+    assert caught.value.path == "bad -> item 'one' -> item 0"
+    assert "recurses without end" in caught.value.why
+
+
+def test_what_only_just_is_nested_too_deeply_is_named_too() -> None:
+    def error(depth: int) -> PayloadError | None:
+        tree = _nested(depth)
+        try:
+            serialization.pickle_by_value({"fine": 1, "tree": tree}, roots={"fine": 1, "tree": tree})
+        except PayloadError as error:
+            return error
+        return None
+
+    low, high = 0, 20_000
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if error(middle) else (middle, high)
+    found = error(high)
+    assert found is not None and found.path.startswith("tree") and "nested too deeply" in found.what
+
+
+def test_long_path_is_cut_in_its_middle() -> None:
+    with pytest.raises(PayloadError) as caught:
+        serialization.pickle_by_value(None, roots={"tree": _nested(50, [LOCK])})
+    start, end = "tree -> item 1 -> item 0 -> item 1", "item 0 -> item 1 -> item 0 -> item 0"
+    assert caught.value.path == f"{start} -> ... 94 more ... -> {end}"
+    assert "it is a lock" in caught.value.what
+
+
 def test_a_global_of_a_function_is_named() -> None:
     namespace = notebook("def train(): return connection.recv(1)")
     with socket.socket() as connection:

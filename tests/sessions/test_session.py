@@ -49,6 +49,27 @@ def test_value_is_shown_once_where_ranks_have_the_same(session: Session) -> None
     assert len(many) < 21_000 and many.endswith("more characters")
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_of_every_start_method_find_the_present_definitions(
+    engine: local.LocalEngine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "OFFSET", 10, raising=False)
+    monkeypatch.setattr(main, "of_notebook", None, raising=False)
+    exec("def of_notebook(x): return x + OFFSET", vars(main))
+    cell = f"""import concurrent.futures, multiprocessing, threading
+lock = threading.Lock()
+def stays(): return lock
+class Own:
+    def __init__(self, x): self.x = FACTOR * of_notebook(x)
+with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("{method}")) as pool:
+    own, number = pool.submit(Own, 1).result(), pool.submit(of_notebook, 1).result()
+own.x, type(own) is Own, number"""
+    with Session(num_processes=1, use_cpu=True, view="none") as alone:
+        assert repr(alone.execute(f"FACTOR = 2\n{cell}")) == "rank 0: (22, True, 11)"
+        assert repr(alone.execute(f"FACTOR = 3\n{cell}")) == "rank 0: (33, True, 11)"
+
+
 def test_some_ranks_only(session: Session) -> None:
     assert repr(session.execute("rank + 5", ranks=[1])) == "rank 1: 6"
     with pytest.raises(ConfigError, match="has no ranks 2-3"):

@@ -35,12 +35,15 @@ def test_lines_of_json(tmp_path: pathlib.Path) -> None:
     assert accelerator.trackers == []
     accelerator.init_trackers("digits", {"lr": 0.1, "path": tmp_path})
     accelerator.log({"loss": torch.tensor([0.5]), "note": "fine"}, step=3)
-    accelerator.log({"loss": torch.tensor(0.25)}, log_kwargs={"jsonl": {"split": "test"}})
+    accelerator.log(
+        {"loss": torch.tensor(0.25), "peak": torch.tensor(float("inf"))}, log_kwargs={"jsonl": {"split": "test"}}
+    )
     path = accelerator.get_tracker("jsonl", unwrap=True)
     accelerator.end_training()
     first, second = map(json.loads, path.read_text().splitlines())
     assert (first["loss"], first["note"], first["step"]) == (0.5, "fine", 3)
     assert (second["loss"], second["split"], second["step"]) == (0.25, "test", None)
+    assert second["peak"] is None  # JSON has no infinity
     assert json.loads((tmp_path / "digits" / "hparams.json").read_text()) == {"lr": 0.1, "path": str(tmp_path)}
 
 

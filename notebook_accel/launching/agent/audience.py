@@ -191,6 +191,10 @@ class Attachments:
 
     def flush(self) -> None:
         now_s = time.monotonic()
+        if self._has_news and now_s >= self._latest_due_s:  # first, so that who hears of the end also finds it there
+            self._has_news, self._latest_due_s = False, now_s + _LATEST_PERIOD_S
+            with contextlib.suppress(OSError):  # a full disk: the journal may have the message, or a later call writes
+                self._folder.replace_latest(self._journal.latest())
         for attachment in list(self._attached):
             try:
                 is_done = attachment.flush(now_s)
@@ -198,10 +202,6 @@ class Attachments:
                 self._drop(attachment)
                 continue
             self._loop.watch_writing(attachment.connection.fileno(), not is_done)
-        if self._has_news and now_s >= self._latest_due_s:
-            self._has_news, self._latest_due_s = False, now_s + _LATEST_PERIOD_S
-            with contextlib.suppress(OSError):  # a full disk: the journal may have the message, or a later call writes
-                self._folder.replace_latest(self._journal.latest())
 
     def close(self) -> None:
         """Close all connections and the journal, when the run is over."""

@@ -15,8 +15,9 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from notebook_accel.command_text import variables_in
 from notebook_accel.errors import CellError
-from notebook_accel.launching.ranks.ipython_shims import LINE_MAGICS, variables_in
+from notebook_accel.launching.ranks.ipython_shims import LINE_MAGICS
 
 # IPython's own names in a notebook's namespace, which are not sent to ranks.
 OF_IPYTHON = {"In", "Out", "_", "__", "___", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "exit", "quit", "get_ipython"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import shlex
 import socket
 import sys
 import time
@@ -43,6 +44,7 @@ _PAUSE_S = 0.1
 _START_DEADLINE_S = 60.0
 _KEPT_BYTES = 1 << 16  # of each rank's output before its run was detached
 _STOP_DEADLINE_S = 30.0
+_LEAVE_DEADLINE_S = 12.0  # an agent waits 10 s for a kernel that reads nothing
 
 
 class DetachedEngine:
@@ -82,6 +84,10 @@ def _new_folder(name: str, run_id: str = "", *, is_unique: bool) -> Iterator[tup
         The folder, the descriptor that holds its lock, and a function that closes the descriptor in this process.
     """
     run_folders.remove_old()
+    if is_unique:
+        for earlier in run_folders.every():
+            if earlier.has_name(name):
+                _wait_if_ending(earlier)
     folder, lock = run_folders.make(name, run_id, is_unique=is_unique)
     with contextlib.ExitStack() as held:
         held.callback(os.close, lock)
@@ -127,11 +133,12 @@ def detach(job: Job, name: str = "") -> DetachedJob:
         The run's new job.
 
     Raises:
-        ConfigError: A run with these options can't be detached.
+        ConfigError: A run with these options can't be detached, or a detached run would get another name.
         LaunchError: A detached run of that name goes on already, or the folder can't be made.
-        RunError: The run has ended, or another run of this process goes on.
+        RunError: The run has ended or was detached, or another run of this process goes on.
     """
-    return job if isinstance(job, DetachedJob) else attach(let_go(job, name).id)
+    folder = let_go(job, name)
+    return job if isinstance(job, DetachedJob) else attach(folder.id)
 
 
 def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFolder:
@@ -140,7 +147,11 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
     A session's ranks also need a message, which its pool sends: see ``RankPool.leave``.
     """
     if isinstance(job, DetachedJob):
+        if name and name != job.name:
+            raise ConfigError(f"The detached run {job.name!r} keeps its name.", fix="%distributed detach")
         return job.folder
+    if job.status == "detached" and job.error is not None:
+        raise job.error
     if why := why_not(job.config):
         raise ConfigError(f"The run {job.name!r} can't be detached.", why=why)
     if job.on_death == "keep" and not is_session_told:
@@ -295,13 +306,16 @@ def again(
         NotebookAccelError: There is no such run, or a version with another format has launched it.
     """
     earlier = run_folders.find(which)
+    typed = shlex.quote(earlier.facts.name)
+    _wait_if_ending(earlier)
     if earlier.is_held:
-        name = earlier.facts.name
-        raise LaunchError(f"The run {name!r} goes on.", fix=f"%distributed attach {name}; notebook-accel stop {name}")
+        raise LaunchError(
+            f"The run {earlier.facts.name!r} goes on.", fix=f"%distributed attach {typed}; notebook-accel stop {typed}"
+        )
     if earlier.facts.is_session:
         raise LaunchError(
             f"{earlier.facts.name!r} is a session that has ended, and its cells weren't kept.",
-            fix=f"%distributed start --detach --name {earlier.facts.name}, and run the cells again",
+            fix=f"%distributed start --detach --name {typed}, and run the cells again",
         )
     if not earlier.facts.has_payload:
         raise LaunchError(
@@ -334,6 +348,13 @@ def _launch_again(earlier: RunFolder, request: LaunchRequest) -> DetachedJob:
         finally:
             os.close(payload)
     return job
+
+
+def _wait_if_ending(folder: RunFolder) -> None:
+    """Wait for the agent of a run that is over, which holds the folder for a moment more."""
+    deadline_s = time.monotonic() + _LEAVE_DEADLINE_S
+    while detached_runs.is_ending(folder) and time.monotonic() < deadline_s:
+        time.sleep(_PAUSE_S)
 
 
 def stop(folder: RunFolder) -> None:

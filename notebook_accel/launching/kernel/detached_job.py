@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
+import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -117,7 +118,8 @@ def request_of(folder: RunFolder, set_variables: Callable[[dict[str, Any]], obje
             f"The run {facts.name!r} can't be read by notebook-accel {VERSION}.",
             why=f"notebook-accel {facts.version} has launched it, and writes its folder in another format "
             f"({facts.journal_version} instead of {JOURNAL_VERSION}).",
-            fix=f"attach with notebook-accel {facts.version}; notebook-accel stop {facts.name} works with any",
+            fix=f"attach with notebook-accel {facts.version}; "
+            f"notebook-accel stop {shlex.quote(facts.name)} works with any",
         )
     payload = folder.open_payload()
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import subprocess
 import threading
 import time
@@ -238,7 +239,8 @@ class Link(AgentLink[DetachedJob]):
         self._job.is_live = False
         steps = max((rank.steps or 0 for rank in self._job.ranks), default=0)
         last = f" Its last known step is {steps:,}." if steps else ""
-        fix = f"%distributed again {self._job.name}: it continues from the checkpoint that it loads, if it loads one"
+        again = f"%distributed again {shlex.quote(self._job.name)}"
+        fix = f"{again}: it continues from the checkpoint that it loads, if it loads one"
         if facts.boot_id != run_folders.boot_id():
             what = f"The run {self._job.name!r} was lost with the machine, which was started again.{last}"
             error = SupervisorLostError(what, fix=fix)

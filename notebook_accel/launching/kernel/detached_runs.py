@@ -77,7 +77,7 @@ class RunSummary:
 
 
 def summaries() -> list[RunSummary]:
-    """Return this user's detached runs on this machine, the oldest first."""
+    """Return this user's detached runs on this machine, the oldest first. Raises as ``run_folders.every`` does."""
     return [summary(folder) for folder in run_folders.every()]
 
 
@@ -132,9 +132,18 @@ def _job_of_latest(folder: RunFolder) -> DetachedJob:
     return job
 
 
+def is_ending(folder: RunFolder) -> bool:
+    """Return whether a run is over, while its agent lives for a moment more."""
+    with contextlib.suppress(NotebookAccelError, OSError):
+        return folder.is_held and _job_of_latest(folder).done
+    return False
+
+
 def going_in_words() -> str:
-    """Return a line that names this user's detached runs that go on; empty if there are none."""
-    going = [folder for folder in run_folders.every() if folder.is_held]
+    """Return a line that names this user's detached runs that go on; empty if there are none, or none can be read."""
+    going: list[RunFolder] = []
+    with contextlib.suppress(NotebookAccelError):
+        going = [folder for folder in run_folders.every() if folder.is_held]
     if not going:
         return ""
     named = ", ".join(map(_in_words, going))

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import pathlib
+import shlex
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -551,8 +552,8 @@ class Job(Handle):
             name: The run's name from now on.
         """
         self._is_detached = True
-        what = f"The run {self.name!r} was detached, and goes on without this notebook."
-        self.end("", RunError(what, fix=f"%distributed attach {name}, or notebook_accel.attach({name!r})"))
+        what = f"The run {self.name!r} was detached under the name {name!r}, and goes on without this notebook."
+        self.end("", RunError(what, fix=f"%distributed attach {shlex.quote(name)}, or notebook_accel.attach({name!r})"))
 
     @property
     def result_files(self) -> ResultFiles:

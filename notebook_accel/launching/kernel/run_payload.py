@@ -94,7 +94,9 @@ def report_large(sizes_bytes: Mapping[str, int]) -> None:
 
 def report_lost_graphs(roots: Mapping[str, Any]) -> None:
     """Print which tensors lose their autograd graph."""
-    labels = [_variable_name(label) for label, value in roots.items() if getattr(value, "grad_fn", None) is not None]
+    tensor_class = getattr(sys.modules.get("torch"), "Tensor", ())
+    tensors = {label: value for label, value in roots.items() if isinstance(value, tensor_class)}
+    labels = [_variable_name(label) for label, value in tensors.items() if value.grad_fn is not None]
     if labels:
         print(f"Sent without the graph of their gradients: {', '.join(labels)}", file=sys.stderr)
 

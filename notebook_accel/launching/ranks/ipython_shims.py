@@ -5,54 +5,16 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
 import os
-import re
-import string
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from notebook_accel.command_text import filled_in
 from notebook_accel.launching.ranks import bars, displays, torch_hooks
-
-# A quoted text stays as it is; ``$$`` stands for one ``$``; ``$name.attribute`` is a variable.
-_DOLLAR = re.compile(r"'[^']*'|\$(\$|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
-
-
-def variables_in(line: str) -> list[str]:
-    """Return the names that ``$name`` and ``{expression}`` in a shell command or a magic's line refer to."""
-    found: list[str] = []
-    try:
-        for text, expression, _, _ in string.Formatter().parse(line):
-            found += [match.partition(".")[0] for match in _DOLLAR.findall(text)]
-            names = ast.walk(ast.parse(expression or "0", mode="eval"))
-            found += [node.id for node in names if isinstance(node, ast.Name)]
-    except (SyntaxError, ValueError):  # braces of another language, such as awk's: IPython fills in nothing then
-        return []
-    return [name for name in found if name not in ("", "$")]
-
-
-def filled_in(line: str, variables: Mapping[str, Any]) -> str:
-    """Fill in ``$name`` and ``{expression}`` as IPython does: all of them, or none if one has no value."""
-
-    def parts() -> Iterator[str]:
-        formatter = string.Formatter()
-        for text, expression, spec, conversion in formatter.parse(line):
-            yield _DOLLAR.sub(lambda match: value_of(match) if match[1] else match[0], text)
-            if expression is not None:
-                value = formatter.convert_field(eval(expression, dict(variables)), conversion)
-                yield format(value, spec or "")
-
-    def value_of(match: re.Match[str]) -> str:
-        return "$" if match[1] == "$" else str(eval(match[1], dict(variables)))
-
-    try:
-        return "".join(parts())
-    except Exception:  # noqa: BLE001 - evaluating the user's expression may raise anything
-        return line
 
 
 class RankShell:

@@ -7,6 +7,7 @@ kernel when it has gone. A lock in the folder keeps a second kernel out.
 from __future__ import annotations
 
 import itertools
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -129,7 +130,7 @@ class DetachedRankPool(RankPool):
 
     def _report_wait(self, missing: list[int]) -> None:
         cells = dict.fromkeys(cell for rank in missing if (cell := self.job.ranks[rank].cell))
-        who, name = f"{ranks_in_words(missing)} {'is' if len(missing) == 1 else 'are'}", self.job.name
+        who, name = f"{ranks_in_words(missing)} {'is' if len(missing) == 1 else 'are'}", shlex.quote(self.job.name)
         if cells:
             sys.stderr.write(
                 f"[{who} still busy with {', '.join(cells)} of the earlier notebook: this waits for the end. An "
@@ -186,6 +187,7 @@ def find(which: str) -> RunFolder:
         raise RunError(
             f"The session {facts.name!r} can't be attached by notebook-accel {VERSION}.",
             why=f"notebook-accel {facts.version} has started it.",
-            fix=f"attach with notebook-accel {facts.version}; notebook-accel stop {facts.name} works with any",
+            fix=f"attach with notebook-accel {facts.version}; "
+            f"notebook-accel stop {shlex.quote(facts.name)} works with any",
         )
     return run

@@ -14,7 +14,7 @@ from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.session_messages import Reply
 from notebook_accel.sessions.kernel.output import ranks_in_words
 
-_RESTART = "%distributed restart, or session.restart(), brings a fresh one; the others keep their variables"
+_RESTART = "%distributed restart, or session.restart(), brings a fresh one; living ranks keep their variables"
 _DEATH_DEADLINE_S = 30.0  # for the agent's report of a death, which is late on a busy machine
 _POLL_PERIOD_S = 0.02
 
@@ -39,11 +39,14 @@ def first_failure(
 
 
 def _of_missing_name(name: str, replies: Mapping[int, Reply]) -> str:
-    if not name or name not in vars(sys.modules["__main__"]):
-        return ""
+    """Return advice for a variable that some ranks lack and the notebook or other ranks have; otherwise empty text."""
     lacking = [rank for rank, reply in replies.items() if reply.missing == name]
-    who = ranks_in_words(lacking)
-    return f"the notebook has a {name!r} that {who} doesn't have: %push {name}, or session.push({name}={name})"
+    who = f"{ranks_in_words(lacking)} {'has' if len(lacking) == 1 else 'have'}"
+    if name in vars(sys.modules["__main__"]):
+        return f"the notebook has a {name!r}, and {who} none: %push {name}, or session.push({name}={name})"
+    if name and len(lacking) < len(replies):
+        return f"{who} no {name!r}, perhaps since a restart: run the cell that assigns it again"
+    return ""
 
 
 def describe_interrupt(interrupt: BaseException, replies: Mapping[int, Reply]) -> BaseException:

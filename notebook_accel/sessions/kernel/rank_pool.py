@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import pathlib
+import shlex
 import signal
 import sys
 import time
@@ -371,7 +372,7 @@ class RankPool:
         if self._is_closed:
             raise RunError(
                 f"This notebook has left the session {self.job.name!r}, which goes on.",
-                fix=f"%distributed attach {self.job.name}",
+                fix=f"%distributed attach {shlex.quote(self.job.name)}",
             )
 
     @contextlib.contextmanager

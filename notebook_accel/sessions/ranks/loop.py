@@ -33,7 +33,7 @@ from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, Message
 from notebook_accel.sessions.listener import join_session, read_secret
 from notebook_accel.sessions.ranks import torch_state
-from notebook_accel.sessions.ranks.namespace import NamespaceTracker, completions, description
+from notebook_accel.sessions.ranks.namespace import NamespaceTracker, completions, description, share_with_workers
 
 _ABORT_PATIENCE_S = 2.0
 _MOST_SHOWN_CHARACTERS = 20_000
@@ -86,6 +86,7 @@ class _SessionRank:
         self._spec = JobSpec(
             name="", world_size=world_size, environment={}, working_directory="", sys_path=[], sources={}
         )
+        share_with_workers(self._namespace, self._spec)
         os.register_at_fork(after_in_child=self._close_in_fork)
 
     def _close_in_fork(self) -> None:

@@ -9,13 +9,17 @@ import contextlib
 import importlib
 import inspect
 import keyword
+import os
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from notebook_accel.errors import PayloadError
 from notebook_accel.formatting import clipped
-from notebook_accel.payload import serialization, sharded_tensors
+from notebook_accel.launching.ranks import worker
+from notebook_accel.launching.spec import JobSpec
+from notebook_accel.payload import memory_files, serialization, sharded_tensors
 from notebook_accel.protocol.session_messages import Delivery
 from notebook_accel.sessions import shared_parts
 
@@ -153,6 +157,47 @@ class NamespaceTracker:
         own = {name for name in self._namespace if self.is_own(name)}
         before, self._own = self._own, own
         return sorted(own - before), sorted(before - own)
+
+
+def share_with_workers(namespace: dict[str, Any], spec: JobSpec) -> None:
+    """Give processes that multiprocessing starts by spawn or forkserver the definitions of this rank's ``__main__``.
+
+    They fill their ``__main__`` from the run's payload, and a session's has nothing of what came later. So whenever a
+    process starts, a new file with the present definitions takes the payload's descriptor.
+    """
+    payload = int(os.environ[worker.NAMESPACE_VARIABLE].rpartition("/")[2])
+    spawn: Any = importlib.import_module("multiprocessing.spawn")
+    prepare = spawn.get_preparation_data  # multiprocessing calls it for each process, before the start
+
+    def prepare_with_definitions(name: str) -> Any:
+        descriptor = memory_files.memory_file("notebook-accel-definitions")
+        try:
+            serialization.dump(descriptor, _pickled_definitions(namespace), spec.encode())
+            os.dup2(descriptor, payload, inheritable=False)
+        finally:
+            os.close(descriptor)
+        return prepare(name)
+
+    spawn.get_preparation_data = prepare_with_definitions
+
+
+def _pickled_definitions(namespace: dict[str, Any]) -> serialization.Pickled:
+    """Pickle the functions and classes of ``__main__`` and the variables that they use, if these can be pickled."""
+
+    def pickled(names: dict[str, Any]) -> serialization.Pickled:
+        return serialization.pickle_by_value(worker.Target(names), roots={}, namespace=namespace)
+
+    def can_be_pickled(name: str) -> bool:
+        with contextlib.suppress(PayloadError):
+            return bool(pickled({name: found[name]}))
+        return False
+
+    kinds = (type, types.FunctionType)
+    found = {k: v for k, v in list(namespace.items()) if isinstance(v, kinds) and v.__module__ == "__main__"}
+    try:
+        return pickled(found)
+    except PayloadError:
+        return pickled({name: definition for name, definition in found.items() if can_be_pickled(name)})
 
 
 def completions(namespace: Mapping[str, Any], text: str) -> list[str]:

@@ -20,7 +20,7 @@ from notebook_accel.launching.kernel import detached_link
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.protocol.channel import ClosedError, Connection
+from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop
 from tests import processes
 from tests.launching import functions
 from tests.launching.kernel.test_detached import agent_of, launch, wait_for_its_end, wait_for_steps
@@ -202,6 +202,26 @@ def test_reader_that_takes_nothing_is_dropped_and_holds_nobody_up(tmp_path: path
     mark.touch()
     assert len(job.results(_LONG_S)) == 2
     wait_for_its_end(job)
+
+
+def test_end_is_in_the_folder_before_a_kernel_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, lock = run_folders.make("night")
+    folder.write_facts(facts())
+    ours, theirs = Connection.pair()
+    attachments = Attachments(folder, theirs, 1)
+    attachments.begin(EventLoop(), lambda told, message: None, lambda: None)
+    attachments._attached[0].follows = True
+    attachments.tell(messages.RunEnded(job_id=folder.id, reason=""))
+    heard = select.poll()
+    heard.register(ours.fileno(), select.POLLIN)
+    written: list[bool] = []
+    monkeypatch.setattr(folder, "replace_latest", lambda data: written.append(not heard.poll(0)))
+    attachments.flush()
+    assert heard.poll(0)
+    assert written == [True]
+    attachments.close()
+    ours.close()
+    os.close(lock)
 
 
 def test_results_are_copied_at_the_end_of_the_run_itself() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import pathlib
 import pwd
@@ -14,7 +16,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from notebook_accel import attach, detach, notebook_launcher
+import notebook_accel
+from notebook_accel import attach, detach, notebook_launcher, runs_command
 from notebook_accel.errors import (
     ConfigError,
     LaunchError,
@@ -170,9 +173,11 @@ def test_killed_agent_takes_its_ranks_along_and_the_run_is_lost(mark: pathlib.Pa
 
 
 def test_run_that_goes_on_is_not_launched_again(mark: pathlib.Path) -> None:
-    job = launch(functions.reports_until, str(mark), ranks=1)
-    with pytest.raises(LaunchError, match=r"'night' goes on\.\nFix: %distributed attach night"):
-        detached.again("night")
+    job = launch(functions.reports_until, str(mark), ranks=1, name="a night")
+    with pytest.raises(
+        LaunchError, match=r"goes on\.\nFix: %distributed attach 'a night'; notebook-accel stop 'a night'$"
+    ):
+        detached.again("a night")
     mark.touch()
     job.results(_LONG_S)
     wait_for_its_end(job)
@@ -235,12 +240,17 @@ def test_run_that_goes_on_is_detached_with_its_curves_its_output_and_its_results
     before = here.state.history["loss"].ranks[1].points
     job = detach(here, "night")
     assert (here.status, here.done, job.status, job.name) == ("detached", True, "running", "night")
-    with pytest.raises(RunError, match=r"'day' was detached.*\nFix: %distributed attach night"):
+    with pytest.raises(RunError, match=r"'day' was detached under the name 'night'.*\nFix: %distributed attach night"):
         here.results()
+    with pytest.raises(RunError, match=r"'day' was detached under the name 'night'"):
+        detach(here, "other")
+    with pytest.raises(ConfigError, match="'night' keeps its name"):
+        detach(job, "other")
     assert [rank.pid for rank in job.ranks] == [rank.pid for rank in here.ranks]
     assert job.state.history["loss"].ranks[1].points[: len(before) - 1] == before[:-1]
     assert len(job.stacks(_LONG_S)) == 2
     assert detach(job) is job
+    assert detach(job, "night") is job
     # Later launches get another agent, which a Quit ends without the detached run.
     assert launch_here(functions.rank).results(_LONG_S) == [0, 1]
     local.engine().close()
@@ -292,6 +302,16 @@ def test_run_that_ends_while_it_is_being_detached_is_said_to_have_ended(mark: pa
         agent.detach(job, run_folders.RunFolder(mark.parent), lock.fileno())
 
 
+def test_metrics_that_json_lacks_are_null_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    job = launch(functools.partial(notebook_accel.report, loss=math.nan, peak=math.inf, steps=1.0), ranks=1)
+    job.results(_LONG_S)
+    wait_for_its_end(job)
+    capsys.readouterr()
+    runs_command.print_runs(as_json=True)
+    [listed] = json.loads(capsys.readouterr().out)
+    assert listed["metrics"] == {"loss": None, "peak": None, "steps": 1.0}
+
+
 def test_variable_that_no_pull_has_named_is_not_kept(mark: pathlib.Path) -> None:
     mark.touch()
     job = launch(functions.reports_until, str(mark), ranks=1)
@@ -313,6 +333,33 @@ def test_name_of_a_run_that_goes_on_is_refused_and_free_again_after_it(mark: pat
     wait_for_its_end(again)
     assert attach("night", view="none").folder.id == again.folder.id
     assert attach(job.folder.id, view="none").folder.id == job.folder.id
+
+
+def test_name_of_a_run_that_is_over_is_free_though_its_agent_lives_for_a_moment_more(
+    mark: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark.touch()
+    job = launch(functions.reports_until, str(mark), ranks=1)
+    job.results(_LONG_S)
+    locks: list[int] = []
+
+    def sees_it_for_the_last_time(folder: run_folders.RunFolder) -> bool:
+        found = is_ending(folder)
+        while found and locks:
+            os.close(locks.pop())
+        return found
+
+    is_ending = detached_runs.is_ending
+    monkeypatch.setattr(detached_runs, "is_ending", sees_it_for_the_last_time)
+    for relaunch in (
+        lambda: launch(functions.reports_until, str(mark), ranks=1),
+        lambda: detached.again("night", show=lambda _: None),
+    ):
+        wait_for_its_end(job)
+        locks.append(job.folder.hold())
+        job = relaunch()
+        job.results(_LONG_S)
+    wait_for_its_end(job)
 
 
 @pytest.mark.parametrize(
@@ -415,6 +462,13 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path) -> None:
     assert command("runs").stdout == "You have no detached run on this machine.\n"
     assert command("attach").returncode == 1
+    run_folders.root().mkdir(parents=True)
+    for line in (["runs"], ["runs", "--json"]):
+        refused = command(*line)
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert re.match(r"The folder /.* isn't used, since others(.|\n)*\nFix: chmod 700 /", refused.stderr)
+    assert detached_runs.going_in_words() == ""
+    run_folders.root().chmod(0o700)
     job = launch(functions.reports_until, str(mark))
     wait_for_steps(job)
     [listed] = json.loads(command("runs", "--json").stdout)

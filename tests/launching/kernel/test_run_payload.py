@@ -35,6 +35,17 @@ def test_tensor_with_a_graph_is_sent_without_it_and_that_is_said(notebook: kerne
     assert outcome.stderr == "Sent without the graph of their gradients: features\n"
 
 
+def test_object_that_answers_for_every_attribute_has_no_graph(notebook: kernels.Kernel) -> None:
+    notebook.run("""class Proxy:
+    def __getattr__(self, name):
+        if name.startswith("__"): raise AttributeError(name)
+        return name
+proxy = Proxy()""")
+    outcome = notebook.run("%%distributed -n 1\nproxy.grad_fn")
+    assert outcome.result == "['grad_fn']", outcome.traceback
+    assert outcome.stderr == ""
+
+
 def test_name_that_is_only_shadowed_may_be_what_cannot_be_sent(notebook: kernels.Kernel) -> None:
     notebook.run("log = open('/dev/null', 'w'); batches = (i for i in range(3)); kept = 5")
     outcome = notebook.run("""%%distributed -n 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from IPython.utils.text import DollarFormatter
 
-from notebook_accel.launching.ranks.ipython_shims import filled_in, variables_in
+from notebook_accel.command_text import filled_in, variables_in
 
 _VARIABLES: dict[str, Any] = {"out": "runs", "x": 3, "o": types.SimpleNamespace(a=5)}
 
@@ -20,6 +20,7 @@ _VARIABLES: dict[str, Any] = {"out": "runs", "x": 3, "o": types.SimpleNamespace(
     ("echo {x!r} {x + 1} {\", \".join([out])}", ["x", "x", "out"]),
     ("echo $o.a {o.a}", ["o", "o"]),
     ("echo a{{b}} $x", ["x"]),
+    ("echo {out[1:3]} { x }", ["out", "x"]),
     ("echo", []),
 ])  # fmt: skip
 def test_variables_are_filled_in_as_ipython_does(line: str, names: list[str]) -> None:
