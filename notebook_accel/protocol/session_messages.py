@@ -1,7 +1,7 @@
 """Messages between a session's kernel and its ranks. Descriptors travel beside a message, as its class states.
 
-kernel -> rank       Welcome, Execute, Call, Push, Pull, LookUp, Debug, Input, InspectGroup, RenewGroup, Settle,
-                     Detach, Leave
+kernel -> rank       Welcome, Execute, Call, Push, Pull, CountAsPulled, LookUp, Debug, Input, InspectGroup,
+                     RenewGroup, Settle, Detach, Leave
 rank -> kernel       Hello, Displayed, Prompt, Reply
 
 Each side unpickles only memory files that the other has sealed. A rank opens nothing before the kernel has
@@ -26,8 +26,11 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         shared: Numbers of the objects that are listed in the file, in order.
-        by_value: Numbers of the functions and classes that travel in it by value, in order.
+        by_value: Numbers of the functions and classes that travel in it by value, in order; -1 for one that no later
+            message refers to.
         by_force: Names whose values replace the rank's own.
+        same_statistics: Numbers of optimizers whose statistics, such as momenta, haven't changed in the notebook. They
+            get those of the rank's optimizers.
         forgotten: Numbers of earlier objects that the notebook no longer has.
         sources: Source texts by the file name in their code, each with its label for tracebacks.
     """
@@ -35,13 +38,9 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     shared: list[int] = []
     by_value: list[int] = []
     by_force: list[str] = []
+    same_statistics: list[int] = []
     forgotten: list[int] = []
     sources: dict[str, tuple[str, str]] = {}
-
-    @property
-    def numbers(self) -> list[int]:
-        """Numbers of all objects in the file; -1 for one that no later message refers to."""
-        return [*self.shared, *self.by_value]
 
 
 class Welcome(_SessionMessage, frozen=True, kw_only=True):
@@ -101,6 +100,16 @@ class Pull(_Request, frozen=True, kw_only=True):
     names: list[str]
     answering: list[int]
     gathers: bool
+
+
+class CountAsPulled(_Request, frozen=True, kw_only=True):
+    """Give variables the numbers of the notebook's copies of them, which a pull has made.
+
+    Attributes:
+        numbers: Numbers for the parts of each variable, by its name.
+    """
+
+    numbers: dict[str, list[int]]
 
 
 class LookUp(_Request, frozen=True, kw_only=True):
@@ -233,7 +242,8 @@ class Reply(_SessionMessage, frozen=True, kw_only=True):
         log_bytes: Length of the rank's log so far.
         steps: Number of steps that the rank has counted so far.
         group_calls: For ``InspectGroup``: number of calls in each process group; ``None`` without a group.
-        lines: The answer to a ``LookUp``, the losses of a ``RenewGroup``, or the reason why a ``Debug`` is refused.
+        lines: The answer to a ``LookUp``, the names of a ``CountAsPulled`` that the rank has, the losses of a
+            ``RenewGroup``, or the reason why a ``Debug`` is refused.
     """
 
     number: int
@@ -256,6 +266,7 @@ ToRank: TypeAlias = (
     | Call
     | Push
     | Pull
+    | CountAsPulled
     | LookUp
     | Debug
     | Input

@@ -119,6 +119,19 @@ def test_objects_that_are_sent_one_after_the_other_belong_together(notebook: ker
     assert shown(notebook, "%%distributed\nopt.param_groups[0]['params'][0] is net.weight") == "ranks 0-1: True"
 
 
+@pytest.mark.parametrize("command", ["%pull net", "%pull opt", "%%distributed --pull net\nnet"])
+def test_pull_leaves_the_ranks_as_they_are(notebook: kernels.Kernel, command: str) -> None:
+    notebook.run("net = torch.nn.Linear(1, 1)\nopt = torch.optim.SGD(net.parameters(), lr=0.1)\nx = torch.ones(1, 1)")
+    train = "%%distributed\nnet(x).square().mean().backward()\nopt.step()\nopt.zero_grad()\nnet(x).item()"
+    shown(notebook, f"{train}\nkept = net, opt")
+    shown(notebook, command)
+    outcome = notebook.run("%%distributed\nnet is kept[0], opt is kept[1]")
+    assert (outcome.result, outcome.stderr) == ("ranks 0-1: (True, True)", "")
+    notebook.run("opt.param_groups[0]['lr'] = 0.05")
+    assert shown(notebook, train) != shown(notebook, train)
+    assert shown(notebook, "%%distributed\nopt.param_groups[0]['params'][0] is net.weight") == "ranks 0-1: True"
+
+
 def test_notebooks_classes_stay_the_notebooks_own(notebook: kernels.Kernel) -> None:
     notebook.run(
         "class Run:\n    def __init__(self, n): self.n = n\n    def scaled(self): return self.n * factor\nfactor = 2"

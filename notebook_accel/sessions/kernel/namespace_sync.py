@@ -1,7 +1,9 @@
 """Namespace sync: the kernel tracks each rank's notebook variables, to send a value once, and again after a change.
 
-An object that the ranks already have is sent as a reference: an optimizer that is sent after its model updates the
-parameters of the model that the ranks have, not of a copy.
+An object that the ranks already have, and that hasn't changed since, is sent as a reference: an optimizer that is sent
+after its model updates the parameters of the model that the ranks have, not of a copy. A model or an optimizer that
+has changed arrives as a new object, with references to the ranks' tensors. Tensors that have changed are written into
+those of the ranks.
 
 A variable has changed if its name is bound to another object, if a small object pickles differently than before, or if
 a tensor or a model's parameter was written to, which torch counts. Writes into a large array go unnoticed.
@@ -14,20 +16,17 @@ import os
 import sys
 import types
 import weakref
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from notebook_accel.errors import PayloadError
 from notebook_accel.launching.kernel import run_payload
 from notebook_accel.payload import memory_files, serialization
 from notebook_accel.payload.unpicklable import global_names
 from notebook_accel.protocol.session_messages import Delivery
-from notebook_accel.sessions.kernel.interrupts import held
+from notebook_accel.sessions import shared_parts
+from notebook_accel.sessions.kernel.fingerprints import Fingerprint, fingerprint, pickle_by_value, pickled_alone
 from notebook_accel.sessions.ranks.namespace import SealedDelivery
-
-_SMALL_BYTES = 1 << 14
-_BY_NAME = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,41 +48,42 @@ class Inputs:
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
 
 
-class Fingerprint:
-    """A value's state when it was sent. Refers to large values weakly, so that it doesn't keep them in memory."""
-
-    def __init__(self, value: Any, pickled_bytes: int) -> None:
-        self._refer = _reference(value)
-        self._digest = _digest(value) if pickled_bytes <= _SMALL_BYTES and not isinstance(value, _BY_NAME) else None
-        self._versions = _versions(value)
-
-    def matches(self, value: Any) -> bool:
-        if self._refer() is not value or self._versions != _versions(value):
-            return False
-        return self._digest is None or self._digest == _digest(value)
-
-
 @dataclasses.dataclass(frozen=True)
 class Parcel:
-    """A sealed file for some ranks, which have earlier values of the variables in ``again``."""
+    """A sealed file for some ranks, which have earlier values of the variables in ``again``.
+
+    ``fingerprints`` are those of the variables, ``objects`` those of the objects that the delivery numbers.
+    """
 
     ranks: tuple[int, ...]
     delivery: Delivery
     descriptor: int
     fingerprints: Mapping[str, Fingerprint]
+    objects: Mapping[int, Fingerprint | None]
     again: tuple[str, ...]
 
 
 @dataclasses.dataclass
 class _SentVariables:
-    """The variables of a rank: its own names, the fingerprints of values sent to it, and the numbers of its objects.
+    """The variables of a rank.
 
-    A fingerprint is ``None`` for a value that an earlier notebook has sent and this one doesn't have.
+    Attributes:
+        own: The names that the rank has bound itself.
+        fingerprints: Fingerprints of the variables that were sent to it; ``None`` for a value that an earlier notebook
+            has sent and this one doesn't have.
+        pulled: Fingerprints of the notebook's copies of these variables, which count as the rank's values too.
+        objects: Fingerprints of its objects by their numbers; ``None`` for functions and classes.
     """
 
     own: set[str] = dataclasses.field(default_factory=set)
     fingerprints: dict[str, Fingerprint | None] = dataclasses.field(default_factory=dict)
-    numbers: set[int] = dataclasses.field(default_factory=set)
+    pulled: dict[str, Fingerprint] = dataclasses.field(default_factory=dict)
+    objects: dict[int, Fingerprint | None] = dataclasses.field(default_factory=dict)
+
+    def has(self, name: str, value: Any) -> bool:
+        """Return whether the rank has this value, unchanged, under this name."""
+        known = self.fingerprints.get(name), self.pulled.get(name)
+        return any(fingerprint is not None and fingerprint.matches(value) for fingerprint in known)
 
 
 class NamespaceSync:
@@ -126,6 +126,34 @@ class NamespaceSync:
         """The notebook's objects by the numbers by which values from ranks refer to them."""
         return {number: refer() for number, refer in self._objects.items()}
 
+    # Pulled values ---------------------------------------------------------------------------------------------------
+
+    def number_pulled(self, values: Mapping[str, Any]) -> dict[str, list[int]]:
+        """Return numbers for the parts of pulled values, by the values' names. Values without tensors get none."""
+        return {
+            name: [self._number(part) for part in shared_parts.parts(value)] if shared_parts.tensors(value) else []
+            for name, value in values.items()
+        }
+
+    def pulled(self, values: Mapping[str, Any], names: Mapping[int, Collection[str]]) -> None:
+        """Record that pulled values count as the ranks' own values of these names.
+
+        Args:
+            values: The notebook's values by name.
+            names: The names whose values, or whose parts, each rank has numbered as ``number_pulled`` says.
+        """
+        for name, value in values.items():
+            states = [self._ranks[rank] for rank, numbered in names.items() if name in numbered]
+            has_tensors = bool(shared_parts.tensors(value))
+            was_sent = [state for state in states if name in state.fingerprints]
+            if not (has_tensors and states) and not was_sent:
+                continue
+            of_copy = fingerprint(value)
+            for state in was_sent:
+                state.pulled[name] = of_copy
+            for state in states if has_tensors else ():
+                state.objects.update(self._part_fingerprints(value, of_copy))
+
     # Sending ---------------------------------------------------------------------------------------------------------
 
     def pack(self, inputs: Inputs, ranks: Sequence[int]) -> list[Parcel]:
@@ -151,29 +179,32 @@ class NamespaceSync:
         """Record that a parcel's ranks have its contents, except ``lacking`` ranks, which failed to open all of it."""
         for rank in parcel.ranks:
             state = self._ranks[rank]
+            for name in parcel.fingerprints:
+                state.pulled.pop(name, None)
+                state.fingerprints.pop(name, None)
             if rank in lacking:
-                for name in parcel.fingerprints:
-                    state.fingerprints.pop(name, None)
-                state.numbers.difference_update(parcel.delivery.numbers)
                 continue
             state.fingerprints.update(parcel.fingerprints)
             state.own.difference_update(parcel.delivery.by_force)
-            state.numbers.difference_update(parcel.delivery.forgotten)
-            state.numbers.update(number for number in parcel.delivery.numbers if number >= 0)
+            for number in parcel.delivery.forgotten:
+                state.objects.pop(number, None)
+            state.objects.update(parcel.objects)
 
     def _needs(self, inputs: Inputs, ranks: Sequence[int]) -> list[tuple[dict[str, Any], tuple[int, ...]]]:
-        by_names: dict[tuple[str, ...], list[int]] = {}
+        alike: dict[tuple[tuple[str, ...], frozenset[int]], list[int]] = {}
         for rank in ranks:
-            by_names.setdefault(self._needed_by(rank, inputs), []).append(rank)
-        return [({name: inputs.names[name] for name in names}, tuple(of)) for names, of in by_names.items()]
+            # A rank that has a model gets a reference to it. A restarted one beside it gets the model itself.
+            objects = {number: self._object(number) for number in self._ranks[rank].objects}
+            kinds = (shared_parts.is_model, shared_parts.is_optimizer)
+            trained = {number for number, obj in objects.items() if any(is_kind(obj) for is_kind in kinds)}
+            alike.setdefault((self._needed_by(rank, inputs), frozenset(trained)), []).append(rank)
+        return [({name: inputs.names[name] for name in names}, tuple(of)) for (names, _), of in alike.items()]
 
     def _needed_by(self, rank: int, inputs: Inputs) -> tuple[str, ...]:
-        fingerprints = self._ranks[rank].fingerprints
         return tuple(
             name
             for name, value in inputs.names.items()
-            if name in inputs.by_force
-            or (not self._is_own_somewhere(name) and not _match(fingerprints.get(name), value))
+            if name in inputs.by_force or (not self._is_own_somewhere(name) and not self._ranks[rank].has(name, value))
         )
 
     def _is_own_somewhere(self, name: str) -> bool:
@@ -185,18 +216,38 @@ class NamespaceSync:
 
     def _parcel(self, inputs: Inputs, names: dict[str, Any], ranks: tuple[int, ...]) -> Parcel:
         had = {name for name in names if any(name in self._ranks[rank].fingerprints for rank in ranks)}
-        # A value whose older state the ranks have, or that must replace theirs, can't be sent as a reference.
-        afresh = [names[name] for name in names if name in had or name in inputs.by_force]
-        stale = {id(part) for value in afresh for part in _shareable(value)}
-        known = set.intersection(*(self._ranks[rank].numbers for rank in ranks))
-        origins = {
-            number: obj for number in known if (obj := self._object(number)) is not None and id(obj) not in stale
+        forced = {id(part) for name in inputs.by_force if name in names for part in _replaced_parts(names[name])}
+        known = set.intersection(*({*self._ranks[rank].objects} for rank in ranks))
+        origins = {number: obj for number in known if (obj := self._object(number)) is not None}
+        numbers = {id(obj): number for number, obj in origins.items()}
+
+        def is_same(part: Any, check: Callable[[Fingerprint, Any], bool] = Fingerprint.matches) -> bool:
+            sent = [self._ranks[rank].objects[numbers[id(part)]] for rank in ranks]
+            return id(part) not in forced and all(each is None or check(each, part) for each in sent)
+
+        # A value that has changed, or that must replace the ranks' own, is sent itself. The ranks keep their tensors.
+        parts = {id(part): part for value in names.values() for part in shared_parts.parts(value)}
+        tensors = {id(part): part for value in names.values() for part in shared_parts.tensors(value).values()}
+        stale = forced | {
+            key
+            for key, part in parts.items()
+            if key in numbers and not is_same(part, Fingerprint.differs_at_most_in_tensors)
         }
-        pickled, names = _pickled(names, inputs, origins)
+        written = [
+            (part, None if is_same(part, Fingerprint.has_values_of) else part.data, part.requires_grad)
+            for key, part in tensors.items()
+            if key in numbers and key in stale
+        ]
+        origins = {number: obj for number, obj in origins.items() if id(obj) in tensors or id(obj) not in stale}
+        pickled, names = _pickled(names, written, inputs, origins)
         sizes = pickled.sizes_bytes
-        fingerprints = {
-            name: Fingerprint(value, sizes.get(run_payload.variable_label(name), 0)) for name, value in names.items()
-        }
+        fingerprints: dict[str, Fingerprint] = {}
+        objects: dict[int, Fingerprint | None] = {}
+        for name, value in names.items():
+            before = None if id(value) in stale else self._ranks[ranks[0]].objects.get(numbers.get(id(value), -1))
+            size_bytes = sizes.get(run_payload.variable_label(name), 0) if before is None else before.pickled_bytes
+            fingerprints[name] = Fingerprint(value, size_bytes)
+            objects |= self._part_fingerprints(value, fingerprints[name])
         descriptor = memory_files.memory_file("notebook-accel-names")
         try:
             serialization.dump(descriptor, pickled)
@@ -205,17 +256,36 @@ class NamespaceSync:
             os.close(descriptor)
             raise
         is_kept = inputs.call is None  # of a call, ranks keep only the classes, whose instances may outlive the call
+        by_value = [self._number(obj) if is_kept or isinstance(obj, type) else -1 for obj in pickled.by_value]
         delivery = Delivery(
-            shared=[self._number(part) for value in names.values() for part in _shareable(value)],
-            by_value=[self._number(obj) if is_kept or isinstance(obj, type) else -1 for obj in pickled.by_value],
+            shared=[self._number(part) for value in names.values() for part in shared_parts.parts(value)],
+            by_value=by_value,
             by_force=[name for name in inputs.by_force if name in names],
+            same_statistics=[
+                numbers[id(value)]
+                for value in names.values()
+                if id(value) in numbers
+                and shared_parts.is_optimizer(value)
+                and is_same(value, Fingerprint.has_statistics_of)
+            ],
             forgotten=sorted(number for number in known if self._object(number) is None),
             sources={
                 name: (source.label, source.text)
                 for name, source in run_payload.notebook_sources(pickled.by_value).items()
             },
         )
-        return Parcel(ranks, delivery, descriptor, fingerprints, tuple(sorted(had.difference(inputs.by_force))))
+        objects |= {number: None for number in by_value if number >= 0}
+        return Parcel(
+            ranks, delivery, descriptor, fingerprints, objects, tuple(sorted(had.difference(inputs.by_force)))
+        )
+
+    def _part_fingerprints(self, value: Any, of_value: Fingerprint) -> dict[int, Fingerprint | None]:
+        """Return the fingerprints of a value's parts by their numbers. ``of_value`` is that of the value."""
+        tensors = {id(part) for part in shared_parts.tensors(value).values()}
+        return {
+            self._number(part): Fingerprint(part, 0) if id(part) in tensors else of_value
+            for part in shared_parts.parts(value)
+        }
 
     def _object(self, number: int) -> Any:
         refer = self._objects.get(number)
@@ -240,35 +310,43 @@ class NamespaceSync:
         return number
 
 
+# A tensor that the ranks have, its new values (``None``: the same), and whether it requires a gradient.
+_Written: TypeAlias = Sequence[tuple[Any, Any, bool]]
+
+
 def _pickled(
-    names: dict[str, Any], inputs: Inputs, origins: Mapping[int, Any]
+    names: dict[str, Any], written: _Written, inputs: Inputs, origins: Mapping[int, Any]
 ) -> tuple[serialization.Pickled, dict[str, Any]]:
     """Return the pickle, and the variables in it: without the optional ones that can't be pickled."""
     try:
-        done = _pickle(names, inputs, origins)
+        done = _pickle(names, written, inputs, origins)
     except PayloadError:
         optional = [name for name in inputs.optional_names if name in names]
-        staying = [name for name in optional if _pickled_alone(names[name], origins) is None]
+        staying = [name for name in optional if pickled_alone(names[name], origins) is None]
         if not staying:
             raise
         names = {name: value for name, value in names.items() if name not in staying}
-        done = _pickle(names, inputs, origins)
+        done = _pickle(names, written, inputs, origins)
     run_payload.report_large(done.sizes_bytes)
     run_payload.report_lost_graphs({run_payload.variable_label(name): value for name, value in names.items()})
     return done, names
 
 
-def _pickle(names: dict[str, Any], inputs: Inputs, origins: Mapping[int, Any]) -> serialization.Pickled:
+def _pickle(
+    names: dict[str, Any], written: _Written, inputs: Inputs, origins: Mapping[int, Any]
+) -> serialization.Pickled:
     roots = {run_payload.variable_label(name): value for name, value in names.items()}
+    roots["changed weights"] = [values for _, values, _ in written]
     if inputs.call is not None:
         roots |= run_payload.call_roots(*inputs.call)
-    shared = [part for value in names.values() for part in _shareable(value)]
-    contents: SealedDelivery = names, shared, inputs.submodules, inputs.call
-    return _by_value(contents, roots, origins)
+    shared = [part for value in names.values() for part in shared_parts.parts(value)]
+    contents: SealedDelivery = names, shared, written, inputs.submodules, inputs.call
+    return pickle_by_value(contents, roots, origins)
 
 
-def _match(fingerprint: Fingerprint | None, value: Any) -> bool:
-    return fingerprint is not None and fingerprint.matches(value)
+def _replaced_parts(value: Any) -> list[Any]:
+    """Return what a forced value replaces: also a model's tensors, but not those that an optimizer only refers to."""
+    return [value] if shared_parts.is_optimizer(value) else [value, *shared_parts.tensors(value).values()]
 
 
 def _as_sent(namespace: Mapping[str, Any], name: str) -> Fingerprint | None:
@@ -276,74 +354,7 @@ def _as_sent(namespace: Mapping[str, Any], name: str) -> Fingerprint | None:
     value = namespace.get(name)
     if name not in namespace or isinstance(value, (type, types.FunctionType)):
         return None
-    pickled = _pickled_alone(value, {})
-    return Fingerprint(value, 0 if pickled is None else sum(pickled.sizes_bytes.values()))
-
-
-def _pickled_alone(value: Any, origins: Mapping[int, Any]) -> serialization.Pickled | None:
-    """Return a value's pickle, ``None`` if the value can't be pickled."""
-    try:
-        return _by_value(value, {"it": value}, origins)
-    except PayloadError:
-        return None
-
-
-def _by_value(value: Any, roots: Mapping[str, Any], origins: Mapping[int, Any]) -> serialization.Pickled:
-    with held() as interrupts, interrupts.allowed():  # pickling runs methods of the user's objects
-        namespace = sys.modules["__main__"].__dict__
-        return serialization.pickle_by_value(value, roots=roots, namespace=namespace, origins=origins)
-
-
-def _shareable(value: Any) -> list[Any]:
-    """Return the parts of a value that other values often refer to: the value itself and a model's parameters."""
-    if isinstance(value, _BY_NAME):
-        return []
-    parts = [*_parameters(value)]
-    try:
-        weakref.ref(value)
-    except TypeError:
-        return parts
-    return [value, *parts]
-
-
-def _parameters(value: Any) -> list[Any]:
-    torch = _torch()
-    if torch is None:
-        return []
-    if isinstance(value, torch.nn.Module):
-        return [*value.parameters()]
-    if isinstance(value, torch.optim.Optimizer):
-        return [parameter for group in value.param_groups for parameter in group["params"]]
-    return []
-
-
-def _torch() -> Any:
-    """Return torch if this kernel has imported it. Otherwise the kernel has no tensors and models."""
-    torch = sys.modules.get("torch")
-    return torch if hasattr(torch, "optim") else None  # without ``optim``, another thread is still importing torch
-
-
-def _versions(value: Any) -> int:
-    """Return the number of writes to the tensors in a value."""
-    torch = _torch()
-    if torch is None:
-        return 0
-    tensors = [value] if isinstance(value, torch.Tensor) else _parameters(value)
-    if isinstance(value, torch.nn.Module):
-        tensors += value.buffers()
-    return sum(tensor._version for tensor in tensors if not tensor.is_inference())
-
-
-def _digest(value: Any) -> int | None:
-    pickled = _pickled_alone(value, {})  # without a pickle, the ranks keep the value that they have
-    return None if pickled is None else zlib.crc32(pickled.data)
-
-
-def _reference(value: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: value
+    return fingerprint(value)
 
 
 def with_dependencies(names: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:

@@ -176,7 +176,7 @@ class RankPool:
                 if note is not None:
                     note("running")
                 self._ask_and_settle(request)
-                return self._conclude(request, parcels)
+                return self._conclude(request, parcels, is_pull=make is messages.Pull)
             finally:
                 self.job.expect_steps([])
                 self._connections.drop(request)
@@ -440,7 +440,7 @@ class RankPool:
         if interrupted:
             self._ask_quietly(messages.Settle, interrupted)
 
-    def _conclude(self, request: PendingRequest, parcels: list[Parcel]) -> dict[int, Answer]:
+    def _conclude(self, request: PendingRequest, parcels: list[Parcel], *, is_pull: bool) -> dict[int, Answer]:
         """Record the ranks' variables, show their output, and return their answers or raise their failure."""
         replies = dict(sorted(request.replies.items()))
         for parcel in parcels:
@@ -455,7 +455,7 @@ class RankPool:
             raise self._failure(request, replies)
         if request.interrupt is not None:  # it came when all ranks had just finished
             raise request.interrupt
-        values = self._values(request)
+        values = self._values(request, is_pull=is_pull)
         return {rank: (reply, values.get(rank)) for rank, reply in replies.items()}
 
     def _failure(self, request: PendingRequest, replies: Mapping[int, messages.Reply]) -> BaseException:
@@ -467,7 +467,7 @@ class RankPool:
         self._failed_rank = failure.rank
         return failure
 
-    def _values(self, request: PendingRequest) -> dict[int, Any]:
+    def _values(self, request: PendingRequest, *, is_pull: bool) -> dict[int, Any]:
         """Return the values that came with the answers, by rank.
 
         Raises:
@@ -476,10 +476,19 @@ class RankPool:
         files = {rank: ResultFile(value, rank) for rank, value in sorted(request.values.items())}
         for file in files.values():
             file.unpickle(self.namespace_sync.origins)
+        if is_pull and len(files) == 1:
+            [file] = files.values()
+            self._count_as_pulled(file.values)
         error = result_error(files)
         if error is not None:
             raise error
         return {rank: file.outcome for rank, file in files.items()}
+
+    def _count_as_pulled(self, values: Mapping[str, Any]) -> None:
+        """Let values that were pulled count as the ranks' values of these names, so that they aren't sent again."""
+        numbers = self.namespace_sync.number_pulled(values)
+        replies = self._ask_quietly(messages.CountAsPulled, self.alive, numbers=numbers)
+        self.namespace_sync.pulled(values, {rank: reply.lines for rank, reply in replies.items()})
 
     @property
     def _closed_text(self) -> str:

@@ -328,6 +328,9 @@ class _SessionRank:
                 raise NameError(f"name {name!r} is not defined", name=name)
         return {"values": values, "gathered": gathered}
 
+    def _count_as_pulled(self, request: messages.CountAsPulled, _: None) -> dict[str, Any]:
+        return {"lines": self._tracker.count_as_pulled(request.numbers)}
+
     def _look_up(self, request: messages.LookUp, _: None) -> dict[str, Any]:
         answer = description if request.describes else completions
         return {"lines": answer(self._namespace, request.text)}
@@ -373,6 +376,7 @@ _HANDLERS: dict[type, Any] = {
     messages.Call: _SessionRank._call,
     messages.Push: lambda *_: {},  # the delivery has done the work
     messages.Pull: _SessionRank._pull,
+    messages.CountAsPulled: _SessionRank._count_as_pulled,
     messages.LookUp: _SessionRank._look_up,
     messages.Debug: _SessionRank._debug,
     messages.InspectGroup: _SessionRank._inspect_group,

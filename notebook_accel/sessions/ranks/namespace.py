@@ -12,21 +12,27 @@ import keyword
 import os
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import PayloadError
 from notebook_accel.formatting import clipped
 from notebook_accel.launching.ranks import worker
 from notebook_accel.launching.spec import JobSpec
-from notebook_accel.payload import memory_files, serialization
+from notebook_accel.payload import memory_files, serialization, sharded_tensors
 from notebook_accel.protocol.session_messages import Delivery
+from notebook_accel.sessions import shared_parts
 
 _MISSING = object()
 
-# The contents of a sealed file: variables, objects that get numbers, modules to import, and a call with its arguments.
+# The contents of a sealed file: variables, objects that get numbers, tensors to write to (with their new values, or
+# ``None``, and with ``requires_grad``), modules to import, and a call with its arguments.
 SealedDelivery = tuple[
-    dict[str, Any], list[Any], tuple[str, ...], "tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None"
+    dict[str, Any],
+    list[Any],
+    Sequence[tuple[Any, Any, bool]],
+    tuple[str, ...],
+    "tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None",
 ]
 _DOTTED = re.compile(r"(?:[^\W\d]\w*\.)*(?:[^\W\d]\w*)?$")
 _MOST_CHARACTERS = 4000
@@ -46,6 +52,7 @@ class NamespaceTracker:
         self._taken: dict[str, Any] = {}
         self._own: set[str] = set()
         self.objects: dict[int, Any] = {}
+        self._tensor_numbers: dict[int, dict[str, int]] = {}  # of each model, by its number and their names
 
     @property
     def definitions(self) -> Mapping[int, Any]:
@@ -56,14 +63,17 @@ class NamespaceTracker:
     def take(self, delivery: Delivery, descriptor: int) -> Any:
         """Open a delivery and bind its names. Return its function call, ``None`` if it has none."""
         before = dict(self._namespace)
+        self._follow_models()
         try:
             opened = serialization.load(descriptor, namespace=self._namespace, origins=self.objects)
+            names, shared, written, submodules, call = opened.value
+            for tensor, values, requires_grad in written:
+                shared_parts.write(tensor, values, requires_grad=requires_grad)
         except BaseException:  # otherwise names that have arrived would count as the rank's own, and not be sent again
             for name in self._namespace.keys() - before.keys():
                 del self._namespace[name]
             self._namespace.update(before)
             raise
-        names, shared, submodules, call = opened.value
         # Functions bring the globals that they use. These must not replace variables that the rank has.
         self._namespace.update(before)
         arrived = {name: obj for name, obj in opened.by_value if name is not None and name not in before}
@@ -73,12 +83,53 @@ class NamespaceTracker:
             self._taken[name] = self._namespace[name]
         for number in delivery.forgotten:
             self.objects.pop(number, None)
-        numbered = zip(delivery.numbers, [*shared, *(obj for _, obj in opened.by_value)], strict=True)
-        self.objects.update((number, obj) for number, obj in numbered if number >= 0)
+            self._tensor_numbers.pop(number, None)
+        arrived_parts = dict(zip(delivery.shared, shared, strict=True))
+        for number in delivery.same_statistics:
+            arrived_parts[number].state = self.objects[number].state
+        self._number(arrived_parts.items())
+        definitions = zip(delivery.by_value, (obj for _, obj in opened.by_value), strict=True)
+        self._number((number, obj) for number, obj in definitions if number >= 0)
         for name in submodules:
             with contextlib.suppress(ImportError):  # code that needs the module raises by itself
                 importlib.import_module(name)
         return call
+
+    def count_as_pulled(self, numbers: Mapping[str, Sequence[int]]) -> list[str]:
+        """Give the parts of variables the numbers of the notebook's copies of them.
+
+        Args:
+            numbers: Numbers for the parts of each variable, by its name.
+
+        Returns:
+            The names of the variables that the rank has, with as many parts.
+        """
+        done = []
+        for name in numbers.keys() & self._namespace.keys():
+            parts = shared_parts.parts(self._namespace[name]) if numbers[name] else []
+            if len(parts) == len(numbers[name]):
+                self._number(list(zip(numbers[name], parts, strict=True)))
+                done.append(name)
+        return done
+
+    def _number(self, numbered: Iterable[tuple[int, Any]]) -> None:
+        """Let later deliveries refer to objects by these numbers."""
+        new = dict(numbered)
+        self.objects.update(new)
+        numbers = {id(obj): number for number, obj in new.items()}
+        for number, obj in new.items():
+            if shared_parts.is_model(obj):
+                known = [each for each in shared_parts.tensors(obj).items() if id(each[1]) in numbers]
+                self._tensor_numbers[number] = {name: numbers[id(tensor)] for name, tensor in known}
+
+    def _follow_models(self) -> None:
+        """Let numbers refer to the tensors that models hold by now: moving a model to a device replaces its buffers."""
+        for number, numbers in self._tensor_numbers.items():
+            for module in self.objects[number].modules():
+                if sharded_tensors.is_sharded_module(module):
+                    module.reshard()  # a block that a forward pass has gathered has whole parameters for a while
+            tensors = shared_parts.tensors(self.objects[number])
+            self.objects.update((numbers[name], tensor) for name, tensor in tensors.items() if name in numbers)
 
     def is_own(self, name: str) -> bool:
         """Return whether the rank itself has bound this name, to another value than the notebook's."""
@@ -92,6 +143,7 @@ class NamespaceTracker:
             The rank's own names, and the names of the notebook's values other than modules.
         """
         self.objects.clear()
+        self._tensor_numbers.clear()
         self._own = {name for name in self._namespace if self.is_own(name)}
         sent = [
             name
