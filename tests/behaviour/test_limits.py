@@ -216,6 +216,11 @@ def test_rank_that_the_system_kills_for_want_of_memory(launch: Launch, little_me
     assert re.search(r"The rank had used up to \d\d\d MiB", error.why)
 
 
+def test_ranks_are_killed_first_if_memory_runs_out(launch: Launch) -> None:
+    [score] = launch(functions.oom_score, num_processes=1).results(timeout_s=60)
+    assert score == functions.oom_score() + 100
+
+
 def test_device_out_of_memory_shows_what_every_rank_had(launch: Launch, tmp_path: pathlib.Path) -> None:
     job = launch(functions.has_no_device_memory_left, str(tmp_path))
     processes.wait_until(lambda: all(info.memory_used_bytes for info in job.ranks), "all have said what they use")

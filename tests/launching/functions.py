@@ -192,6 +192,10 @@ def waits(folder: str = "") -> int:
     return rank()
 
 
+def oom_score() -> int:
+    return int(pathlib.Path("/proc/self/oom_score_adj").read_text())
+
+
 def takes_memory(size_bytes: int) -> int:
     if rank() == 1:
         return len(bytearray(os.urandom(1)) * size_bytes)

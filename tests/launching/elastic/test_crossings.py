@@ -55,7 +55,7 @@ class Agent:
         self._loop = EventLoop()
         self.runs = ElasticRuns(
             self._loop,
-            owning_errors=lambda _: contextlib.nullcontext(),
+            ending_run_on_error=lambda _: contextlib.nullcontext(),
             start_ranks=self._start,
             tell_kernel=self.told.append,
         )
