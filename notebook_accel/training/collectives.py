@@ -83,9 +83,8 @@ def gather_for_metrics(backend: Backend, tree: Any, tail: Tail | None, *, use_ga
         return gathered[: tail.kept(len(gathered))] if tail else gathered
     if tail is None:
         return gather(backend, tree)
-    if tail.ragged:
-        return map_leaves(lambda tensor: _gather_ragged(backend, tensor), tree)
-    return map_leaves(lambda tensor: tensor[: tail.kept(len(tensor))], gather(backend, tree))
+    rows = map_leaves(lambda tensor: _gather_ragged(backend, tensor), tree) if tail.ragged else gather(backend, tree)
+    return map_leaves(lambda tensor: tensor[: tail.kept(len(tensor))], rows)
 
 
 def _gather_ragged(backend: Backend, tensor: torch.Tensor) -> torch.Tensor:

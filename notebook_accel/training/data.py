@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -10,7 +11,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
@@ -35,6 +45,7 @@ from notebook_accel.training.sharding import (
     SeedableRandomSampler,
     SkipBatchSampler,
     SynchronizedSampler,
+    chain_of,
 )
 from notebook_accel.training.trees import send_to_device
 
@@ -228,6 +239,12 @@ def _has_own_iter(loader: DataLoader[Any]) -> bool:
     return type(loader).__iter__ is not DataLoader.__iter__
 
 
+def _draws_from_global_generators(sampler: Any) -> bool:
+    """Return whether a sampler may draw from torch's, Python's or NumPy's global generator."""
+    others = (BatchSampler, SeedableRandomSampler, SequentialSampler, SkipBatchSampler, SynchronizedSampler, Sequence)
+    return getattr(sampler, "generator", None) is None and not isinstance(sampler, others)
+
+
 def _unchanged_options(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the options for a loader with its own ``__iter__``, on a single rank: its batches stay unchanged."""
     generator = torch.Generator()  # so that no seed is drawn from the loader's own or the global one
@@ -269,8 +286,10 @@ class _OptionsMaker:
         if name == "sampler":
             options["batch_size"] = None
         if not self.is_alone:
+            draws = not self.dispatches and any(map(_draws_from_global_generators, chain_of(options[name])))
+            drawing = functools.partial(random_state.of_rank_0, self._from_rank_0) if draws else contextlib.nullcontext
             shard = BatchSamplerShard(
-                options[name], place.world_size, place.rank, config.split_batches, config.even_batches
+                options[name], place.world_size, place.rank, config.split_batches, config.even_batches, drawing
             )
             options |= {name: shard, "shard": shard}
         return options
@@ -305,7 +324,8 @@ class _OptionsMaker:
                 why="prepare would shard that share once more.",
                 fix="DataLoader(dataset, batch_size=..., shuffle=True), and prepare does the rest",
             )
-        return SynchronizedSampler(sampler, self._from_rank_0) if hasattr(sampler, "generator") else sampler
+        is_random = isinstance(sampler, RandomSampler) or getattr(sampler, "generator", None) is not None
+        return SynchronizedSampler(sampler, self._from_rank_0) if is_random else sampler
 
     def for_stream(self) -> dict[str, Any]:
         """Return the options for a dataset that can only be iterated."""

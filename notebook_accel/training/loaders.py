@@ -114,7 +114,9 @@ class DataLoaderShard(DataLoader[Any]):
         """Number of samples in a batch of all ranks together; 1 per rank if the loader has no batch size."""
         shard = self.shard
         if shard is None:
-            return self.batch_size or getattr(self.batch_sampler, "batch_size", None) or self.source.batch_size or 1
+            samplers = (self.batch_sampler, self.sampler)  # with batch_size=None, the sampler may yield batches
+            sizes = [self.batch_size, *(getattr(sampler, "batch_size", None) for sampler in samplers)]
+            return next(filter(None, [*sizes, self.source.batch_size]), 1)
         size = shard.batch_size or 1
         return size if shard.split_batches else size * shard.num_processes
 

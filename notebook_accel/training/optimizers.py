@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from notebook_accel.errors import TrainingError
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
-from notebook_accel.training import fsdp
+from notebook_accel.training import collectives, fsdp, process_group
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.gradients import UncalledModels
@@ -58,7 +58,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.average_uncalled()
         self._uncalled.has_stepped()
         if self._scaler is None:
-            value = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            value = self.optimizer.step() if closure is None else self.optimizer.step(self._agreeing(closure))
             if self._mark_step is not None and not self._gradients.in_dataloader:
                 self._mark_step()
             return value
@@ -70,6 +70,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             )
         self.step_was_skipped = self._scaler.step(self.optimizer)
         return None
+
+    def _agreeing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Have a closure return the ranks' mean loss, if the optimizer decides by it, as LBFGS's line search does."""
+        if not isinstance(self.optimizer, torch.optim.LBFGS):
+            return closure
+
+        def mean_loss() -> Any:
+            loss = closure()
+            is_loss = isinstance(loss, torch.Tensor)
+            return collectives.reduce(process_group.current(), loss.detach(), "mean") if is_loss else loss
+
+        return mean_loss
 
     def average_uncalled(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Average gradients that no backward pass has averaged, before they are used. All ranks call this.

@@ -7,7 +7,7 @@ import enum
 import random
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -140,6 +140,30 @@ def agree(backend: Backend) -> None:
     if shares_samples(backend):
         by_group = collectives.gather_object(backend, [capture(backend)])
         restore(by_group[backend.place.rank], backend)
+
+
+@contextlib.contextmanager
+def of_rank_0(from_rank_0: Callable[[Any], Any]) -> Iterator[None]:
+    """Draw rank 0's random numbers in the body. A rank whose numbers were others continues with its own afterwards.
+
+    ``from_rank_0`` broadcasts rank 0's argument.
+    """
+    own = to_loadable(snapshot())
+    state = from_rank_0(own)
+    if _numbers_of(state) == _numbers_of(own):
+        yield
+        return
+    restore(state)
+    try:
+        yield
+    finally:
+        restore(own)
+
+
+def _numbers_of(state: dict[str, Any]) -> list[Any]:
+    """Return a state from ``to_loadable`` in a form that can be compared."""
+    parts = [part for name in sorted(state) for part in (name, *(state[name] if name != "torch" else [state[name]]))]
+    return [part.tolist() if isinstance(part, torch.Tensor) else part for part in parts]
 
 
 def drawn_apart(items: Iterable[_T]) -> Iterator[_T]:

@@ -7,6 +7,7 @@ that were repeated to fill it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -26,7 +27,7 @@ class Tail(NamedTuple):
     Attributes:
         real: Number of samples that aren't repeated from earlier in the epoch; they come first.
         total: Number of samples over all ranks.
-        ragged: True if the ranks' shares differ in size, because nothing was repeated.
+        ragged: True if the ranks' shares differ in size.
         missing: Number of ranks, the last ones, that have no share.
     """
 
@@ -79,6 +80,8 @@ class BatchSamplerShard(Sampler[Any]):
         split_batches: Cut each batch instead of dealing out whole ones.
         even_batches: Fill the last round from the beginning of the epoch, so that every rank has as many batches, all
             of the same size. If the batch sampler drops its last batch, an incomplete round is dropped instead.
+        drawing_as_rank_0: Returns a context in which all ranks draw rank 0's random numbers, for the first batch of an
+            epoch: samplers draw the whole order then.
 
     Attributes:
         tail: The ``Tail`` of the latest epoch's last batch, ``None`` if its round was like the others.
@@ -93,6 +96,7 @@ class BatchSamplerShard(Sampler[Any]):
     process_index: int = 0
     split_batches: bool = False
     even_batches: bool = True
+    drawing_as_rank_0: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def __post_init__(self) -> None:
         self.batch_size: int | None = getattr(self.batch_sampler, "batch_size", None)
@@ -151,6 +155,9 @@ class BatchSamplerShard(Sampler[Any]):
 
     def _dealt(self) -> Iterator[list[Any]]:
         batches = iter(self.batch_sampler)
+        with self.drawing_as_rank_0():
+            first = [*itertools.islice(batches, 1)]
+        batches = itertools.chain(first, batches)
         if self.split_batches:
             assert self._share_size is not None
             for batch in batches:
@@ -167,8 +174,9 @@ class BatchSamplerShard(Sampler[Any]):
         tail = None
         if self.even_batches:
             shares = self._filled(shares, first)
-            total = sum(map(sample_count, shares))
-            tail = Tail(real, total) if real < total else None
+            sizes = [sample_count(share) for share in shares]
+            is_ragged = len(set(sizes)) > 1  # nobody knows the size that the batch sampler wants
+            tail = Tail(real, sum(sizes), ragged=is_ragged) if is_ragged or real < sum(sizes) else None
         elif missing or len(set(map(sample_count, shares))) > 1:
             tail = Tail(real, real, ragged=True, missing=missing)
         yield Round(shares, tail)

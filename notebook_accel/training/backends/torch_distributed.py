@@ -70,8 +70,9 @@ class TorchDistributed(TorchDevice):
         if "mark a variable ready only once" in str(error):
             raise TrainingError(
                 "A second backward pass reached parameters whose gradients had been averaged.",
-                why="One call of a prepared model averages the gradients of one backward pass.",
-                fix="accelerator.backward(first_loss + second_loss); or compute the losses from "
+                why="One call of a prepared model averages the gradients of one backward pass. With "
+                "checkpoint(..., use_reentrant=True), each use of a layer has a backward pass of its own.",
+                fix="accelerator.backward(first_loss + second_loss); use_reentrant=False; or compute the losses from "
                 "accelerator.unwrap_model(model)(...): then gradients are averaged when the optimizer steps",
             ) from error
 
