@@ -33,7 +33,7 @@ autodoc_typehints_description_target = "documented"
 python_use_unqualified_type_names = True
 # What signatures name and this reference doesn't have: other manuals' names, and objects that users only pass on.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(collections|datetime|importlib|os|pathlib|torch)\..*|DataLoader|LRScheduler"),
+    (r"py:.*", r"(collections|contextlib|datetime|importlib|os|pathlib|torch)\..*|DataLoader|LRScheduler"),
     (r"py:class", r"notebook_accel\.(protocol|launching\.state)\..*|notebook_accel\.launching\.kernel\.cell\.Cell"),
     (r"py:class", r"(.*\.)?(Ask|Feed|LaunchRequest|LoaderPosition|LossScaler|ResultFiles|Tail|_Path)"),
 ]

@@ -98,12 +98,12 @@ class ParallelismConfig:
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """All dimensions of the mesh: those with samples of their own, and then the others."""
+        """All dimensions of the mesh, first those with samples of their own, then the others."""
         return self.dp_dim_names + self.non_dp_dim_names
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """The dimensions over which a loss is averaged: ``dp_dim_names``, since there is no context parallelism."""
+        """The dimensions over which a loss is averaged. They equal ``dp_dim_names``, without context parallelism."""
         return self.dp_dim_names
 
     @property

@@ -315,7 +315,7 @@ class Job(Handle):
 
     @property
     def restarts(self) -> tuple[str, ...]:
-        """The reason for each restart of all ranks: the rank that failed first, and its failure."""
+        """The reason for each restart of all ranks, which names the rank that failed first and its failure."""
         with self.state_lock:
             return tuple(event.why for event in self.state.restartings if event.number)
 

@@ -156,7 +156,7 @@ class Profile:
 
     @property
     def memory(self) -> list[tuple[str, ...]]:
-        """A table of the peak and the lines that held most of it: headings, then rows. Empty in a profile of time.
+        """A table of the peak and the lines that held most of it, headings first. Empty in a profile of time.
 
         It has a column for each rank or, if there are many, for the rank with the highest peak.
         """
