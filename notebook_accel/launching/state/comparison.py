@@ -114,7 +114,7 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """The verdict: how much faster more ranks are, or which run is faster, and the main reason."""
+        """How much faster more ranks are, or which run is faster, with the main reason."""
         base, other = self._ordered
         speed = self.per_s(other) / self.per_s(base)
         if base.diagnosis.world_size == other.diagnosis.world_size:
