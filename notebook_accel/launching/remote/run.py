@@ -345,8 +345,11 @@ class RemoteRun(abc.ABC):
         self._wanted = self._wanted or how
         self._end_parts(how)
 
-    def _end_parts(self, how: messages.How) -> None:
-        self._tell_parts(lambda part_id: messages.End(job_id=part_id, how=how))
+    def _end_parts(self, how: messages.How, *, interrupting: str = "") -> None:
+        """End the parts. The part ``interrupting`` is interrupted first, so that rank 0 saves its variables."""
+        self._tell_parts(
+            lambda part_id: messages.End(job_id=part_id, how="interrupt" if part_id == interrupting else how)
+        )
 
     def _tell_parts(self, message_to: Callable[[str], messages.ToAgent]) -> None:
         def tell() -> None:
@@ -392,7 +395,8 @@ class RemoteRun(abc.ABC):
             if is_first and (reason or error is not None):
                 self._reason = reason or "failed"
         if is_lost or (is_first and self._reason and self._wanted is None):
-            self._end_parts("stop")
+            saves = self.job.saves and not self.job.config.max_restarts
+            self._end_parts("stop", interrupting=self._parts[0].id if saves else "")
         self._ended_parts.put(part)
 
     def _keep_log(self, rank: int, output: events.Output, address: str) -> None:
