@@ -65,7 +65,7 @@ class RunHandle(Protocol):
 
     @property
     def on_death(self) -> OnDeath:
-        """What happens to the other ranks when one dies: ``stop`` or ``keep``."""
+        """The treatment of the other ranks when one dies, ``stop`` or ``keep``."""
 
     @property
     def saves(self) -> bool:

@@ -193,12 +193,17 @@ class NamespaceSync:
     def _needs(self, inputs: Inputs, ranks: Sequence[int]) -> list[tuple[dict[str, Any], tuple[int, ...]]]:
         alike: dict[tuple[tuple[str, ...], frozenset[int]], list[int]] = {}
         for rank in ranks:
+            needed = self._needed_by(rank, inputs)
             # A rank that has a model gets a reference to it. A restarted one beside it gets the model itself.
-            objects = {number: self._object(number) for number in self._ranks[rank].objects}
-            kinds = (shared_parts.is_model, shared_parts.is_optimizer)
-            trained = {number for number, obj in objects.items() if any(is_kind(obj) for is_kind in kinds)}
-            alike.setdefault((self._needed_by(rank, inputs), frozenset(trained)), []).append(rank)
+            trained = self._models_of(rank) if needed or inputs.call is not None else frozenset()
+            alike.setdefault((needed, trained), []).append(rank)
         return [({name: inputs.names[name] for name in names}, tuple(of)) for (names, _), of in alike.items()]
+
+    def _models_of(self, rank: int) -> frozenset[int]:
+        """Return the numbers of the models and optimizers that a rank has. This looks at every object."""
+        objects = {number: self._object(number) for number in self._ranks[rank].objects}
+        kinds = (shared_parts.is_model, shared_parts.is_optimizer)
+        return frozenset(number for number, obj in objects.items() if any(is_kind(obj) for is_kind in kinds))
 
     def _needed_by(self, rank: int, inputs: Inputs) -> tuple[str, ...]:
         return tuple(

@@ -371,6 +371,7 @@ def test_name_of_a_run_that_is_over_is_free_though_its_agent_lives_for_a_moment_
         wait_for_its_end(job)
         locks.append(job.folder.hold())
         job = relaunch()
+        assert not locks  # the launch has waited
         job.results(_LONG_S)
     wait_for_its_end(job)
 
