@@ -1,4 +1,4 @@
-"""Fixtures that all tests share, and the police: a test that leaves anything behind fails."""
+"""Fixtures that all tests share, and the leak check: a test that leaves anything behind fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pathlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import hypothesis
@@ -45,7 +45,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _made_once() -> None:
-    """What is made once and for all, before the police looks."""
+    """Make what lasts for the whole session before the first test is checked for leaks."""
     processes.adopt_orphans()
     KernelManager().is_alive()  # makes the event loop that jupyter_client waits in
 
@@ -94,7 +94,7 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _left_since(before: dict[Any, str]) -> dict[Any, str]:
-    """What is new and doesn't go away by itself in a moment."""
+    """Return what is new since ``before`` and doesn't go away by itself within the grace period."""
     deadline = time.monotonic() + _GRACE_S
     collected = False
     while True:
@@ -108,7 +108,7 @@ def _left_since(before: dict[Any, str]) -> dict[Any, str]:
 
 
 def _is_foreign(thing: Any) -> bool:
-    """Whether a shared memory segment is in use by a process that isn't ours: /dev/shm is the whole machine's."""
+    """Return whether another user's process uses this shared memory segment: /dev/shm belongs to the whole machine."""
     if not (isinstance(thing, tuple) and thing[0] == "shared memory"):
         return False
     try:
@@ -126,9 +126,12 @@ def _is_foreign(thing: Any) -> bool:
 
 
 def _belongings() -> dict[Any, str]:
-    """What this process and those below it hold and would go on holding, with a line about each."""
-    _reap_orphans()
-    below = processes.descendants(os.getpid())
+    """Return what this process and its descendants hold and would go on holding, with a line about each."""
+    everything = processes.everything_below(
+        os.getpid()
+    )  # one look at the machine's processes, before and after each test
+    _reap(process.pid for process in everything if process.state == "Z" and process.parent == os.getpid())
+    below = [process for process in everything if process.state not in "ZX"]
     standing = _standing(below)
     found: dict[Any, str] = {process: f"process {process}" for process in below if process.pid not in standing}
     found.update({thread: f"thread {thread.name}" for thread in threading.enumerate()})
@@ -153,12 +156,11 @@ def _standing(below: list[processes.Process]) -> set[int]:
     return agents | templates
 
 
-def _reap_orphans() -> None:
+def _reap(orphans: Iterable[int]) -> None:
     """Collects the ended processes that became this one's by ``adopt_orphans``; ``subprocess`` copes with it."""
-    for process in processes.children(os.getpid()):
-        if process.state == "Z":
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(process.pid, os.WNOHANG)
+    for pid in orphans:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 def _changed_variables(before: dict[str, str]) -> list[str]:

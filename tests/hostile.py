@@ -70,7 +70,7 @@ class _Bomb:
 
 
 def messages(bomb: pathlib.Path) -> list[bytes]:
-    """What is written, one connection each: nothing, noise, and pickles that make a folder if somebody loads them.
+    """Return data to send, one connection each: nothing, noise, and pickles that make a folder if loaded.
 
     No message begins with eight bytes that are a small number, least byte first: gloo takes whoever sends the number
     of a connection before the rank's peer does for that peer (docs/security.md).
@@ -120,7 +120,7 @@ class Attack:
             connection.close()
 
     def targets(self) -> set[Listener]:
-        """What listens at this moment and hasn't been attacked often enough."""
+        """Return the sockets that listen now and haven't been attacked often enough."""
         now = {listener for listener in listeners(self._root_pid) if listener[:3] not in self._spare}
         return {listener for listener in now if self.attacked.get(listener, 0) < _ROUNDS}
 

@@ -36,7 +36,7 @@ def unfolded(shown: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a cell ended, and what it showed.
+    """The end of a cell, and everything that it showed.
 
     Attributes:
         status: ``ok``, ``error`` or ``aborted``.
@@ -128,7 +128,7 @@ class Cell:
             return str(request["content"]["prompt"])
 
     def stream(self, name: str) -> str:
-        """What came so far on ``stdout`` or ``stderr``."""
+        """Return the text that has come on ``stdout`` or ``stderr`` so far."""
         return "".join(content["text"] for content in self._contents("stream") if content["name"] == name)
 
     def _contents(self, *kinds: str) -> Iterator[dict[str, Any]]:
@@ -208,7 +208,7 @@ class Kernel:
 
     @property
     def log(self) -> str:
-        """What reached the real stdout and stderr of the kernel's process, which no cell shows."""
+        """Return the text on the real stdout and stderr of the kernel's process, which no cell shows."""
         return self._log.read_text(errors="replace")
 
     def start(self, code: str, *, allow_stdin: bool = False) -> Cell:
@@ -243,7 +243,7 @@ class Kernel:
                     return str(reply["content"]["subshell_id"])
 
     def click(self, comm_id: str, subshell_id: str | None = None) -> None:
-        """What a front end sends when the button of this comm is clicked; it may name a subshell."""
+        """Click the button of this comm, as a front end does, which may name a subshell."""
         data = {"method": "custom", "content": {"event": "click"}}
         message = self._client.session.msg("comm_msg", {"comm_id": comm_id, "data": data})
         if subshell_id is not None:
@@ -255,7 +255,7 @@ class Kernel:
         return processes.descendants(self.pid)
 
     def interrupt(self) -> None:
-        """What a front end's stop button does."""
+        """Interrupt the kernel, as a front end's stop button does."""
         self._manager.interrupt_kernel()
 
     def kill(self) -> None:

@@ -31,12 +31,12 @@ RAY = pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.timeout(240)])  # 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How ranks are started: as text, the flags of a cell.
+    """A way of starting ranks; its text is the flags of a cell.
 
     Attributes:
-        flags: These.
-        keywords: The same for ``notebook_launcher``.
-        ranks: How many a test has.
+        flags: The flags of a cell.
+        keywords: The keyword arguments of ``notebook_launcher`` with the same meaning.
+        ranks: The number of ranks.
     """
 
     flags: str

@@ -1,4 +1,4 @@
-"""What runs below a process, read from /proc, and waiting with a deadline."""
+"""The processes below a process, read from /proc, and waiting with a deadline."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def read(pid: int) -> Process | None:
 
 
 def is_agent(process: Process) -> bool:
-    """Whether it supervises the ranks of a kernel."""
+    """Return whether this is an agent, which supervises the ranks of a kernel."""
     return "notebook_accel.launching.agent.agent" in process.command
 
 
 def is_template(process: Process) -> bool:
-    """Whether ranks are forked from it, or it is such a rank, whose command line is the same."""
+    """Return whether this is a template, or a rank forked from one, which has the same command line."""
     return "notebook_accel.launching.template.template" in process.command
 
 
@@ -75,6 +75,11 @@ def children(pid: int) -> list[Process]:
 
 def descendants(pid: int) -> list[Process]:
     """All living processes below ``pid``, nearest first."""
+    return [process for process in everything_below(pid) if process.state not in "ZX"]
+
+
+def everything_below(pid: int) -> list[Process]:
+    """All processes below ``pid``, nearest first, and among them the ended ones that nobody has waited for."""
     by_parent = _pids_by_parent()
     found: list[int] = []
     parents = [pid]
@@ -82,7 +87,7 @@ def descendants(pid: int) -> list[Process]:
         below = by_parent.get(parents.pop(0), [])
         found += below
         parents += below
-    return [process for process in _read_all(found) if process.state not in "ZX"]
+    return _read_all(found)
 
 
 def _pids_by_parent() -> dict[int, list[int]]:
@@ -113,7 +118,7 @@ def wait_until(condition: Callable[[], _T], what: str, timeout_s: float = 20.0, 
 
 
 def memory_bytes(found: Iterable[Process]) -> int:
-    """What the processes take together: a page that some of them share counts once."""
+    """Return the memory of these processes together; a page that several of them share counts once."""
     rows = [row.split() for process in found for row in _rollup(process.pid).splitlines()]
     return sum(1024 * int(row[1]) for row in rows if row[0] == "Pss:")
 

@@ -1,4 +1,4 @@
-"""What containers, sandboxes and clusters' nodes do to a launch: each for real, in processes of its own."""
+"""Launches in containers, sandboxes and on clusters' nodes, each set up for real in processes of its own."""
 
 from __future__ import annotations
 

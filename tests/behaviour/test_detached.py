@@ -88,7 +88,7 @@ def one_round(moment: str, folder: pathlib.Path, rng: random.Random) -> str:
 
 
 def is_decided() -> bool:
-    """Whether no launch is under way any more."""
+    """Return whether every launch has either begun its run or given up."""
     root = run_folders.root()
     folders = [RunFolder(path) for path in root.iterdir()] if root.exists() else []
     return all(folder.is_published or not folder.is_held for folder in folders)
@@ -101,7 +101,7 @@ def is_clean() -> bool:
 
 
 def agents() -> list[processes.Process]:
-    """What there is of detached runs, whose agents are orphans that the tests have adopted."""
+    """Return the agents of detached runs: orphans that the test process has adopted."""
     return [
         each
         for each in processes.children(os.getpid())

@@ -1,6 +1,6 @@
-"""What other systems than Linux lack is taken away: the package imports, a launch says what it needs, inline works.
+"""Without the parts of Python that exist on Linux only, the package imports, a launch says what it needs, inline works.
 
-That this is all that they lack isn't proven by it; a module that needs more of Linux than it should fails here.
+A module that needs more of Linux than it should fails here; other systems may lack still more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one run, or one process, can't have costs that one and no other."""
+"""A run that meets a limit of the system fails alone: no other run of the kernel suffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cell means, seen from a real kernel: names, results, classes, workers."""
+"""The meaning of a cell, seen from a real kernel: variables, results, classes, workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks print, seen from a real kernel: a flood, a stopped agent, a full disk, a failure."""
+"""The ranks' output, seen from a real kernel: a flood, a stopped agent, a full disk, a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What listens during a run, and what a stranger on the same machine can do with it."""
+"""The sockets that listen during a run, and what a stranger on the same machine can do with them."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_whatever_happens_to_a_run_it_ends_well(tmp_path: pathlib.Path, capsys: 
 
 
 def one_round(trouble: Trouble, round_: Round) -> str:
-    """What happened, in a line."""
+    """Launch once, with trouble or without, and return a line that says what happened."""
     described = f"{trouble.name} ({round_})"
     try:
         end = trouble.check(round_, trouble.happen(round_))
@@ -93,11 +93,11 @@ def one_round(trouble: Trouble, round_: Round) -> str:
 
 
 def left(kernel: kernels.Kernel) -> list[processes.Process]:
-    """What lives below the tests and is neither the kernel nor what it keeps ready. Orphans become the tests' own."""
+    """Return processes below the tests, adopted orphans too, but for the kernel and the processes it keeps ready."""
     kept = {kernel.pid, *(process.pid for process in standing(kernel))} if kernel.process.is_alive else set()
     return [process for process in processes.descendants(os.getpid()) if process.pid not in kept]
 
 
 def files_left(kernel: kernels.Kernel) -> set[str]:
-    """What the kernel holds of runs that are over."""
+    """Return the memory files that the kernel still has open after its runs have ended."""
     return processes.memory_files(kernel.pid) - {"notebook-accel-agent-log"} if kernel.process.is_alive else set()

@@ -1,4 +1,4 @@
-"""What can happen to a run, each with how it is brought about and how the cell may end after it."""
+"""Troubles that can happen to a run: how to cause each, and how the cell may end after it."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def small_disk(folder: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def may_mount(folder: pathlib.Path) -> bool:
-    """Whether this user and container may."""
+    """Return whether this user may mount filesystems in this container."""
     try:
         with small_disk(folder):
             return True

@@ -1,4 +1,4 @@
-"""What only a machine with a GPU can show."""
+"""Tests that need a machine with a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAUNCH_S = 180.0
 
 
 def gpus() -> int:
-    """How many the driver knows; asked of its own tool, not of the code under test."""
+    """Return how many GPUs the driver's own tool lists, independently of the code under test."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.CalledProcessError):

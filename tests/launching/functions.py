@@ -1,4 +1,4 @@
-"""What the tests of this folder run in ranks: importable there, and quick to import."""
+"""Functions that this folder's tests run in ranks, which can import them quickly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rank() -> int:
 
 
 def threads() -> tuple[int, int, dict[str, str | None]]:
-    """How many threads torch and numpy's OpenBLAS compute with, and what variables say."""
+    """Return the number of threads of torch and of numpy's OpenBLAS, and the variables that set them."""
     import threadpoolctl  # not everywhere where this module is used
 
     [blas] = [info["num_threads"] for info in threadpoolctl.threadpool_info() if "numpy" in info["filepath"]]

@@ -1,4 +1,4 @@
-"""What comes back from ranks: each object opens by itself, and what belongs together still does."""
+"""Results of ranks: each is unpickled by itself, and objects that share parts still share them."""
 
 from __future__ import annotations
 

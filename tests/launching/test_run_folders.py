@@ -220,7 +220,7 @@ def test_socket_works_however_long_the_path_is(tmp_path: pathlib.Path) -> None:
 
 
 def as_nobody(act: Callable[[], int]) -> int:
-    """What a child of another user returns."""
+    """Run a function in a child process of another user, and return its result."""
     child = os.fork()
     if child == 0:
         status = 99

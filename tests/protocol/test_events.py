@@ -1,4 +1,4 @@
-"""What a rank says arrives as it was said."""
+"""Events arrive as a rank has sent them."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def test_batch_is_copied_beside_the_step_before_it_and_two_at_most_are_there(cuda: Cuda) -> None:
-    """It needs no GPU: streams are replaced, and batches are copied to the meta device."""
+    """No GPU is needed: streams are replaced, and batches are copied to the meta device."""
     backend = OnCudaUploader()
     loader = shard_dataloader(
         DataLoader(TensorDataset(torch.arange(10.0)), batch_size=2),

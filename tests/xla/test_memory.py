@@ -1,4 +1,4 @@
-"""What a model takes of the host's memory, before it is on the devices and on its way there."""
+"""The host's memory that a model takes before it is on the devices and on its way there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the tests here do. Runs where torch_xla is."""
+"""Functions that ranks run in the tests of this folder, where torch_xla is installed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model() -> torch.nn.Module:
 
 
 def executions() -> int:
-    """How many graphs the device has computed by now."""
+    """Return the number of graphs that the device has computed by now."""
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as metrics
 
@@ -42,7 +42,7 @@ def executions() -> int:
 
 
 def values_read() -> int:
-    """How many values were read back from the device by now."""
+    """Return the number of values that were read back from the device by now."""
     import torch_xla.debug.metrics as metrics
 
     found = metrics.metric_data("TransferFromDeviceTime")
@@ -150,7 +150,7 @@ class _Nested(Dataset[Any]):
 
 
 def nested() -> tuple[list[Any], str]:
-    """What comes of a loader of nested batches, and of one that fails."""
+    """Return the batches of a loader of nested batches, and the error of a loader that fails."""
     accelerator = Accelerator()
     seen: list[Any] = []
     try:
@@ -188,7 +188,7 @@ def warned() -> list[str]:
 
 
 def dtypes(downcast: bool) -> tuple[str, str, str, float]:
-    """What float32 and float64 are on the device, the precision's name, and a loss that has learned."""
+    """Return what float32 and float64 are on the device, the precision's name, and a loss after training."""
     import torch_xla
 
     accelerator = Accelerator(mixed_precision="bf16", downcast_bf16=downcast)
@@ -215,7 +215,7 @@ def other_precision() -> None:
 
 
 def alone() -> list[Any]:
-    """What one rank's collectives give."""
+    """Return the results of one rank's collectives."""
     accelerator = Accelerator()
     x = torch.arange(3, device=accelerator.device)
     accelerator.wait_for_everyone()
@@ -247,7 +247,7 @@ def seeded() -> tuple[list[float], list[float], list[float]]:
 
 
 def _on_two_devices(work: Callable[[int, torch.device], list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """What ``work(rank, device)`` gives in each of two threads, computed together and then read."""
+    """Return the results of ``work(rank, device)`` in two threads, computed together and then read."""
     import torch_xla
     import torch_xla.core.xla_model as xm
     from torch_xla._internal import pjrt
@@ -372,7 +372,7 @@ class _Meeting(torch.nn.Linear):
 
 
 def move_beside_another(folder: pathlib.Path, available_bytes: int) -> tuple[str, str]:
-    """What the other rank does while this one's model goes to the device, and where that is in the end."""
+    """Return what the other rank does while this rank's model moves to the device, and the device it ends on."""
     host_memory.available_bytes = lambda: available_bytes
     model = Accelerator().prepare(_Meeting(folder))
     return model.seen, str(model.weight.device)

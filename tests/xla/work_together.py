@@ -1,4 +1,4 @@
-"""What several ranks with an XLA device each do in the tests here. Runs where torch_xla is."""
+"""Functions that several ranks run, each with an XLA device, where torch_xla is installed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def train(batch: int, steps: int, epochs: int) -> dict[str, Any]:
 
 
 def collectives() -> dict[str, Any]:
-    """What the ranks' collectives give of tensors on the devices, and of objects."""
+    """Return the results of the ranks' collectives, for tensors on the devices and for objects."""
     accelerator = Accelerator()
     rank, device = accelerator.process_index, accelerator.device
     row = torch.tensor([[float(rank), float("inf")]], device=device)
@@ -106,7 +106,7 @@ def one_sided() -> None:
 
 
 def topologies(variables: dict[str, str], ranks: int, joined: bool) -> list[dict[str, str]]:
-    """What torch_xla sets for each rank of a TPU, where the environment has these variables. Wakes nothing."""
+    """Return what torch_xla sets for each rank of a TPU under these variables, without waking a device."""
     from torch_xla._internal import tpu
 
     found = []

@@ -44,7 +44,7 @@ def job(tmp_path: pathlib.Path) -> Iterator[DetachedJob]:
 
 
 def is_closed(stranger: socket.socket) -> bool:
-    """Whether the agent closes the connection, after no more than an answer to a greeting."""
+    """Return whether the agent closes the connection after at most an answer to a greeting."""
     stranger.settimeout(_LONG_S)
     answer = b""
     try:
@@ -56,7 +56,7 @@ def is_closed(stranger: socket.socket) -> bool:
 
 
 def sockets_of(agent: processes.Process) -> int:
-    """How many sockets the agent has open. Files come and go."""
+    """Return the number of sockets that the agent has open; its files come and go."""
     found = 0
     for number in os.listdir(f"/proc/{agent.pid}/fd"):
         with contextlib.suppress(OSError):

@@ -88,7 +88,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faults]:
 
 
 def ends(job: Job) -> str:
-    """How it has."""
+    """Return how the run has ended."""
     assert job.wait(30), job
     status = job.status
     job.discard()

@@ -143,7 +143,7 @@ where_the_main_thread_is()
 
 
 def test_answer_is_taken_when_it_is_whole_however_slowly_it_comes() -> None:
-    """It is written on the processor on which it is looked at, so that several looks come between two lines of it."""
+    """Writer and reader share one processor, so that the reader looks several times between two lines."""
     ours, theirs = Connection.pair()
     dump = dump_file(0)
     allowed = os.sched_getaffinity(0)

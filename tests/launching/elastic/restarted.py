@@ -1,4 +1,4 @@
-"""What the tests of restarts run in ranks. ``training.py`` beside is the training that is killed."""
+"""Functions that the tests of restarts run in ranks. ``training.py`` beside is the training that is killed."""
 
 from __future__ import annotations
 

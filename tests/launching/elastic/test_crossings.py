@@ -85,7 +85,7 @@ class Agent:
 
     @property
     def attempts(self) -> list[int]:
-        """How often ranks were started again because of a failure, for each time that they were started."""
+        """Return the number of restarts after failures, for each start of the ranks."""
         return [told.restarts for told in self.told if isinstance(told, messages.Starting)]
 
     def read(self) -> None:

@@ -56,7 +56,7 @@ def error(job: Job) -> NotebookAccelError:
 
 
 def shown(job: Job) -> str:
-    """What the plain lines of a run have, when it has ended."""
+    """Wait for the end of a run and return its plain lines."""
     lines = io.StringIO()
     view = LinesView(job, lines)
     assert job.wait(_WAIT_S)
@@ -253,7 +253,7 @@ def elastic_processes(jobs: list[Job]) -> list[processes.Process]:
 
 
 def listens_or_not(process: processes.Process, port: int) -> bool:
-    """Whether a process listens on a port."""
+    """Return whether a process listens on a port."""
     rows = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
     inodes = {row[9] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
     links = [os.readlink(path) for path in pathlib.Path(f"/proc/{process.pid}/fd").iterdir()]

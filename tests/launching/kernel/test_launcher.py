@@ -1,4 +1,4 @@
-"""What ``notebook_launcher`` refuses before it starts anything, and its face."""
+"""The arguments that ``notebook_launcher`` refuses before it starts anything, and its signature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said about what goes to the ranks, and what may stay behind; in a real notebook."""
+"""Messages about variables that go to the ranks and variables that stay behind, in a real notebook."""
 
 from __future__ import annotations
 

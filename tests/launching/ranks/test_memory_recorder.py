@@ -1,4 +1,4 @@
-"""What holds a GPU's memory, by snapshots of torch's allocator of the documented form."""
+"""The allocations that hold a GPU's memory, read from snapshots of torch's allocator in their documented form."""
 
 from __future__ import annotations
 
