@@ -227,7 +227,7 @@ class AgentProcess(AgentLink[RunHandle]):
         self, prepared: PreparedRun, line: TemplateLine | None = None, elastic: ElasticOptions | None = None
     ) -> None:
         """Start a run, from its own template if ``line`` leads to one."""
-        prepared.job.attach(_LocalControl(self, prepared.job.id))
+        prepared.job.send_orders_by(self.tell)
         own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
         message = self._launch_message(prepared.job, template_pid=0 if line is None else line.pid, elastic=elastic)
         try:
@@ -432,30 +432,3 @@ def agent_lost_error(why: str) -> SupervisorLostError:
         why=why,
         fix="run the cell again: a new one is started",
     )
-
-
-class _LocalControl:
-    def __init__(self, agent: AgentProcess, job_id: str) -> None:
-        self._agent = agent
-        self._job_id = job_id
-
-    def interrupt(self, *, escalate: bool) -> None:
-        if escalate:
-            self._agent.tell(messages.End(job_id=self._job_id, how="interrupt"))
-        else:
-            self._agent.tell(messages.Interrupt(job_id=self._job_id))
-
-    def stop(self) -> None:
-        self._agent.tell(messages.End(job_id=self._job_id, how="stop"))
-
-    def kill(self) -> None:
-        self._agent.tell(messages.End(job_id=self._job_id, how="kill"))
-
-    def respawn(self, rank: int) -> None:
-        self._agent.tell(messages.Respawn(job_id=self._job_id, rank=rank))
-
-    def inspect(self) -> None:
-        self._agent.tell(messages.Inspect(job_id=self._job_id))
-
-    def profile(self, message_to: Callable[[str], messages.Profile]) -> None:
-        self._agent.tell(message_to(self._job_id))

@@ -76,7 +76,7 @@ class Link(AgentLink[DetachedJob]):
         except BaseException:
             connection.close()
             raise
-        self._job.attach(_Control(self, self._job.id))
+        self._job.send_orders_by(self.tell)
         self._start_thread()
 
     def _wait_until_published(self) -> None:
@@ -92,7 +92,7 @@ class Link(AgentLink[DetachedJob]):
         Raises:
             RunError: The agent lives but doesn't answer.
         """
-        self._job.attach(_Control(self, self._job.id))
+        self._job.send_orders_by(self.tell)
         if not self._reconnect():
             self._end_lost()
         if self._is_over:
@@ -256,33 +256,6 @@ class Link(AgentLink[DetachedJob]):
     def _start_error(self, error: Exception) -> ProcessStartError:
         why = "\n".join(filter(None, [f"{type(error).__name__}: {error}", self._last_words()]))
         return ProcessStartError("The agent process of the detached run could not be started.", why=why)
-
-
-class _Control:
-    def __init__(self, link: Link, job_id: str) -> None:
-        self._link = link
-        self._job_id = job_id
-
-    def interrupt(self, *, escalate: bool) -> None:
-        if escalate:
-            self._link.tell(messages.End(job_id=self._job_id, how="interrupt"))
-        else:
-            self._link.tell(messages.Interrupt(job_id=self._job_id))
-
-    def stop(self) -> None:
-        self._link.tell(messages.End(job_id=self._job_id, how="stop"))
-
-    def kill(self) -> None:
-        self._link.tell(messages.End(job_id=self._job_id, how="kill"))
-
-    def respawn(self, rank: int) -> None:
-        self._link.tell(messages.Respawn(job_id=self._job_id, rank=rank))
-
-    def inspect(self) -> None:
-        self._link.tell(messages.Inspect(job_id=self._job_id))
-
-    def profile(self, message_to: Callable[[str], messages.Profile]) -> None:
-        self._link.tell(message_to(self._job_id))
 
 
 def send_order(folder: RunFolder, message: messages.Order) -> None:

@@ -7,13 +7,24 @@ import importlib
 import pathlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
-from notebook_accel.protocol.agent_messages import Failure, OnDeath, Profile, RankDump, Reason, Starting
+from notebook_accel.protocol.agent_messages import (
+    End,
+    Failure,
+    Inspect,
+    Interrupt,
+    OnDeath,
+    Profile,
+    RankDump,
+    Reason,
+    Respawn,
+    Starting,
+)
 from notebook_accel.protocol.events import Event
 
 if TYPE_CHECKING:
@@ -22,30 +33,8 @@ if TYPE_CHECKING:
     from notebook_accel.launching.kernel.job import Job
 
 
-class RunControl(Protocol):
-    """The engine's side of a run: the operations that the run's handle may request."""
-
-    def interrupt(self, *, escalate: bool) -> None:
-        """Raise KeyboardInterrupt in the ranks; with ``escalate``, terminate them after the grace period."""
-
-    def stop(self) -> None:
-        """Send the ranks SIGTERM, and SIGKILL after the grace period."""
-
-    def kill(self) -> None:
-        """Kill the ranks."""
-
-    def inspect(self) -> None:
-        """Request the ranks' stacks, without waiting. They are delivered by ``take_dumps``."""
-
-    def profile(self, message_to: Callable[[str], Profile]) -> None:
-        """Request a profile of the ranks' next steps, without waiting. The ranks answer by events.
-
-        Args:
-            message_to: Function that makes the message to an agent, from the run's id there.
-        """
-
-    def respawn(self, rank: int) -> None:
-        """Restart a dead rank."""
+RunOrder: TypeAlias = Interrupt | Respawn | End | Inspect | Profile
+"""An order that a run's job sends to the agent, by a function of its engine."""
 
 
 class RunHandle(Protocol):
@@ -126,7 +115,7 @@ class Engine(Protocol):
     """Runs ranks."""
 
     def launch(self, request: LaunchRequest) -> Job:
-        """Start the ranks and return the run's job, with a control attached. From then on, deliver events and the end.
+        """Start the ranks, deliver events and the end to the run's job, and let it send orders. Return the job.
 
         Raises:
             LaunchError: The ranks can't be started.

@@ -24,7 +24,7 @@ from notebook_accel.errors import (
     RunTimeoutError,
 )
 from notebook_accel.launching import logs, run_folders, traces
-from notebook_accel.launching.kernel.engine import LaunchRequest, RunControl
+from notebook_accel.launching.kernel.engine import LaunchRequest, RunOrder
 from notebook_accel.launching.results import ResultFiles, Results
 from notebook_accel.launching.state import failures, profiles
 from notebook_accel.launching.state.diagnosis import Diagnosis, diagnose
@@ -32,6 +32,7 @@ from notebook_accel.launching.state.profiles import DEFAULT_STEPS, Profile, Prof
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.stacks import RankStack, Silence, StackRequest, Stacks
+from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.agent_messages import Failure, RankDump, Reason, Starting
 from notebook_accel.protocol.events import Event, Numbered, Respawning, Restarting, Working
 from notebook_accel.uninterruptible import Latch
@@ -195,7 +196,7 @@ class Job(Handle):
         self._is_discarded = False
         self._is_detached = False
         self._can_be_asked_again = False
-        self._control: RunControl | None = None
+        self._send_order: Callable[[RunOrder], None] | None = None
         self._lock = threading.Lock()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
         self.state = RunState(spec.world_size)
@@ -263,15 +264,16 @@ class Job(Handle):
         Args:
             escalate: Whether to terminate ranks that go on: SIGTERM after the grace period, SIGKILL after a second one.
         """
-        self._tell(lambda control: control.interrupt(escalate=escalate))
+        interrupt = messages.Interrupt(job_id=self.id)
+        self._order(messages.End(job_id=self.id, how="interrupt") if escalate else interrupt)
 
     def stop(self) -> None:
         """Stop the run. Doesn't wait for the end."""
-        self._tell(lambda control: control.stop())
+        self._order(messages.End(job_id=self.id, how="stop"))
 
     def kill(self) -> None:
         """Kill the ranks, which can't clean up. Doesn't wait for the end."""
-        self._tell(lambda control: control.kill())
+        self._order(messages.End(job_id=self.id, how="kill"))
 
     def respawn(self, rank: int) -> None:
         """Restart a dead rank as a fresh process, which runs the function from its beginning.
@@ -289,7 +291,7 @@ class Job(Handle):
         if why:
             raise LaunchError(f"Rank {rank} of {self.name!r} can't be started again.", why=why)
         self.deliver(rank, Respawning())
-        self._tell(lambda control: control.respawn(rank))
+        self._order(messages.Respawn(job_id=self.id, rank=rank))
 
     def death(self, rank: int) -> RankFailedError | None:
         """Return a dead rank's error, ``None`` for a living rank. For runs with ``on_death="keep"``."""
@@ -355,7 +357,7 @@ class Job(Handle):
         """
         if self._is_detached:
             raise self.error or RunError(f"The run {self.name!r} was detached.")
-        stacks = self._stack_request.ask(lambda: self._tell(lambda control: control.inspect()), timeout_s)
+        stacks = self._stack_request.ask(lambda: self._order(messages.Inspect(job_id=self.id)), timeout_s)
         if self._stack_request.is_over:
             return Stacks([RankStack(rank.rank, rank.pid, "ended") for rank in self.ranks])
         if stacks is not None:
@@ -382,7 +384,7 @@ class Job(Handle):
         profiles.check_steps(steps)
         request = self._begin_profile(steps, timeout_s, memory=memory)
         try:
-            self._tell(lambda control: control.profile(request.message))
+            self._order(request.message(self.id))
             request.wait(timeout_s + _TRACE_DEADLINE_S)
         finally:
             self._profile_request = None
@@ -476,15 +478,15 @@ class Job(Handle):
         with self.state_lock:
             is_due = self._silence.is_due(self.state, now_s)
         if is_due:
-            self._tell(lambda control: control.inspect())
+            self._order(messages.Inspect(job_id=self.id))
 
     def expect_steps(self, ranks: Sequence[int]) -> None:
         """Set the ranks that have work from now on; initially all. The silence of idle ranks is ignored."""
         self.deliver(0, Working(ranks=list(ranks)))
 
-    def attach(self, control: RunControl) -> None:
-        """Set the object by which the engine controls the run."""
-        self._control = control
+    def send_orders_by(self, send: Callable[[RunOrder], None]) -> None:
+        """Set the engine's function that sends an order to the run's agent, without waiting for the answer."""
+        self._send_order = send
 
     def deliver(self, rank: int, event: Event) -> None:
         """Apply and queue one event of a rank. Called by the engine's thread."""
@@ -570,9 +572,9 @@ class Job(Handle):
         """Return the time of the event being delivered, in seconds of ``time.monotonic()``."""
         return time.monotonic()
 
-    def _tell(self, request: Callable[[RunControl], None]) -> None:
-        if self._control is not None and not self.done:
-            request(self._control)
+    def _order(self, order: RunOrder) -> None:
+        if self._send_order is not None and not self.done:
+            self._send_order(order)
 
     def _has_all_results(self) -> bool:
         return self._engine_error is None and self._reason == "" and self.state.have_all_results

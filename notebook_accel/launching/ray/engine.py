@@ -330,7 +330,7 @@ class RayEngine:
                 run = RayRun(
                     prepared.job, self._cluster, prepared.payload, prepared.result_files, resources, request.variables
                 )
-                prepared.job.attach(run)
+                prepared.job.send_orders_by(run.take_order)
                 run.start()
             return prepared.job
 

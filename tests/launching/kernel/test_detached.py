@@ -198,7 +198,7 @@ def test_kernel_that_was_dropped_attaches_again_and_hears_each_line_once(mark: p
     first = launch(functions.reports_until, str(mark))
     wait_for_steps(first)
     job = detached.attach_and_show("night", show=lambda _: None)  # nobody else takes its events
-    link = job._control._link  # type: ignore[union-attr]
+    link = job._send_order.__self__  # type: ignore[union-attr]
     for _ in range(3):
         heard = link._seen
         connection = link._connection
