@@ -18,6 +18,7 @@ from typing import Any, overload
 import msgspec
 
 from notebook_accel.errors import PayloadError, ResultError
+from notebook_accel.launching import processes
 from notebook_accel.payload import memory_files, serialization
 from notebook_accel.payload.serialization import Pickled, SharedPickling
 from notebook_accel.payload.tensor_memory import Blocks
@@ -373,7 +374,7 @@ class ResultFiles:
         self._set_variables = set_variables
         self._bound: dict[str, None] = {}  # in order
         self._opened: dict[int, ResultFile] = {}
-        self._close = weakref.finalize(self, _close_all, tuple(descriptors))
+        self._close = weakref.finalize(self, processes.close_all, tuple(descriptors))
 
     @property
     def are_open(self) -> bool:
@@ -431,8 +432,3 @@ class ResultFiles:
     def close(self) -> None:
         """Close the files. Closing twice does no harm."""
         self._close()
-
-
-def _close_all(descriptors: tuple[int, ...]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import importlib
 import operator
 import os
 import pathlib
-import re
 import secrets
 import shlex
 import shutil
@@ -28,23 +26,18 @@ from typing import Any
 import msgspec
 
 from notebook_accel.errors import LaunchError, NotebookAccelError, RunError
+from notebook_accel.launching import logs
 
 JOURNAL_VERSION = 1
 """Number of the format of the folder and of the messages in it. Another number means that it can't be read."""
 
 _YOUNG_S = 5.0  # an older unpublished folder that nobody holds belongs to a launch that was killed
 _DAY_S = 86_400.0
-_FACTS, _DRAFT, _LOCK, _KERNEL, _PAYLOAD, _HISTORY, _JOURNAL, _LATEST, _SOCKET = (
-    "run.json",
-    "launch.json",
-    "lock",
-    "kernel",
-    "payload",
-    "history",
-    "journal",
-    "latest",
-    "socket",
-)
+_FACTS, _DRAFT, _LOCK, _KERNEL, _SOCKET = "run.json", "launch.json", "lock", "kernel", "socket"
+
+# Files for ``RunFolder.create``, ``open`` and ``replace``. The history has the events before the journal, for a run
+# that was detached while it went on; the latest, the last message of each kind.
+PAYLOAD, HISTORY, JOURNAL, LATEST = "payload", "history", "journal", "latest"
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +133,7 @@ class RunFolder:
     def hold(self) -> int:
         """Take the lock, and return its descriptor. A process that inherits the descriptor holds the lock too."""
         descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        _flock(descriptor, "LOCK_EX", waits=True)  # only ``is_held`` of other processes takes it, for an instant
+        logs.flock(descriptor, "LOCK_EX", waits=True)  # only ``is_held`` of other processes takes it, for an instant
         return descriptor
 
     def hold_for_kernel(self) -> int:
@@ -151,7 +144,7 @@ class RunFolder:
         """
         descriptor = os.open(self.path / _KERNEL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            _flock(descriptor, "LOCK_EX")
+            logs.flock(descriptor, "LOCK_EX")
         except BlockingIOError:
             who = os.pread(descriptor, 1024, 0).decode(errors="replace") or "another process"
             os.close(descriptor)
@@ -175,22 +168,22 @@ class RunFolder:
         """True while the run's agent lives, or the launch that is about to start it."""
         return _is_held(self.path / _LOCK)
 
-    def create_payload(self) -> int:
-        """Return the descriptor of a new file for the payload."""
-        return self._create(_PAYLOAD)
+    def create(self, name: str) -> int:
+        """Create a file, and return its descriptor."""
+        return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def open(self, name: str) -> int:
+        """Return a descriptor for reading a file."""
+        return os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def take_payload_of(self, other: RunFolder) -> int:
         """Hard-link the payload of another run into this folder, and return its descriptor."""
-        os.link(other.path / _PAYLOAD, self.path / _PAYLOAD)
-        return self.open_payload()
+        os.link(other.path / PAYLOAD, self.path / PAYLOAD)
+        return self.open(PAYLOAD)
 
     def create_result(self, rank: int) -> int:
         """Return the descriptor of a new file for a rank's result."""
-        return self._create(f"result_{rank}")
-
-    def create_journal(self) -> int:
-        """Return the descriptor of the new journal."""
-        return self._create(_JOURNAL)
+        return self.create(f"result_{rank}")
 
     def fill_result(self, rank: int, source: int) -> None:
         """Copy a rank's result from the file ``source`` into the folder."""
@@ -199,37 +192,9 @@ class RunFolder:
             while position < size:
                 position += os.sendfile(file.fileno(), source, position, size - position)
 
-    def open_payload(self) -> int:
-        """Return a descriptor for reading the payload."""
-        return self._open(_PAYLOAD)
-
     def open_result(self, rank: int) -> int:
         """Return a descriptor for reading a rank's result."""
-        return self._open(f"result_{rank}")
-
-    def open_journal(self) -> int:
-        """Return a descriptor for reading the journal."""
-        return self._open(_JOURNAL)
-
-    def write_history(self, data: bytes) -> None:
-        """Write the history: frames of events before the journal, for a run that was detached while it went on."""
-        self.replace(_HISTORY, data)
-
-    def open_history(self) -> int:
-        """Return a descriptor for reading the history, the events before the journal.
-
-        Raises:
-            FileNotFoundError: The run was detached from its beginning.
-        """
-        return self._open(_HISTORY)
-
-    def open_latest(self) -> int:
-        """Return a descriptor for reading the latest message of each kind."""
-        return self._open(_LATEST)
-
-    def replace_latest(self, data: bytes) -> None:
-        """Write the latest message of each kind."""
-        self.replace(_LATEST, data)
+        return self.open(f"result_{rank}")
 
     def replace(self, name: str, data: bytes) -> None:
         """Replace a file atomically: write under another name, then rename."""
@@ -289,15 +254,9 @@ class RunFolder:
     @property
     def changed(self) -> float:
         """Time of the run's last message, in seconds since the epoch."""
-        names = (_LATEST, _JOURNAL, _FACTS)
+        names = (LATEST, JOURNAL, _FACTS)
         times = [path.stat().st_mtime for name in names if (path := self.path / name).exists()]
         return max(times, default=self.path.stat().st_mtime)
-
-    def _create(self, name: str) -> int:
-        return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-
-    def _open(self, name: str) -> int:
-        return os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def root(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
@@ -317,8 +276,7 @@ def root(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
 
 def new_id(name: str) -> str:
     """Return a new id for a run of this name."""
-    words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40]
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{secrets.token_hex(3)}"
+    return f"{logs.dated(name)}-{secrets.token_hex(3)}"
 
 
 def make(name: str, run_id: str = "", *, is_unique: bool = False) -> tuple[RunFolder, int]:
@@ -357,7 +315,7 @@ def _one_at_a_time(folder: pathlib.Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # NFS can't lock a folder
-            _flock(descriptor, "LOCK_EX", waits=True)
+            logs.flock(descriptor, "LOCK_EX", waits=True)
         yield
     finally:
         os.close(descriptor)
@@ -502,7 +460,7 @@ def _is_held(lock: pathlib.Path) -> bool:
     except OSError:
         return False
     try:
-        _flock(descriptor, "LOCK_SH")
+        logs.flock(descriptor, "LOCK_SH")
     except BlockingIOError:
         return True
     except OSError:
@@ -510,8 +468,3 @@ def _is_held(lock: pathlib.Path) -> bool:
     finally:
         os.close(descriptor)
     return False
-
-
-def _flock(descriptor: int, how: str, *, waits: bool = False) -> None:
-    fcntl = importlib.import_module("fcntl")  # not at the top: Windows, where this module can be imported, lacks it
-    fcntl.flock(descriptor, getattr(fcntl, how) | (0 if waits else fcntl.LOCK_NB))

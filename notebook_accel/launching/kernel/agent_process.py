@@ -116,7 +116,8 @@ class AgentLink(Generic[_Handle]):
 
     def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
         """Return the settings that a template's imports depend on, and a template's variables and import path."""
-        raise NotImplementedError
+        settings = environment.import_time_variables(), sys.prefix
+        return settings, environment.sendable(), environment.import_path()
 
     def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
         """Send a message.
@@ -194,7 +195,7 @@ class AgentProcess(AgentLink[RunHandle]):
         self._connection, self._theirs = Connection.pair()
         self._connection.set_send_deadline(_SEND_DEADLINE_S)
         self._connection.set_receive_deadline(_LOOK_PERIOD_S)
-        self._errors = memory_files.memory_file("notebook-accel-agent-log")
+        self.log = memory_files.memory_file("notebook-accel-agent-log")  # of the agent and its templates
         self._answer = _Answer()
         self._process: subprocess.Popen[bytes] | None = None
         self._start_error: OSError | None = None
@@ -205,10 +206,6 @@ class AgentProcess(AgentLink[RunHandle]):
         if self._process is None:
             raise ProcessStartError(f"The agent process could not be started: {self._start_error}.")
 
-    def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
-        settings = environment.import_time_variables(), sys.prefix
-        return settings, environment.sendable(), environment.import_path()
-
     @property
     def is_expecting(self) -> bool:
         """True if a run is on its way or runs."""
@@ -217,11 +214,6 @@ class AgentProcess(AgentLink[RunHandle]):
     def serves(self, job: RunHandle) -> bool:
         """Return whether this agent serves the job's run and the run hasn't ended."""
         return job.id in self._jobs
-
-    @property
-    def log(self) -> int:
-        """Descriptor of the log file of the agent and its templates."""
-        return self._errors
 
     def launch(
         self, prepared: PreparedRun, line: TemplateLine | None = None, elastic: ElasticOptions | None = None
@@ -297,11 +289,7 @@ class AgentProcess(AgentLink[RunHandle]):
         """Close the agent's connection in a process that the kernel has forked."""
         self._connection.close()
 
-    def _send(
-        self,
-        message: messages.ToAgent,
-        descriptors: Sequence[int] = (),
-    ) -> None:
+    def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
         self._resume()
         try:
             self._connection.send(messages.encode(message), descriptors)
@@ -315,7 +303,7 @@ class AgentProcess(AgentLink[RunHandle]):
     def _run(self) -> None:
         """Start the agent and read its messages until it has gone. The thread's function."""
         try:
-            self._process = start_process(self._theirs, self._errors)
+            self._process = start_process(self._theirs, self.log)
         except OSError as error:
             self._start_error = error
             return
@@ -362,8 +350,8 @@ class AgentProcess(AgentLink[RunHandle]):
             else:
                 job.end("", agent_lost_error(self._last_words()))
         self._jobs.clear()
-        os.close(self._errors)
-        self._errors = -1  # another file may get the number
+        os.close(self.log)
+        self.log = -1  # another file may get the number
 
     def _wait_for_its_end(self) -> None:
         assert self._process is not None
@@ -375,7 +363,7 @@ class AgentProcess(AgentLink[RunHandle]):
             self._process.wait()
 
     def _last_words(self) -> str:
-        return last_words(self._errors)
+        return last_words(self.log)
 
 
 class _Answer:

@@ -48,17 +48,6 @@ class DraftSource:
     path: pathlib.Path | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class DiffLine:
-    """One line of a diff of the file, with the mark ``+`` (added), ``-`` (removed) or blank."""
-
-    mark: Literal["+", "-", " "]
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.mark} {self.text}"
-
-
 class Draft:
     """The options of a file that isn't written yet.
 
@@ -148,17 +137,21 @@ class Draft:
         reasons = self.machine.precisions(use_cpu=self.values["use_cpu"] is True)
         return {choice: reason for choice, reason in reasons.items() if reason}
 
-    def lines(self) -> tuple[DiffLine, ...]:
-        """Return a diff from the present file to the draft. Raise ConfigError if an option isn't allowed."""
+    def lines(self) -> tuple[str, ...]:
+        """Return a diff from the present file to the draft, whose lines begin with ``+``, ``-`` or a blank.
+
+        Raises:
+            ConfigError: An option isn't allowed.
+        """
         before, after = self._before, self._after()
-        lines: list[DiffLine] = []
+        lines: list[str] = []
         for key in sorted({*before, *after}, key=str):
             old = config_file.dump({key: before[key]}).splitlines() if key in before else []
             new = config_file.dump({key: after[key]}).splitlines() if key in after else []
             if old and new and _is_same(before[key], after[key]):
-                lines += [DiffLine(" ", text) for text in new]
+                lines += [f"  {text}" for text in new]
             else:
-                lines += [DiffLine("-", text) for text in old] + [DiffLine("+", text) for text in new]
+                lines += [*(f"- {text}" for text in old), *(f"+ {text}" for text in new)]
         return tuple(lines)
 
     def _after(self) -> dict[str, Any]:

@@ -9,17 +9,16 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from notebook_accel import environment, uninterruptible
+from notebook_accel import uninterruptible
 from notebook_accel.errors import NotebookAccelError, ProcessStartError, RunError, SupervisorLostError
 from notebook_accel.launching import journal, processes, run_folders
-from notebook_accel.launching.kernel.agent_process import AgentLink
+from notebook_accel.launching.kernel.agent_process import AgentLink, last_words
 from notebook_accel.launching.kernel.detached_job import DetachedJob
-from notebook_accel.launching.kernel.run_payload import PreparedRun
-from notebook_accel.launching.run_folders import RunFolder
+from notebook_accel.launching.run_folders import HISTORY, JOURNAL, RunFolder
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, Message, peer_of
 
@@ -50,11 +49,11 @@ class Link(AgentLink[DetachedJob]):
     def _is_over(self) -> bool:
         return self._job.id not in self._jobs
 
-    def launch(self, prepared: PreparedRun, lock: int, release: Callable[[], None]) -> None:
+    def launch(self, payload: int, lock: int, release: Callable[[], None]) -> None:
         """Start the agent and the run, and follow it from now on.
 
         Args:
-            prepared: The run.
+            payload: Descriptor of the payload.
             lock: Descriptor that holds the folder's lock.
             release: Function that closes ``lock`` in this process, once the agent has it.
 
@@ -67,8 +66,8 @@ class Link(AgentLink[DetachedJob]):
                 start_agent(self._folder, theirs, lock)
             release()
             self._follow(connection)
-            self.prepare(prepared.job.config)
-            self._send(self._launch_message(self._job), [prepared.payload, *prepared.result_files])
+            self.prepare(self._job.config)
+            self._send(self._launch_message(self._job), [payload, *self._job.result_files.descriptors])
             self._wait_until_published()
         except (OSError, subprocess.SubprocessError) as error:
             connection.close()
@@ -104,11 +103,16 @@ class Link(AgentLink[DetachedJob]):
         """Read the history of a run that was detached while it went on: its events before the journal."""
         with contextlib.suppress(FileNotFoundError):
             if not self._seen:
-                self._replay(self._folder.open_history())
+                self.hear(self._folder.open(HISTORY))
 
-    def hear(self, descriptor: int) -> None:
-        """Read the messages in a file, and close it."""
-        self._replay(descriptor)
+    def hear(self, descriptor: int, size_bytes: int | None = None) -> None:
+        """Read the unread messages in a file of the folder, up to ``size_bytes``, and close it."""
+        self._job.is_live = False
+        try:
+            for body in self._unknown(journal.read(descriptor, size_bytes)):
+                self._heard(messages.decode_for_kernel(body))
+        finally:
+            os.close(descriptor)
 
     def end_if_lost(self) -> None:
         """End the job of a run whose agent has gone, unless the messages have ended it."""
@@ -120,9 +124,6 @@ class Link(AgentLink[DetachedJob]):
         uninterruptible.call(lambda: send_order(self._folder, message))
 
     # What depends on where the agent is -----------------------------------------------------------------------------
-
-    def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
-        return True, environment.sendable(), environment.import_path()
 
     def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
         assert self._connection is not None
@@ -139,9 +140,8 @@ class Link(AgentLink[DetachedJob]):
         return [body for _, body in unknown]
 
     def _last_words(self) -> str:
-        with contextlib.suppress(OSError):
-            text = (self._folder.path / "agent.log").read_text(errors="replace")[-4000:].strip()
-            return f"It last wrote:\n{text}" if text else ""
+        with contextlib.suppress(OSError), (self._folder.path / "agent.log").open("rb") as log:
+            return last_words(log.fileno())
         return ""
 
     def _heard(self, said: messages.ToKernel) -> bool:
@@ -200,7 +200,7 @@ class Link(AgentLink[DetachedJob]):
             time.sleep(_PAUSE_S)
         self.hear_history()
         self._known = self._seen
-        self._replay(self._folder.open_journal())
+        self.hear(self._folder.open(JOURNAL))
         return self._is_over
 
     def _follow(self, connection: Connection, agent_pid: int = 0) -> None:
@@ -215,19 +215,10 @@ class Link(AgentLink[DetachedJob]):
         self.hear_history()
         self._known = self._seen
         [descriptor] = frames[0].descriptors
-        self._replay(descriptor, messages.decode_attached(frames[0].body).size_bytes)
+        self.hear(descriptor, messages.decode_attached(frames[0].body).size_bytes)
         self._job.is_live = True
         for body in self._unknown(journal.split_number(frame.body) for frame in frames[1:]):
             self._heard(messages.decode_for_kernel(body))
-
-    def _replay(self, descriptor: int, size_bytes: int | None = None) -> None:
-        """Read the unread messages of a journal, and close it."""
-        self._job.is_live = False
-        try:
-            for body in self._unknown(journal.read(descriptor, size_bytes)):
-                self._heard(messages.decode_for_kernel(body))
-        finally:
-            os.close(descriptor)
 
     def _close(self) -> None:
         connection, self._connection = self._connection, None

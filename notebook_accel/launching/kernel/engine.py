@@ -111,8 +111,8 @@ class LaunchRequest:
     detached_id: str = ""
 
 
-class Engine(Protocol):
-    """Runs ranks."""
+class ClusterEngine(Protocol):
+    """An engine for other machines, which finds and checks their devices itself."""
 
     def launch(self, request: LaunchRequest) -> Job:
         """Start the ranks, deliver events and the end to the run's job, and let it send orders. Return the job.
@@ -120,10 +120,6 @@ class Engine(Protocol):
         Raises:
             LaunchError: The ranks can't be started.
         """
-
-
-class ClusterEngine(Engine, Protocol):
-    """An engine for other machines, which finds and checks their devices itself."""
 
     def devices(self, config: LaunchConfig) -> Devices:
         """Return the ranks' devices."""

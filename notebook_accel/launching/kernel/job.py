@@ -126,11 +126,6 @@ class Ending:
     took_s: float = 0.0
     diagnosis: Diagnosis = dataclasses.field(default_factory=Diagnosis)
 
-    def fill_in(self, status: str, why: str, took_s: float, diagnosis: Diagnosis) -> None:
-        """Set all fields. The status is set last: a thread that sees it also sees the other fields."""
-        self.why, self.took_s, self.diagnosis = why, took_s, diagnosis
-        self.status = status
-
 
 class Job(Handle):
     """A started run. The launcher creates the job, an engine updates it, and views and users read it.
@@ -153,6 +148,7 @@ class Job(Handle):
             ``state_lock``.
         log_files: Each rank's log of its standard output and error. Empty if no log folder could be made.
         log_folder: The folder of the logs, ``None`` if there are none.
+        result_files: The ranks' result files, which the job owns.
         doing: A function that returns the ranks' current work in words. By default it returns empty text.
         ended_by: The process that stopped a detached run, in words; otherwise empty.
         run_here: A function that runs the only rank in this process; ``None`` if ranks are processes.
@@ -192,7 +188,7 @@ class Job(Handle):
         self.log_folder = log_folder
         ranks = range(spec.world_size)
         self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
-        self._files = ResultFiles(result_files, by_value, request.set_variables or (lambda _: None))
+        self.result_files = ResultFiles(result_files, by_value, request.set_variables or (lambda _: None))
         self._is_discarded = False
         self._is_detached = False
         self._can_be_asked_again = False
@@ -251,7 +247,7 @@ class Job(Handle):
         with self._lock:
             if self._outcome is None:
                 try:
-                    self._outcome = self._files.read(self.first_rank)
+                    self._outcome = self.result_files.read(self.first_rank)
                 except ResultError as incomplete:
                     incomplete.job = self
                     self._can_be_asked_again = True
@@ -440,9 +436,9 @@ class Job(Handle):
             if self.done and self.saves and first.failed is None and not first.has_result:
                 why = f"{', '.join(self.spec.pull)}: rank {self.first_rank} was ended before it could send them"
                 return (), dict.fromkeys(self.spec.pull[:1], why)
-            if not self.done or not self._files.are_open or self._has_all_results():
+            if not self.done or not self.result_files.are_open or self._has_all_results():
                 return (), {}
-            return self._files.set_saved_variables(self.first_rank)
+            return self.result_files.set_saved_variables(self.first_rank)
 
     def discard(self) -> None:
         """Kill the run if it still runs, and close its result files. For a job that is no longer used.
@@ -453,7 +449,7 @@ class Job(Handle):
         self.kill()
         has_ended = self.wait(_DISCARD_DEADLINE_S)
         if has_ended and not self._can_be_asked_again:  # an engine may write to the files until the run has ended
-            self._files.close()
+            self.result_files.close()
 
     # For views and engines ------------------------------------------------------------------------------------------
 
@@ -535,9 +531,11 @@ class Job(Handle):
                 why = elsewhere.in_a_line
         elif status == "succeeded":
             why = self.state.early_end
-        self.ending.fill_in(status, why, self.ended_s - self.started_s, self.diagnosis())
+        ending = self.ending
+        ending.why, ending.took_s, ending.diagnosis = why, self.ended_s - self.started_s, self.diagnosis()
+        ending.status = status  # the last one, so that a thread that sees it also sees the others
         if self._is_discarded or not (self._has_all_results() or self.state.has_saved):
-            self._files.close()
+            self.result_files.close()
         if not self._is_detached:
             with self.state_lock:
                 self.state.close()
@@ -556,11 +554,6 @@ class Job(Handle):
         self._is_detached = True
         what = f"The run {self.name!r} was detached under the name {name!r}, and goes on without this notebook."
         self.end("", RunError(what, fix=f"%distributed attach {shlex.quote(name)}, or notebook_accel.attach({name!r})"))
-
-    @property
-    def result_files(self) -> ResultFiles:
-        """The ranks' result files, which the job owns."""
-        return self._files
 
     def end_here(self, outcome: Results | None, raised: BaseException | None) -> None:
         """Record the end of a run whose only rank was this process, with its results or its exception."""

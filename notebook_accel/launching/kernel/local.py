@@ -60,12 +60,8 @@ class LocalEngine:
         if hasattr(shell, "kernel"):
             self.warm()
 
-    def launch(self, request: LaunchRequest) -> Job:
-        """Start ranks that are forked from the template. See ``Engine``."""
-        return self.launch_elastic(request, None)
-
-    def launch_elastic(self, request: LaunchRequest, elastic: ElasticOptions | None) -> Job:
-        """Start this node's ranks of a run on several nodes; without ``elastic``, a run on this one. See ``Engine``."""
+    def launch(self, request: LaunchRequest, elastic: ElasticOptions | None = None) -> Job:
+        """Start ranks that are forked from the template. With ``elastic``, the run is on several nodes."""
         pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
         return uninterruptible.call(
             lambda: self._launch(request, pickled, unsent, elastic), Job.discard, request.foreground_lock

@@ -28,7 +28,7 @@ from notebook_accel.errors import (
     SupervisorLostError,
 )
 from notebook_accel.launching import run_folders
-from notebook_accel.launching.kernel import detached, detached_runs, local
+from notebook_accel.launching.kernel import detached, detached_runs, local, preflight
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol import events
@@ -460,9 +460,9 @@ def test_logout_that_would_end_it_is_warned_of(
     (tmp_path / "cgroup").write_text(group)
     if lingers:
         (tmp_path / user).touch()
-    monkeypatch.setattr(detached_runs, "_OWN_GROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(detached_runs, "_LINGERING", tmp_path)
-    assert [finding.fix for finding in detached_runs.logout_findings()] == (
+    monkeypatch.setattr(preflight, "_OWN_GROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(preflight, "_LINGERING", tmp_path)
+    assert [finding.fix for finding in preflight.check_logout()] == (
         [f"loginctl enable-linger {user}, once, before you launch"] if is_warned else []
     )
 

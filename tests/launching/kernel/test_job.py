@@ -79,7 +79,7 @@ def test_result_that_cannot_be_made_again_is_an_error_of_a_few_lines(job: Job) -
     with pytest.raises(PayloadError, match="can't be unpickled here: ValueError: invalid literal") as raised:
         job.results()
     assert isinstance(raised.value.__cause__, ValueError)
-    job._files.close()  # which goes with the job otherwise
+    job.result_files.close()  # which goes with the job otherwise
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
