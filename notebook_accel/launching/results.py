@@ -108,10 +108,10 @@ def write_result_file(
     wholes: Mapping[int, Any] | None = None,
     refused: Mapping[str, PayloadError] | None = None,
 ) -> int:
-    """Write objects into a memory file, and the reason for each object that can't be pickled.
+    """Overwrite a memory file with objects, and the reason for each object that can't be pickled.
 
     Args:
-        descriptor: The file, which is overwritten.
+        descriptor: The file.
         values: The objects by name; the empty name is for the value that the rank's code returned.
         rank: The rank's number, for messages.
         advice: Advice in errors about what to send instead.
@@ -360,10 +360,9 @@ def result_error(files: Mapping[int, ResultFile], *, pulled: Sequence[str] = (),
 class ResultFiles:
     """The memory files of this node's ranks, closed when all objects were read or the last reference is gone.
 
-    Args:
-        descriptors: The files, which this object closes, in the order of the ranks.
+    Attributes:
+        descriptors: The files, in the order of the ranks.
         by_value: Functions and classes that the payload holds by value. Results refer to them instead of copying them.
-        set_variables: Function that takes the pulled names and their values.
     """
 
     def __init__(

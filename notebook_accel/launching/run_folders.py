@@ -44,17 +44,12 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of a launch, which don't change while the run goes on.
 
     Attributes:
-        name: The run's name.
-        world_size: Number of ranks.
-        devices: The ranks' devices in words.
         config: The options that differ from their defaults, by name.
         log_folder: Folder of the ranks' logs; empty if there is none.
         began: Time of the launch, in seconds since the epoch.
         began_s: Time of the launch in seconds of ``time.monotonic()``, whose zero is the start of the machine.
         keep_days: Days that the folder stays after the run's end.
-        version: Version of this package at the launch.
-        journal_version: ``JOURNAL_VERSION`` at the launch.
-        host: Name of the machine.
+        version: Version of this package at the launch, as ``journal_version`` is ``JOURNAL_VERSION`` then.
         boot_id: The machine's id since its last start.
         has_payload: Whether the folder has the launch's payload. A run that was detached while it went on has none.
         is_session: Whether the ranks are a session's, which serve one kernel after another.
@@ -77,11 +72,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFolder:
-    """One run's folder.
-
-    Args:
-        path: The folder.
-    """
+    """One run's folder."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
@@ -122,14 +113,6 @@ class RunFolder:
         """True once the run is visible to ``find``."""
         return (self.path / _FACTS).exists()
 
-    def check(self) -> None:
-        """Check that the user owns the folder and nobody else can open it.
-
-        Raises:
-            NotebookAccelError: Another user owns it or can open it.
-        """
-        _check_rights(self.path)
-
     def hold(self) -> int:
         """Take the lock, and return its descriptor. A process that inherits the descriptor holds the lock too."""
         descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -166,7 +149,19 @@ class RunFolder:
     @property
     def is_held(self) -> bool:
         """True while the run's agent lives, or the launch that is about to start it."""
-        return _is_held(self.path / _LOCK)
+        try:
+            descriptor = os.open(self.path / _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            logs.flock(descriptor, "LOCK_SH")
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return False
 
     def create(self, name: str) -> int:
         """Create a file, and return its descriptor."""
@@ -349,8 +344,8 @@ def every() -> list[RunFolder]:
     found = []
     for path in paths:
         with contextlib.suppress(NotebookAccelError):
+            _check_rights(path)
             folder = RunFolder(path)
-            folder.check()
             if folder.is_published:
                 found.append((folder.facts.began, folder.id, folder))
     return [folder for *_, folder in sorted(found, key=operator.itemgetter(0, 1))]
@@ -371,7 +366,7 @@ def find(which: str = "") -> RunFolder:
     if named and (which or len(going) <= 1):
         return (going or named)[-1]
     if which in {path.name for path in root().iterdir()}:
-        RunFolder(root() / which).check()  # raises the reason why ``every`` left it out
+        _check_rights(root() / which)  # raises the reason why ``every`` left it out
     listed = ", ".join(dict.fromkeys(shlex.quote(folder.facts.name) for folder in known))
     what = f"There is no detached run {which!r}" if which else "Several detached runs go on" if going else ""
     raise NotebookAccelError(
@@ -402,8 +397,8 @@ def remove_old(*, all_ended: bool = False) -> list[str]:
         _check_rights(root())
         for path in list(root().iterdir()):
             with contextlib.suppress(NotebookAccelError, OSError):
+                _check_rights(path)
                 folder = RunFolder(path)
-                folder.check()
                 # The launch may be under way, or the lock may be another machine's and invisible here.
                 may_be_young = not folder.is_published or folder.facts.host != socket.gethostname()
                 if not folder.is_held and (_is_old(folder) or (all_ended and not may_be_young)):
@@ -432,6 +427,7 @@ def boot_id() -> str:
 
 
 def _check_rights(folder: pathlib.Path) -> None:
+    """Raise NotebookAccelError unless the user owns the folder and nobody else can open it."""
     try:
         found = folder.lstat()
     except OSError as error:
@@ -452,19 +448,3 @@ def _check_rights(folder: pathlib.Path) -> None:
 
 def _unreadable(folder: pathlib.Path, error: OSError) -> NotebookAccelError:
     return NotebookAccelError(f"The folder {folder} can't be opened: {error.strerror}.")
-
-
-def _is_held(lock: pathlib.Path) -> bool:
-    try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        logs.flock(descriptor, "LOCK_SH")
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False

@@ -229,20 +229,9 @@ class AgentProcess(AgentLink[RunHandle]):
             raise
 
     def detach(self, job: Job, folder: RunFolder, lock: int) -> list[int]:
-        """Detach the agent and its run, which must be its only one, from this process.
+        """Detach the agent and its run, which must be its only one, from this process. See ``LocalEngine.detach``.
 
         All messages that the agent has sent are delivered before the job ends.
-
-        Args:
-            job: The run's job.
-            folder: The run's folder, with its facts.
-            lock: Descriptor that holds the folder's lock.
-
-        Returns:
-            The number of bytes of each rank's log that were delivered.
-
-        Raises:
-            RunError: The run has ended, or another run goes on.
         """
         self._answer = _Answer(lambda: job.end_detached(folder.facts.name))
         results = job.result_files.descriptors
@@ -388,12 +377,7 @@ class _Answer:
 
 
 def start_process(theirs: Connection, log: int) -> subprocess.Popen[bytes]:
-    """Start an agent for this process. The agent is killed when the calling thread ends.
-
-    Args:
-        theirs: The agent's end of the connection.
-        log: Descriptor of the log file of the agent and its templates.
-    """
+    """Start an agent with its end of the connection. The agent is killed when the calling thread ends."""
     return subprocess.Popen(
         bootstrap("notebook_accel.launching.agent.agent", str(theirs.fileno()), str(os.getpid())),
         stdin=subprocess.DEVNULL,

@@ -33,31 +33,20 @@ _WITHOUT_GPUS = Finding(
 
 @dataclasses.dataclass(frozen=True)
 class DraftSource:
-    """A starting point of a draft.
-
-    Attributes:
-        label: A description.
-        options: The options that the source sets.
-        problems: A line about each setting that can't be used.
-        path: The source's file, ``None`` for the machine.
-    """
+    """A starting point of a draft: this machine, or a file."""
 
     label: str
     options: Mapping[str, Any]
-    problems: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()  # a line about each setting that can't be used
     path: pathlib.Path | None = None
 
 
 class Draft:
     """The options of a file that isn't written yet.
 
-    Args:
+    Attributes:
         path: The file to write. Default: the file that launches read.
         machine: The machine that sets the basic options. Default: this machine.
-
-    Attributes:
-        path: The file to write.
-        machine: The machine.
         source: The starting point of the values.
         values: The value of each option, allowed or not.
     """

@@ -242,14 +242,7 @@ def attach_and_show(
     set_variables: Callable[[dict[str, Any]], object] | None = None,
     show: Callable[[Job], None] = foreground.draw_attached,
 ) -> DetachedJob:
-    """Attach to a run, as ``attach`` does.
-
-    Args:
-        which: The run's name or id.
-        view: View of the run.
-        set_variables: Function that takes the pulled variables when the results are read.
-        show: Function that shows the run.
-    """
+    """Attach to a run, as ``attach`` does. ``show`` shows it; ``set_variables`` is as in ``LaunchRequest``."""
     job = open_job(run_folders.find(which), set_variables)
     if view is not None:
         job.config = job.config.replace(view=view)
@@ -265,12 +258,7 @@ def again(
     set_variables: Callable[[dict[str, Any]], object] | None = None,
     show: Callable[[Job], None] = foreground.draw_in_background,
 ) -> DetachedJob:
-    """Launch an ended detached run again: the same code, with the variables that were sent then.
-
-    Args:
-        which: The run's name or id. Default: the latest.
-        set_variables: Function that takes the pulled variables when the results are read.
-        show: Function that shows the run.
+    """Launch an ended detached run, by default the latest, again: the same code, with the variables sent then.
 
     Raises:
         LaunchError: The run goes on, or this machine can't run the launch.

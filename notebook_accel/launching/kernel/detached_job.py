@@ -100,11 +100,6 @@ def open_job(
 ) -> DetachedJob:
     """Create the job of a run, without any messages yet.
 
-    Args:
-        folder: The run's folder.
-        set_variables: Function that takes the pulled variables when the results are read.
-        has_results: Whether the results will be read.
-
     Raises:
         NotebookAccelError: The folder can't be read, or has the format of another version.
     """

@@ -15,23 +15,18 @@ from notebook_accel.launching.run_folders import JOURNAL, LATEST, RunFolder
 
 @dataclasses.dataclass(frozen=True)
 class RunSummary:
-    """One line about a detached run.
+    """One line about a detached run. Times are in seconds since the epoch.
 
     Attributes:
-        id: The run's id.
-        name: The run's name.
         status: A job's status as one word, ``lost`` if the agent was killed or has gone with the machine, or
             ``unreadable``.
         why: The reason of the run's end, in one line; empty if there is none.
-        began: Time of the launch, in seconds since the epoch.
-        changed: Time of the run's last message, in seconds since the epoch.
-        devices: The ranks' devices in words.
+        changed: Time of the run's last message.
         step: The most steps that a rank has done, ``None`` if no rank counts any.
         metrics: The latest metrics of the first rank that has some.
-        folder: The run's folder, with results and logs.
         log_folder: The folder of the logs; empty if there is none.
         session: For a session that goes on, its ranks' activity, such as ``idle`` or ``busy with In[7]``; else empty.
-        session_since: Time at which this activity began, in seconds since the epoch.
+        session_since: Time at which this activity began.
     """
 
     id: str

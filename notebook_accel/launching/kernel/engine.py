@@ -38,43 +38,30 @@ RunOrder: TypeAlias = Interrupt | Respawn | End | Inspect | Profile
 
 
 class RunHandle(Protocol):
-    """The receiver of an agent's events: a run's job, or the part of a run that is on another node."""
+    """The receiver of an agent's events: a ``Job``, which documents these members, or a run's part on another node.
+
+    ``saves`` is about the first rank of each node. ``end`` gets the failure on another node that has ended the run.
+    """
 
     @property
-    def id(self) -> str:
-        """An identifier, unique among the kernel's runs."""
-
+    def id(self) -> str: ...
     @property
-    def world_size(self) -> int:
-        """Number of ranks that send events here."""
-
+    def world_size(self) -> int: ...
     @property
-    def config(self) -> LaunchConfig:
-        """The run's options."""
-
+    def config(self) -> LaunchConfig: ...
     @property
-    def on_death(self) -> OnDeath:
-        """The treatment of the other ranks when one dies, ``stop`` or ``keep``."""
-
+    def on_death(self) -> OnDeath: ...
     @property
-    def saves(self) -> bool:
-        """True if the first rank of each node has variables to send back, even after a failure of another rank."""
-
+    def saves(self) -> bool: ...
     @property
-    def log_folder(self) -> pathlib.Path | None:
-        """Folder for the ranks' logs, ``None`` without logs."""
+    def log_folder(self) -> pathlib.Path | None: ...
 
-    def deliver(self, rank: int, event: Event) -> None:
-        """Process one event of a rank."""
-
-    def take_dumps(self, dumps: Sequence[RankDump]) -> None:
-        """Process the ranks' stacks."""
-
-    def start(self, starting: Starting) -> None:
-        """Record that the ranks are started or restarted."""
-
-    def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
-        """Record the end: every rank is gone. ``elsewhere`` is the failure on another node that ended the run."""
+    def deliver(self, rank: int, event: Event) -> None: ...
+    def take_dumps(self, dumps: Sequence[RankDump]) -> None: ...
+    def start(self, starting: Starting) -> None: ...
+    def end(
+        self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None
+    ) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +78,8 @@ class LaunchRequest:
         optional_names: Names of the target that are left out if they can't be pickled.
         foreground_lock: Lock that is held while the cell waits for the run. An engine ends the run's processes once
             the lock is free. ``None`` for a background run.
-        set_variables: Function that takes the pulled variables by name.
+        set_variables: Function that takes the pulled variables when the results are read. After a failure or an
+            interrupt, they have their values at that time.
         on_death: What happens to the other ranks when one dies: ``stop`` or ``keep``.
         detach: True if the run goes on when the kernel ends.
         detached_id: The id of a detached run; empty for a new one.

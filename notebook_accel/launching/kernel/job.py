@@ -112,17 +112,10 @@ class Handle(abc.ABC):
 
 @dataclasses.dataclass
 class Ending:
-    """The outcome of a run. It may outlive the job.
+    """The outcome of a run. It may outlive the job."""
 
-    Attributes:
-        status: The final status as one word; empty while the run goes on.
-        why: The reason for a failure or an early end, in one line; empty if there is none.
-        took_s: Duration of the run in seconds.
-        diagnosis: How the steps spent their time.
-    """
-
-    status: str = ""
-    why: str = ""
+    status: str = ""  # empty while the run goes on
+    why: str = ""  # the reason for a failure or an early end, in one line
     took_s: float = 0.0
     diagnosis: Diagnosis = dataclasses.field(default_factory=Diagnosis)
 
@@ -152,12 +145,6 @@ class Job(Handle):
         doing: A function that returns the ranks' current work in words. By default it returns empty text.
         ended_by: The process that stopped a detached run, in words; otherwise empty.
         run_here: A function that runs the only rank in this process; ``None`` if ranks are processes.
-
-    Args:
-        request: The launch request.
-        by_value: Functions and classes that the payload holds by value. Results refer to them instead of copying them.
-        result_files: One memory file per rank, owned by the job.
-        log_folder: Folder of the ranks' logs, ``None`` if it could not be made.
     """
 
     def __init__(
@@ -546,11 +533,7 @@ class Job(Handle):
                 self._profile_request.end()
 
     def end_detached(self, name: str) -> None:
-        """Record that the run goes on without this job, which gets no more events.
-
-        Args:
-            name: The run's name from now on.
-        """
+        """Record that the run goes on, under this name, without this job, which gets no more events."""
         self._is_detached = True
         what = f"The run {self.name!r} was detached under the name {name!r}, and goes on without this notebook."
         self.end("", RunError(what, fix=f"%distributed attach {shlex.quote(name)}, or notebook_accel.attach({name!r})"))

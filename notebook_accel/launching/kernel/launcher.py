@@ -50,16 +50,8 @@ def launch_function(
 ) -> Job:
     """Start a function on all ranks and return its job. Raises as ``notebook_launcher`` does, up to the start.
 
-    Args:
-        function: The function that each rank calls.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        config: The options.
-        foreground_lock: Lock that the caller holds while the cell waits for the run; ``None`` for a background run.
-        on_death: Whether the other ranks stop or stay when one dies.
-        detach: Whether the run goes on when the kernel ends.
-        detached_id: Id for a detached run whose function must know it. Implies ``detach``.
-        show: Function that shows a background run.
+    For ``foreground_lock``, ``on_death`` and ``detach`` see ``LaunchRequest``. ``detached_id`` is the id of a detached
+    run whose function must know it, and implies ``detach``. ``show`` shows a background run.
     """
     request = LaunchRequest(
         Target(names={}, function=function, args=args, kwargs=kwargs),
@@ -88,17 +80,9 @@ def launch_cell(
 ) -> Job:
     """Start a cell on all ranks and return its job.
 
-    Args:
-        cell: The cell.
-        config: The options.
-        namespace: The notebook's variables. The ranks get those that the cell uses.
-        args: Arguments for the function that the cell defines at its end.
-        push: Further variables to send.
-        pull: Variables whose values on rank 0 come back.
-        set_variables: Function that takes the pulled variables when the results are read. After a failure or an
-            interrupt, they have their values at that time.
-        foreground_lock: Lock that the caller holds while the cell waits for the run; ``None`` for a background run.
-        detach: Whether the run goes on when the kernel ends.
+    The ranks get those variables of ``namespace``, the notebook's, that the cell uses, and those of ``push``. The
+    values of ``pull`` on rank 0 come back. ``args`` are for the function that the cell defines at its end. For the
+    other arguments see ``LaunchRequest``.
     """
     cell.refuse_unknown(pull, push)
     names = cell.captured(namespace, push)
@@ -145,12 +129,7 @@ def _launch(request: LaunchRequest, show: Callable[[Job], None] = foreground.dra
 
 @dataclasses.dataclass(frozen=True)
 class Examination:
-    """The result of ``doctor``, which prints it as text.
-
-    Attributes:
-        findings: The findings of the checks.
-        notes: Other remarks, as whole sentences.
-    """
+    """The result of ``doctor``, which prints it as text: what the checks have found, and other remarks as sentences."""
 
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
@@ -170,12 +149,7 @@ class Examination:
 
 
 def examine(config: LaunchConfig, *, tries: bool = False) -> Examination:
-    """Check a launch with these options, here or on their cluster, without starting it.
-
-    Args:
-        config: The options.
-        tries: Whether to do a trial run too, if nothing refuses the launch.
-    """
+    """Check a launch, here or on its cluster, without starting it. ``tries`` adds a trial run if nothing refuses it."""
     findings: tuple[Finding, ...] = ()
     notes = []
     try:

@@ -84,12 +84,7 @@ class LocalEngine:
         return prepared.job
 
     def launch_forked(self, prepared: PreparedRun, fork: Callable[[int], TemplateLine]) -> None:
-        """Start ranks that are forked from their own template.
-
-        Args:
-            prepared: The run.
-            fork: Function that makes the template, from the descriptor of its log file.
-        """
+        """Start ranks that are forked from their own template, which ``fork`` makes with the descriptor of its log."""
         with self._lock:
             agent = self._running_agent()
             agent.expect(prepared.job)
@@ -115,7 +110,7 @@ class LocalEngine:
             The number of bytes of each rank's log that were delivered.
 
         Raises:
-            RunError: The run can't be detached.
+            RunError: The run has ended, or another run goes on.
         """
         with self._lock:
             agent = self._agent

@@ -32,13 +32,8 @@ def pickle_target(
 ) -> tuple[serialization.Pickled, dict[str, str]]:
     """Pickle the target. Print which objects are large, and which tensors lose their autograd graph.
 
-    Args:
-        target: The function or cell to run.
-        roots: The target's objects, by the labels that messages use for them.
-        optional_names: Names of the target that are left out if they can't be pickled.
-
     Returns:
-        The pickle, and the names that were left out, each with the reason.
+        The pickle, and the optional names that were left out since they can't be pickled, each with the reason.
 
     Raises:
         PayloadError: An object that isn't optional can't be sent.
@@ -126,13 +121,7 @@ def _source_label(filename: str) -> str:
 
 
 class PreparedRun(NamedTuple):
-    """A run that is ready to be started.
-
-    Attributes:
-        job: The run's handle, which owns the result files.
-        payload: Descriptor of the payload, whose head is the ``JobSpec``.
-        result_files: One empty memory file for each rank.
-    """
+    """A run that is ready to be started: descriptors of its payload, and of an empty file for each rank's result."""
 
     job: Job
     payload: int
@@ -149,12 +138,7 @@ def prepared_run(
 ) -> Iterator[PreparedRun]:
     """Write the payload and open the run's files. Close the payload on leaving, and kill the job if the start fails.
 
-    Args:
-        request: The launch.
-        pickled: The pickled target.
-        unsent: Names that were left out, each with the reason.
-        folder: The folder of a detached run, for its files. Other runs, which end with their kernel, have anonymous
-            memory files.
+    A detached run has its files in ``folder``. Other runs, which end with their kernel, have anonymous memory files.
     """
     spec = msgspec.structs.replace(
         request.spec,

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 import notebook_accel
@@ -307,7 +308,7 @@ def test_run_that_ends_while_it_is_being_detached_is_said_to_have_ended(mark: pa
 
 def test_variable_of_a_run_whose_folder_was_removed_is_gone() -> None:
     job = launch(functions.rank, ranks=1)
-    job._pull = ("answer",)  # as for a cell with --pull
+    job.spec = msgspec.structs.replace(job.spec, pull=("answer",))  # as for a cell with --pull
     job.wait(_LONG_S)
     wait_for_its_end(job)
     run_folders.remove_old(all_ended=True)
