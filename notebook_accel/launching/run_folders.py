@@ -171,11 +171,6 @@ class RunFolder:
         """Return a descriptor for reading a file."""
         return os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
-    def take_payload_of(self, other: RunFolder) -> int:
-        """Hard-link the payload of another run into this folder, and return its descriptor."""
-        os.link(other.path / PAYLOAD, self.path / PAYLOAD)
-        return self.open(PAYLOAD)
-
     def create_result(self, rank: int) -> int:
         """Return the descriptor of a new file for a rank's result."""
         return self.create(f"result_{rank}")
@@ -204,14 +199,9 @@ class RunFolder:
 
     def listen(self) -> socket.socket:
         """Create the listening socket of the run's agent."""
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with self._short_path(_SOCKET) as address:
-                listening.bind(address)
+        with self._new_socket() as (listening, address):
+            listening.bind(address)
             listening.listen(128)
-        except OSError:
-            listening.close()
-            raise
         return listening
 
     def connect(self) -> socket.socket:
@@ -220,27 +210,26 @@ class RunFolder:
         Raises:
             OSError: Nobody listens.
         """
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with self._short_path(_SOCKET) as address:
-                connected.connect(address)
-        except OSError:
-            connected.close()
-            raise
+        with self._new_socket() as (connected, address):
+            connected.connect(address)
         return connected
+
+    @contextlib.contextmanager
+    def _new_socket(self) -> Iterator[tuple[socket.socket, str]]:
+        """Yield a socket, which an error closes, and its address, which fits 107 bytes however long the path is."""
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            yield made, f"/proc/self/fd/{folder}/{_SOCKET}"
+        except OSError:
+            made.close()
+            raise
+        finally:
+            os.close(folder)
 
     def close_socket(self) -> None:
         """Remove the socket file, when the agent ends."""
         (self.path / _SOCKET).unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _short_path(self, name: str) -> Iterator[str]:
-        """Yield a path of a file that fits a socket address (107 bytes), however long the folder's path is."""
-        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            yield f"/proc/self/fd/{folder}/{name}"
-        finally:
-            os.close(folder)
 
     def remove(self) -> None:
         """Remove the folder with its contents."""

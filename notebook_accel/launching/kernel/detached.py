@@ -295,7 +295,8 @@ def again(
 
 def _launch_again(earlier: RunFolder, request: LaunchRequest) -> DetachedJob:
     with _new_folder(request.spec.name, is_unique=True) as (folder, lock, release):
-        payload = folder.take_payload_of(earlier)
+        os.link(earlier.path / PAYLOAD, folder.path / PAYLOAD)
+        payload = folder.open(PAYLOAD)
         try:
             job = new_detached_job(request, folder, Definitions(folder))
             folder.write_facts(_facts(job, job.name, request.config))

@@ -92,8 +92,7 @@ class Link(AgentLink[DetachedJob]):
             RunError: The agent lives but doesn't answer.
         """
         self._job.send_orders_by(self.tell)
-        if not self._reconnect():
-            self._end_lost()
+        self._reconnect()
         if self._is_over:
             self._close()
         else:
@@ -113,11 +112,6 @@ class Link(AgentLink[DetachedJob]):
                 self._heard(messages.decode_for_kernel(body))
         finally:
             os.close(descriptor)
-
-    def end_if_lost(self) -> None:
-        """End the job of a run whose agent has gone, unless the messages have ended it."""
-        if not self._is_over:
-            self._end_lost()
 
     def tell(self, message: messages.Order) -> None:
         """Send an order on a separate connection, which works even if the followed connection is broken."""
@@ -160,7 +154,11 @@ class Link(AgentLink[DetachedJob]):
         """Follow the run to its end. The thread's function."""
         try:
             while not self._is_over:
-                self._read_while_connected()
+                with contextlib.suppress(ClosedError, OSError):  # an agent drops a kernel that reads nothing for long
+                    while not self._is_over:
+                        self._read()
+                if not self._is_over:
+                    self._reconnect()
         except BaseException as error:  # noqa: BLE001 - after any error, nobody may wait for ever
             if not self._is_over:
                 text = f"The run {self._job.name!r} can't be followed any more; it may go on."
@@ -170,20 +168,8 @@ class Link(AgentLink[DetachedJob]):
         finally:
             self._close()
 
-    def _read_while_connected(self) -> None:
-        """Read until the run or the connection ends. An agent drops a kernel that hasn't read anything for long."""
-        with contextlib.suppress(ClosedError, OSError):
-            while not self._is_over:
-                self._read()
-            return
-        if not self._reconnect():
-            self._end_lost()
-
-    def _reconnect(self) -> bool:
-        """Connect to the agent and read the unread messages; if the agent has gone, read the rest of the journal.
-
-        Returns:
-            False if the agent has gone without reporting the run's end.
+    def _reconnect(self) -> None:
+        """Connect to the agent and read the unread messages. If it has gone, read the rest of the journal to the end.
 
         Raises:
             RunError: The agent lives but doesn't answer.
@@ -193,7 +179,7 @@ class Link(AgentLink[DetachedJob]):
         while self._folder.is_held:
             with contextlib.suppress(OSError, msgspec.MsgspecError):  # the agent may be starting or exiting
                 self._follow(*_connect(self._folder))
-                return True
+                return
             self._close()
             if time.monotonic() > deadline_s:
                 raise _no_answer(self._folder)
@@ -201,7 +187,7 @@ class Link(AgentLink[DetachedJob]):
         self.hear_history()
         self._known = self._seen
         self.hear(self._folder.open(JOURNAL))
-        return self._is_over
+        self.end_if_lost()
 
     def _follow(self, connection: Connection, agent_pid: int = 0) -> None:
         """Introduce this kernel to the agent and read the journal. Later messages come over the connection.
@@ -225,7 +211,10 @@ class Link(AgentLink[DetachedJob]):
         if connection is not None:
             connection.close()
 
-    def _end_lost(self) -> None:
+    def end_if_lost(self) -> None:
+        """End the job of a run whose agent has gone, unless the messages have ended it."""
+        if self._is_over:
+            return
         facts = self._folder.facts
         self._job.is_live = False
         steps = max((rank.steps or 0 for rank in self._job.ranks), default=0)
