@@ -21,7 +21,6 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, RunError, SupervisorLostError
 from notebook_accel.launching.kernel.engine import RunHandle
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.kernel.run_payload import PreparedRun
 from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.payload import memory_files
@@ -216,16 +215,16 @@ class AgentProcess(AgentLink[RunHandle]):
         return job.id in self._jobs
 
     def launch(
-        self, prepared: PreparedRun, line: TemplateLine | None = None, elastic: ElasticOptions | None = None
+        self, job: Job, payload: int, line: TemplateLine | None = None, elastic: ElasticOptions | None = None
     ) -> None:
         """Start a run, from its own template if ``line`` leads to one."""
-        prepared.job.send_orders_by(self.tell)
+        job.send_orders_by(self.tell)
         own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
-        message = self._launch_message(prepared.job, template_pid=0 if line is None else line.pid, elastic=elastic)
+        message = self._launch_message(job, template_pid=0 if line is None else line.pid, elastic=elastic)
         try:
-            self._send(message, [prepared.payload, *prepared.result_files, *own_template])
+            self._send(message, [payload, *job.result_files.descriptors, *own_template])
         except LaunchError:
-            self.forget(prepared.job)
+            self.forget(job)
             raise
 
     def detach(self, job: Job, folder: RunFolder, lock: int) -> list[int]:

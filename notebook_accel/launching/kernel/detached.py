@@ -50,19 +50,18 @@ def launch(request: LaunchRequest) -> Job:
     if why := why_not(request.config):
         raise ConfigError("This run can't be detached.", why=why, fix="leave out --detach (detach=True)")
     preflight.warn(preflight.check_logout())
-    local.check_size(request.spec.world_size)
     pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
 
     def start() -> DetachedJob:
         is_unique = bool(request.config.name)
         with (
             _new_folder(request.spec.name, request.detached_id, is_unique=is_unique) as (folder, lock, release),
-            run_payload.prepared_run(request, pickled, unsent, folder=folder) as prepared,
+            run_payload.prepared_run(request, pickled, unsent, folder=folder) as (job, payload),
         ):
-            assert isinstance(prepared.job, DetachedJob)
-            folder.write_facts(_facts(prepared.job, prepared.job.name, request.config))
-            Link(prepared.job).launch(prepared.payload, lock, release)
-        return prepared.job
+            assert isinstance(job, DetachedJob)
+            folder.write_facts(_facts(job, job.name, request.config))
+            Link(job).launch(payload, lock, release)
+        return job
 
     return uninterruptible.call(start, Job.discard, request.foreground_lock)
 

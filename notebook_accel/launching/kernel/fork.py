@@ -51,9 +51,9 @@ def _launch(request: LaunchRequest) -> Job:
     nothing = serialization.pickle_by_value(None, roots={})
     pickled = dataclasses.replace(nothing, by_value=by_value)
     inherited = Inherited(request.target, by_value)
-    with run_payload.prepared_run(request, pickled) as prepared:
-        local.engine().launch_forked(prepared, lambda log: _Forking(inherited, log).template())
-    return prepared.job
+    with run_payload.prepared_run(request, pickled) as (job, payload):
+        local.engine().launch_forked(job, payload, lambda log: _Forking(inherited, log).template())
+    return job
 
 
 def _definitions(request: LaunchRequest) -> tuple[Any, ...]:

@@ -35,6 +35,8 @@ from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.protocol.agent_messages import OnDeath
 
+_MOST_RANKS = 200  # one message carries the descriptors of all ranks, and Linux allows 253 in one
+
 
 def launch_function(
     function: Callable[..., Any],
@@ -178,7 +180,9 @@ def _checked(
         return cluster, cluster.devices(config), cluster.check(config)
     elastic.check(config)
     devices = Devices.find(config)
-    local.check_size(config.num_processes or devices.available)
+    if (world_size := config.num_processes or devices.available) > _MOST_RANKS:
+        what = f"num_processes={world_size} is too many for one machine."
+        raise ConfigError(what, fix=f"num_processes={_MOST_RANKS} or fewer")
     return None, devices, preflight.check(config, devices, roots)
 
 

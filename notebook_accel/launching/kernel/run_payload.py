@@ -9,7 +9,7 @@ import os
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -120,14 +120,6 @@ def _source_label(filename: str) -> str:
     return str(named[1]) if named else filename
 
 
-class PreparedRun(NamedTuple):
-    """A run that is ready to be started: descriptors of its payload, and of an empty file for each rank's result."""
-
-    job: Job
-    payload: int
-    result_files: Sequence[int]
-
-
 @contextlib.contextmanager
 def prepared_run(
     request: LaunchRequest,
@@ -135,10 +127,11 @@ def prepared_run(
     unsent: Mapping[str, str] = {},
     *,
     folder: RunFolder | None = None,
-) -> Iterator[PreparedRun]:
+) -> Iterator[tuple[Job, int]]:
     """Write the payload and open the run's files. Close the payload on leaving, and kill the job if the start fails.
 
-    A detached run has its files in ``folder``. Other runs, which end with their kernel, have anonymous memory files.
+    Yields the job, and the descriptor of the payload. A detached run has its files in ``folder``. Other runs, which end
+    with their kernel, have anonymous memory files.
     """
     spec = msgspec.structs.replace(
         request.spec,
@@ -158,7 +151,7 @@ def prepared_run(
         else:
             job = new_detached_job(request, folder, pickled.by_value)
         try:
-            yield PreparedRun(job, payload, job.result_files.descriptors)
+            yield job, payload
         except BaseException:
             job.kill()
             raise
