@@ -98,13 +98,19 @@ class Link(AgentLink[DetachedJob]):
         else:
             self._start_thread()
 
-    def hear_history(self) -> None:
+    def replay(self, name: str) -> None:
+        """Read the unread messages of a file of the folder, after the history."""
+        self._hear_history()
+        self._known = self._seen
+        self._hear(self._folder.open(name))
+
+    def _hear_history(self) -> None:
         """Read the history of a run that was detached while it went on: its events before the journal."""
         with contextlib.suppress(FileNotFoundError):
             if not self._seen:
-                self.hear(self._folder.open(HISTORY))
+                self._hear(self._folder.open(HISTORY))
 
-    def hear(self, descriptor: int, size_bytes: int | None = None) -> None:
+    def _hear(self, descriptor: int, size_bytes: int | None = None) -> None:
         """Read the unread messages in a file of the folder, up to ``size_bytes``, and close it."""
         self._job.is_live = False
         try:
@@ -184,9 +190,7 @@ class Link(AgentLink[DetachedJob]):
             if time.monotonic() > deadline_s:
                 raise _no_answer(self._folder)
             time.sleep(_PAUSE_S)
-        self.hear_history()
-        self._known = self._seen
-        self.hear(self._folder.open(JOURNAL))
+        self.replay(JOURNAL)
         self.end_if_lost()
 
     def _follow(self, connection: Connection, agent_pid: int = 0) -> None:
@@ -198,10 +202,10 @@ class Link(AgentLink[DetachedJob]):
         """
         self._connection = connection
         frames = _introduce(connection, agent_pid, _START_DEADLINE_S, follows=True)
-        self.hear_history()
+        self._hear_history()
         self._known = self._seen
         [descriptor] = frames[0].descriptors
-        self.hear(descriptor, messages.decode_attached(frames[0].body).size_bytes)
+        self._hear(descriptor, messages.decode_attached(frames[0].body).size_bytes)
         self._job.is_live = True
         for body in self._unknown(journal.split_number(frame.body) for frame in frames[1:]):
             self._heard(messages.decode_for_kernel(body))

@@ -98,14 +98,11 @@ def _job_of_latest(folder: RunFolder) -> DetachedJob:
     job = open_job(folder, has_results=False)
     was_held = folder.is_held  # checked before reading, since the agent writes its last message before it ends
     with contextlib.suppress(FileNotFoundError):
-        link = Link(job)
-        link.hear_history()
-        link.hear(folder.open(LATEST))
+        Link(job).replay(LATEST)
     if not job.done and not was_held:  # a full disk may have cut off the latest messages
         job = open_job(folder, has_results=False)
         link = Link(job)
-        link.hear_history()
-        link.hear(folder.open(JOURNAL))
+        link.replay(JOURNAL)
         link.end_if_lost()
     return job
 

@@ -13,18 +13,8 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
-from notebook_accel.protocol.agent_messages import (
-    End,
-    Failure,
-    Inspect,
-    Interrupt,
-    OnDeath,
-    Profile,
-    RankDump,
-    Reason,
-    Respawn,
-    Starting,
-)
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
 from notebook_accel.protocol.events import Event
 
 if TYPE_CHECKING:
@@ -33,7 +23,7 @@ if TYPE_CHECKING:
     from notebook_accel.launching.kernel.job import Job
 
 
-RunOrder: TypeAlias = Interrupt | Respawn | End | Inspect | Profile
+RunOrder: TypeAlias = messages.Interrupt | messages.Respawn | messages.End | messages.Inspect | messages.Profile
 """An order that a run's job sends to the agent, by a function of its engine."""
 
 

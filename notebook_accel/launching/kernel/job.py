@@ -247,8 +247,10 @@ class Job(Handle):
         Args:
             escalate: Whether to terminate ranks that go on: SIGTERM after the grace period, SIGKILL after a second one.
         """
-        interrupt = messages.Interrupt(job_id=self.id)
-        self._order(messages.End(job_id=self.id, how="interrupt") if escalate else interrupt)
+        if escalate:
+            self._order(messages.End(job_id=self.id, how="interrupt"))
+        else:
+            self._order(messages.Interrupt(job_id=self.id))
 
     def stop(self) -> None:
         """Stop the run. Doesn't wait for the end."""
