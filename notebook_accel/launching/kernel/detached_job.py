@@ -86,12 +86,12 @@ class DetachedJob(Job):
 
 def new_detached_job(request: LaunchRequest, folder: RunFolder, by_value: Sequence[Any]) -> DetachedJob:
     """Create the job of a run that is about to be launched, with the folder's files for results and logs."""
-    results = [folder.create_result(rank) for rank in range(request.spec.world_size)]
     log_folder: pathlib.Path | None = folder.log_folder
     if request.config.log_dir:
         log_folder = logs.make_folder(request.config.log_dir, request.spec.name)
     else:
         folder.log_folder.mkdir(mode=0o700)
+    results = [folder.create_result(rank) for rank in range(request.spec.world_size)]
     return DetachedJob(request, folder=folder, by_value=by_value, result_files=results, log_folder=log_folder)
 
 

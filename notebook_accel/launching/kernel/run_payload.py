@@ -145,8 +145,8 @@ def prepared_run(
         job: Job
         if folder is None:
             memory_files.make_unwritable(payload)
-            results = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(spec.world_size)]
             log_folder = logs.make_folder(request.config.log_dir, spec.name)
+            results = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(spec.world_size)]
             job = Job(request, by_value=pickled.by_value, result_files=results, log_folder=log_folder)
         else:
             job = new_detached_job(request, folder, pickled.by_value)
