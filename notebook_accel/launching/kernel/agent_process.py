@@ -130,9 +130,6 @@ class AgentLink(Generic[_Handle]):
         """Wait a limited time for messages and return them, possibly none. Raise if the agent has gone."""
         raise NotImplementedError
 
-    def _became_idle(self) -> None:
-        """React to an agent that has had no run for ``idle_timeout_s``. By default, do nothing."""
-
     def _last_words(self) -> str:
         """Return the end of the agent's log, for an error's ``why``."""
         raise NotImplementedError
@@ -154,8 +151,7 @@ class AgentLink(Generic[_Handle]):
 
     def _heard(self, said: messages.ToKernel) -> bool:
         """Process one message, and return whether it was a sample: samples are many, and none is urgent."""
-        if isinstance(said, messages.Idle):
-            self._became_idle()
+        if isinstance(said, messages.Idle):  # only this machine's agent is ended then
             return False
         if isinstance(said, messages.Broken) and not said.job_id:
             self._prepared_for = None  # the next launch tries again, and reports a second failure
@@ -306,11 +302,14 @@ class AgentProcess(AgentLink[RunHandle]):
             self._lost()
 
     def _heard(self, said: messages.ToKernel) -> bool:
-        if not isinstance(said, messages.Detached):
+        if isinstance(said, messages.Idle):
+            self._is_idle(self)
+        elif isinstance(said, messages.Detached):
+            self._answer.resolve(said)
+            if not said.why:
+                self._jobs.clear()
+        else:
             return super()._heard(said)
-        self._answer.resolve(said)
-        if not said.why:
-            self._jobs.clear()
         return False
 
     def _receive(self) -> Sequence[bytes]:
@@ -318,9 +317,6 @@ class AgentProcess(AgentLink[RunHandle]):
         if not frames and self._jobs:
             self._resume()
         return [frame.body for frame in frames]
-
-    def _became_idle(self) -> None:
-        self._is_idle(self)
 
     def _lost(self) -> None:
         self.is_lost = True
