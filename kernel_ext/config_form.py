@@ -151,7 +151,7 @@ class _FormWidgets:
         draft = self._draft
         self._problems.value = _list(draft.source.problems, "Not taken over")
         lines = () if wrong else draft.lines()
-        is_replacing = draft.file_exists and any(line.mark != " " for line in lines)
+        is_replacing = draft.file_exists and not all(line.startswith(" ") for line in lines)
         if wrong:
             state, reason = "is written when every field is right", f"Correct {', '.join(wrong)} first."
             self._more.value = self._more.value or not set(wrong) <= set(BASIC)

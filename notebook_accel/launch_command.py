@@ -149,21 +149,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--module", action="store_true", help="The script is a module's name, as for python -m.")
     for name in environment.FSDP_OPTIONS:
         parser.add_argument(f"--fsdp_{name}", dest=f"fsdp_{name}", action="append", help=argparse.SUPPRESS)
-    for flag in _foreign_flags():
+    for flag in _FLAGS:
         flag.add_to(parser)
     parser.add_argument("script", help="The script, or with -m the module.")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The script's arguments.")
 
 
-def _foreign_flags() -> list[_ForeignFlag]:
-    options = {option.name for option in config.fields()}
-    return [flag for flag in _FLAGS if flag.name not in options]
-
-
 def _refuse_foreign_flags(parsed: argparse.Namespace) -> None:
     """Raise one error about all given flags of Accelerate that can't be honoured."""
     by_reason: dict[str, list[str]] = {}
-    for flag in _foreign_flags():
+    for flag in _FLAGS:
         for shown in flag.refused(parsed):
             by_reason.setdefault(flag.instead, []).append(shown)
     if by_reason:

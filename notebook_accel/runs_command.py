@@ -24,11 +24,7 @@ _NAME = "The run's name or id."
 
 
 def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the commands' parsers.
-
-    Args:
-        add: Function that adds a parser, as ``add_parser`` does.
-    """
+    """Add the commands' parsers with ``add``, which is as ``add_parser``."""
     runs = add("runs", help="list your detached runs on this machine")
     runs.add_argument("--json", action="store_true", help="for programs: a list of objects")
     runs.add_argument("--clean", action="store_true", help="remove the runs that have ended, with results and logs")
@@ -49,12 +45,7 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def print_runs(*, clean: bool = False, as_json: bool = False) -> None:
-    """Print this user's detached runs on this machine, as a table or as a list of JSON objects.
-
-    Args:
-        clean: Whether to remove the runs that have ended first.
-        as_json: Whether to print JSON.
-    """
+    """Print this user's detached runs on this machine. With ``clean``, first remove those that have ended."""
     removed = run_folders.remove_old(all_ended=clean)
     found = detached_runs.summaries()
     if as_json:

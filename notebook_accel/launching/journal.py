@@ -101,13 +101,14 @@ class Journal:
         clock: Function that returns the time in seconds.
 
     Attributes:
+        descriptor: The file.
         size_bytes: Length of the complete frames.
     """
 
     def __init__(
         self, descriptor: int, job_id: str, world_size: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._job_id = job_id
         self._clock = clock
         self._began_s = clock()
@@ -120,11 +121,6 @@ class Journal:
         self._refused: list[bytes] = []  # frames that the journal needs, but the disk had no room for
         self._lost = 0
         self.size_bytes = 0
-
-    @property
-    def descriptor(self) -> int:
-        """The file's descriptor."""
-        return self._descriptor
 
     def add(self, number: int, message: msgspec.Struct) -> None:
         """Add a message of the agent."""
@@ -158,7 +154,7 @@ class Journal:
     def close(self) -> None:
         """Write the waiting messages, and close the file."""
         self._write_waiting()
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
     # The state -------------------------------------------------------------------------------------------------------
 
@@ -253,11 +249,11 @@ class Journal:
         rest, position = memoryview(data), self.size_bytes
         try:
             while rest:
-                written = os.pwrite(self._descriptor, rest, position)
+                written = os.pwrite(self.descriptor, rest, position)
                 rest, position = rest[written:], position + written
         except OSError:
             if position > self.size_bytes:
-                os.ftruncate(self._descriptor, self.size_bytes)
+                os.ftruncate(self.descriptor, self.size_bytes)
             return False
         self.size_bytes = position
         return True

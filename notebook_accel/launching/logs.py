@@ -36,8 +36,7 @@ def make_folder(log_dir: str, name: str) -> pathlib.Path | None:
     Raises:
         ConfigError: The folder can't be made in ``log_dir``.
     """
-    words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40]
-    prefix = f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{os.getpid()}-"  # ``remove_old`` reads the process id
+    prefix = f"{dated(name)}-{os.getpid()}-"  # ``remove_old`` reads the process id
     if not log_dir:
         with contextlib.suppress(OSError):
             return pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=root()))
@@ -50,6 +49,12 @@ def make_folder(log_dir: str, name: str) -> pathlib.Path | None:
         raise ConfigError(
             f"log_dir={log_dir!r} can't hold the ranks' logs: {error}", fix="name a folder that you can write to"
         ) from None
+
+
+def dated(name: str) -> str:
+    """Return the beginning of a folder's name: the time, and the words of a run's name."""
+    words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40]
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{words}"
 
 
 def root() -> pathlib.Path:
@@ -121,11 +126,10 @@ def _last_lines(descriptor: int, count: int) -> bytes:
 
 def hold(folder: str) -> int | None:
     """Return a descriptor that, while open, protects a run's folder from removal by this and other kernels."""
-    fcntl = importlib.import_module("fcntl")
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            flock(descriptor, "LOCK_SH")
         return descriptor
     return None
 
@@ -149,11 +153,16 @@ def _owner(folder: pathlib.Path) -> str:
 
 
 def _remove_unless_held(folder: pathlib.Path) -> None:
-    fcntl = importlib.import_module("fcntl")  # not at the top: Windows, where this module can be imported, lacks it
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock(descriptor, "LOCK_EX")
             shutil.rmtree(folder)
         finally:
             os.close(descriptor)
+
+
+def flock(descriptor: int, how: str, *, waits: bool = False) -> None:
+    """Take the lock of an open file, ``LOCK_EX`` or ``LOCK_SH``. Raise BlockingIOError if it is held."""
+    fcntl = importlib.import_module("fcntl")  # not at the top: Windows, where this module can be imported, lacks it
+    fcntl.flock(descriptor, getattr(fcntl, how) | (0 if waits else fcntl.LOCK_NB))

@@ -18,6 +18,7 @@ from typing import Any, overload
 import msgspec
 
 from notebook_accel.errors import PayloadError, ResultError
+from notebook_accel.launching import processes
 from notebook_accel.payload import memory_files, serialization
 from notebook_accel.payload.serialization import Pickled, SharedPickling
 from notebook_accel.payload.tensor_memory import Blocks
@@ -107,10 +108,10 @@ def write_result_file(
     wholes: Mapping[int, Any] | None = None,
     refused: Mapping[str, PayloadError] | None = None,
 ) -> int:
-    """Write objects into a memory file, and the reason for each object that can't be pickled.
+    """Overwrite a memory file with objects, and the reason for each object that can't be pickled.
 
     Args:
-        descriptor: The file, which is overwritten.
+        descriptor: The file.
         values: The objects by name; the empty name is for the value that the rank's code returned.
         rank: The rank's number, for messages.
         advice: Advice in errors about what to send instead.
@@ -359,10 +360,9 @@ def result_error(files: Mapping[int, ResultFile], *, pulled: Sequence[str] = (),
 class ResultFiles:
     """The memory files of this node's ranks, closed when all objects were read or the last reference is gone.
 
-    Args:
-        descriptors: The files, which this object closes, in the order of the ranks.
+    Attributes:
+        descriptors: The files, in the order of the ranks.
         by_value: Functions and classes that the payload holds by value. Results refer to them instead of copying them.
-        set_variables: Function that takes the pulled names and their values.
     """
 
     def __init__(
@@ -373,7 +373,7 @@ class ResultFiles:
         self._set_variables = set_variables
         self._bound: dict[str, None] = {}  # in order
         self._opened: dict[int, ResultFile] = {}
-        self._close = weakref.finalize(self, _close_all, tuple(descriptors))
+        self._close = weakref.finalize(self, processes.close_all, tuple(descriptors))
 
     @property
     def are_open(self) -> bool:
@@ -431,8 +431,3 @@ class ResultFiles:
     def close(self) -> None:
         """Close the files. Closing twice does no harm."""
         self._close()
-
-
-def _close_all(descriptors: tuple[int, ...]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

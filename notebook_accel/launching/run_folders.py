@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import importlib
 import operator
 import os
 import pathlib
-import re
 import secrets
 import shlex
 import shutil
@@ -28,40 +26,30 @@ from typing import Any
 import msgspec
 
 from notebook_accel.errors import LaunchError, NotebookAccelError, RunError
+from notebook_accel.launching import logs
 
 JOURNAL_VERSION = 1
 """Number of the format of the folder and of the messages in it. Another number means that it can't be read."""
 
 _YOUNG_S = 5.0  # an older unpublished folder that nobody holds belongs to a launch that was killed
 _DAY_S = 86_400.0
-_FACTS, _DRAFT, _LOCK, _KERNEL, _PAYLOAD, _HISTORY, _JOURNAL, _LATEST, _SOCKET = (
-    "run.json",
-    "launch.json",
-    "lock",
-    "kernel",
-    "payload",
-    "history",
-    "journal",
-    "latest",
-    "socket",
-)
+_FACTS, _DRAFT, _LOCK, _KERNEL, _SOCKET = "run.json", "launch.json", "lock", "kernel", "socket"
+
+# Files for ``RunFolder.create``, ``open`` and ``replace``. The history has the events before the journal, for a run
+# that was detached while it went on; the latest, the last message of each kind.
+PAYLOAD, HISTORY, JOURNAL, LATEST = "payload", "history", "journal", "latest"
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of a launch, which don't change while the run goes on.
 
     Attributes:
-        name: The run's name.
-        world_size: Number of ranks.
-        devices: The ranks' devices in words.
         config: The options that differ from their defaults, by name.
         log_folder: Folder of the ranks' logs; empty if there is none.
         began: Time of the launch, in seconds since the epoch.
         began_s: Time of the launch in seconds of ``time.monotonic()``, whose zero is the start of the machine.
         keep_days: Days that the folder stays after the run's end.
-        version: Version of this package at the launch.
-        journal_version: ``JOURNAL_VERSION`` at the launch.
-        host: Name of the machine.
+        version: Version of this package at the launch, as ``journal_version`` is ``JOURNAL_VERSION`` then.
         boot_id: The machine's id since its last start.
         has_payload: Whether the folder has the launch's payload. A run that was detached while it went on has none.
         is_session: Whether the ranks are a session's, which serve one kernel after another.
@@ -84,11 +72,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFolder:
-    """One run's folder.
-
-    Args:
-        path: The folder.
-    """
+    """One run's folder."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
@@ -129,18 +113,10 @@ class RunFolder:
         """True once the run is visible to ``find``."""
         return (self.path / _FACTS).exists()
 
-    def check(self) -> None:
-        """Check that the user owns the folder and nobody else can open it.
-
-        Raises:
-            NotebookAccelError: Another user owns it or can open it.
-        """
-        _check_rights(self.path)
-
     def hold(self) -> int:
         """Take the lock, and return its descriptor. A process that inherits the descriptor holds the lock too."""
         descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        _flock(descriptor, "LOCK_EX", waits=True)  # only ``is_held`` of other processes takes it, for an instant
+        logs.flock(descriptor, "LOCK_EX", waits=True)  # only ``is_held`` of other processes takes it, for an instant
         return descriptor
 
     def hold_for_kernel(self) -> int:
@@ -151,7 +127,7 @@ class RunFolder:
         """
         descriptor = os.open(self.path / _KERNEL, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            _flock(descriptor, "LOCK_EX")
+            logs.flock(descriptor, "LOCK_EX")
         except BlockingIOError:
             who = os.pread(descriptor, 1024, 0).decode(errors="replace") or "another process"
             os.close(descriptor)
@@ -173,24 +149,31 @@ class RunFolder:
     @property
     def is_held(self) -> bool:
         """True while the run's agent lives, or the launch that is about to start it."""
-        return _is_held(self.path / _LOCK)
+        try:
+            descriptor = os.open(self.path / _LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            logs.flock(descriptor, "LOCK_SH")
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return False
 
-    def create_payload(self) -> int:
-        """Return the descriptor of a new file for the payload."""
-        return self._create(_PAYLOAD)
+    def create(self, name: str) -> int:
+        """Create a file, and return its descriptor."""
+        return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
-    def take_payload_of(self, other: RunFolder) -> int:
-        """Hard-link the payload of another run into this folder, and return its descriptor."""
-        os.link(other.path / _PAYLOAD, self.path / _PAYLOAD)
-        return self.open_payload()
+    def open(self, name: str) -> int:
+        """Return a descriptor for reading a file."""
+        return os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def create_result(self, rank: int) -> int:
         """Return the descriptor of a new file for a rank's result."""
-        return self._create(f"result_{rank}")
-
-    def create_journal(self) -> int:
-        """Return the descriptor of the new journal."""
-        return self._create(_JOURNAL)
+        return self.create(f"result_{rank}")
 
     def fill_result(self, rank: int, source: int) -> None:
         """Copy a rank's result from the file ``source`` into the folder."""
@@ -199,37 +182,9 @@ class RunFolder:
             while position < size:
                 position += os.sendfile(file.fileno(), source, position, size - position)
 
-    def open_payload(self) -> int:
-        """Return a descriptor for reading the payload."""
-        return self._open(_PAYLOAD)
-
     def open_result(self, rank: int) -> int:
         """Return a descriptor for reading a rank's result."""
-        return self._open(f"result_{rank}")
-
-    def open_journal(self) -> int:
-        """Return a descriptor for reading the journal."""
-        return self._open(_JOURNAL)
-
-    def write_history(self, data: bytes) -> None:
-        """Write the history: frames of events before the journal, for a run that was detached while it went on."""
-        self.replace(_HISTORY, data)
-
-    def open_history(self) -> int:
-        """Return a descriptor for reading the history, the events before the journal.
-
-        Raises:
-            FileNotFoundError: The run was detached from its beginning.
-        """
-        return self._open(_HISTORY)
-
-    def open_latest(self) -> int:
-        """Return a descriptor for reading the latest message of each kind."""
-        return self._open(_LATEST)
-
-    def replace_latest(self, data: bytes) -> None:
-        """Write the latest message of each kind."""
-        self.replace(_LATEST, data)
+        return self.open(f"result_{rank}")
 
     def replace(self, name: str, data: bytes) -> None:
         """Replace a file atomically: write under another name, then rename."""
@@ -244,14 +199,9 @@ class RunFolder:
 
     def listen(self) -> socket.socket:
         """Create the listening socket of the run's agent."""
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with self._short_path(_SOCKET) as address:
-                listening.bind(address)
+        with self._new_socket() as (listening, address):
+            listening.bind(address)
             listening.listen(128)
-        except OSError:
-            listening.close()
-            raise
         return listening
 
     def connect(self) -> socket.socket:
@@ -260,27 +210,26 @@ class RunFolder:
         Raises:
             OSError: Nobody listens.
         """
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with self._short_path(_SOCKET) as address:
-                connected.connect(address)
-        except OSError:
-            connected.close()
-            raise
+        with self._new_socket() as (connected, address):
+            connected.connect(address)
         return connected
+
+    @contextlib.contextmanager
+    def _new_socket(self) -> Iterator[tuple[socket.socket, str]]:
+        """Yield a socket, which an error closes, and its address, which fits 107 bytes however long the path is."""
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            yield made, f"/proc/self/fd/{folder}/{_SOCKET}"
+        except OSError:
+            made.close()
+            raise
+        finally:
+            os.close(folder)
 
     def close_socket(self) -> None:
         """Remove the socket file, when the agent ends."""
         (self.path / _SOCKET).unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _short_path(self, name: str) -> Iterator[str]:
-        """Yield a path of a file that fits a socket address (107 bytes), however long the folder's path is."""
-        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            yield f"/proc/self/fd/{folder}/{name}"
-        finally:
-            os.close(folder)
 
     def remove(self) -> None:
         """Remove the folder with its contents."""
@@ -289,15 +238,9 @@ class RunFolder:
     @property
     def changed(self) -> float:
         """Time of the run's last message, in seconds since the epoch."""
-        names = (_LATEST, _JOURNAL, _FACTS)
+        names = (LATEST, JOURNAL, _FACTS)
         times = [path.stat().st_mtime for name in names if (path := self.path / name).exists()]
         return max(times, default=self.path.stat().st_mtime)
-
-    def _create(self, name: str) -> int:
-        return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-
-    def _open(self, name: str) -> int:
-        return os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def root(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
@@ -317,8 +260,7 @@ def root(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
 
 def new_id(name: str) -> str:
     """Return a new id for a run of this name."""
-    words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40]
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{words}-{secrets.token_hex(3)}"
+    return f"{logs.dated(name)}-{secrets.token_hex(3)}"
 
 
 def make(name: str, run_id: str = "", *, is_unique: bool = False) -> tuple[RunFolder, int]:
@@ -357,7 +299,7 @@ def _one_at_a_time(folder: pathlib.Path) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # NFS can't lock a folder
-            _flock(descriptor, "LOCK_EX", waits=True)
+            logs.flock(descriptor, "LOCK_EX", waits=True)
         yield
     finally:
         os.close(descriptor)
@@ -391,8 +333,8 @@ def every() -> list[RunFolder]:
     found = []
     for path in paths:
         with contextlib.suppress(NotebookAccelError):
+            _check_rights(path)
             folder = RunFolder(path)
-            folder.check()
             if folder.is_published:
                 found.append((folder.facts.began, folder.id, folder))
     return [folder for *_, folder in sorted(found, key=operator.itemgetter(0, 1))]
@@ -413,7 +355,7 @@ def find(which: str = "") -> RunFolder:
     if named and (which or len(going) <= 1):
         return (going or named)[-1]
     if which in {path.name for path in root().iterdir()}:
-        RunFolder(root() / which).check()  # raises the reason why ``every`` left it out
+        _check_rights(root() / which)  # raises the reason why ``every`` left it out
     listed = ", ".join(dict.fromkeys(shlex.quote(folder.facts.name) for folder in known))
     what = f"There is no detached run {which!r}" if which else "Several detached runs go on" if going else ""
     raise NotebookAccelError(
@@ -444,8 +386,8 @@ def remove_old(*, all_ended: bool = False) -> list[str]:
         _check_rights(root())
         for path in list(root().iterdir()):
             with contextlib.suppress(NotebookAccelError, OSError):
+                _check_rights(path)
                 folder = RunFolder(path)
-                folder.check()
                 # The launch may be under way, or the lock may be another machine's and invisible here.
                 may_be_young = not folder.is_published or folder.facts.host != socket.gethostname()
                 if not folder.is_held and (_is_old(folder) or (all_ended and not may_be_young)):
@@ -474,6 +416,7 @@ def boot_id() -> str:
 
 
 def _check_rights(folder: pathlib.Path) -> None:
+    """Raise NotebookAccelError unless the user owns the folder and nobody else can open it."""
     try:
         found = folder.lstat()
     except OSError as error:
@@ -494,24 +437,3 @@ def _check_rights(folder: pathlib.Path) -> None:
 
 def _unreadable(folder: pathlib.Path, error: OSError) -> NotebookAccelError:
     return NotebookAccelError(f"The folder {folder} can't be opened: {error.strerror}.")
-
-
-def _is_held(lock: pathlib.Path) -> bool:
-    try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        _flock(descriptor, "LOCK_SH")
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _flock(descriptor: int, how: str, *, waits: bool = False) -> None:
-    fcntl = importlib.import_module("fcntl")  # not at the top: Windows, where this module can be imported, lacks it
-    fcntl.flock(descriptor, getattr(fcntl, how) | (0 if waits else fcntl.LOCK_NB))

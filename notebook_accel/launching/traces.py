@@ -155,11 +155,7 @@ def _costliest(times: Iterable[tuple[str, float]], are_kernels: bool = False) ->
 
 
 def merge(traces: Mapping[int, pathlib.Path], into: pathlib.Path) -> None:
-    """Merge the traces of several ranks into one file, which names each process after its rank.
-
-    Args:
-        traces: The trace files by rank.
-        into: The file to write.
+    """Merge the ranks' trace files into one, which names each process after its rank.
 
     Raises:
         OSError: A file can't be read, or the disk is full.

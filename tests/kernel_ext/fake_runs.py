@@ -147,7 +147,7 @@ SETUP = """
 import threading
 import time
 from kernel_ext.panel import open_view
-from notebook_accel.protocol import events
+from notebook_accel.protocol import agent_messages as messages, events
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
@@ -157,17 +157,12 @@ from notebook_accel.launching.spec import JobSpec
 class Control:
     calls = []
     called = threading.Event()
-    def stop(self):
-        self._note("stop")
-    def interrupt(self, *, escalate):
-        self._note("interrupt" if escalate else "interrupt and keep")
-    def inspect(self):
-        self._note("inspect")
-    def profile(self, message_to):
-        Control.profile_number = message_to("").number
-        self._note("profile")
-    def _note(self, call):
-        Control.calls.append(call)
+    def __call__(self, order):
+        if isinstance(order, messages.Profile):
+            Control.profile_number = order.number
+        is_kept = isinstance(order, messages.Interrupt)
+        name = "interrupt and keep" if is_kept else getattr(order, "how", type(order).__name__.lower())
+        Control.calls.append(name)
         Control.called.set()
 
 def make_job(is_background=False, world_size=2, **options):
@@ -175,7 +170,7 @@ def make_job(is_background=False, world_size=2, **options):
     lock = None if is_background else threading.Lock()
     config = LaunchConfig(**options)
     job = Job(LaunchRequest(Target({}), {}, spec, config, f"{world_size} CPUs", foreground_lock=lock))
-    job.attach(Control())
+    job.send_orders_by(Control())
     Control.calls.clear()
     Control.called.clear()
     return job

@@ -14,7 +14,7 @@ import msgspec
 from notebook_accel.formatting import clipped, plain_text
 from notebook_accel.launching.journal import FIRST_AFTER_HISTORY, Journal, numbered
 from notebook_accel.launching.processes import close_all, outlive_parent, pidfd_open
-from notebook_accel.launching.run_folders import RunFolder
+from notebook_accel.launching.run_folders import JOURNAL, LATEST, RunFolder
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message, peer_of, take_frames
 
@@ -137,7 +137,7 @@ class Attachments:
         self, folder: RunFolder, launcher: Connection | None, world_size: int, results: Sequence[int] = ()
     ) -> None:
         self._folder = folder
-        self._journal = Journal(folder.create_journal(), folder.id, world_size)
+        self._journal = Journal(folder.create(JOURNAL), folder.id, world_size)
         self._listening = folder.listen()
         self._listening.setblocking(False)
         self._attached: list[_Attachment] = [] if launcher is None else [_Attachment(launcher, None)]
@@ -194,7 +194,7 @@ class Attachments:
         if self._has_news and now_s >= self._latest_due_s:  # first, so that who hears of the end also finds it there
             self._has_news, self._latest_due_s = False, now_s + _LATEST_PERIOD_S
             with contextlib.suppress(OSError):  # a full disk: the journal may have the message, or a later call writes
-                self._folder.replace_latest(self._journal.latest())
+                self._folder.replace(LATEST, self._journal.latest())
         for attachment in list(self._attached):
             try:
                 is_done = attachment.flush(now_s)
@@ -211,7 +211,7 @@ class Attachments:
             attachment.connection.close()
         self._journal.close()
         with contextlib.suppress(OSError):
-            self._folder.replace_latest(self._journal.latest())
+            self._folder.replace(LATEST, self._journal.latest())
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # the peer has gone, or there are too many open files

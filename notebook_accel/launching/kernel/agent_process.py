@@ -21,7 +21,6 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, RunError, SupervisorLostError
 from notebook_accel.launching.kernel.engine import RunHandle
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.kernel.run_payload import PreparedRun
 from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.payload import memory_files
@@ -116,7 +115,8 @@ class AgentLink(Generic[_Handle]):
 
     def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
         """Return the settings that a template's imports depend on, and a template's variables and import path."""
-        raise NotImplementedError
+        settings = environment.import_time_variables(), sys.prefix
+        return settings, environment.sendable(), environment.import_path()
 
     def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
         """Send a message.
@@ -129,9 +129,6 @@ class AgentLink(Generic[_Handle]):
     def _receive(self) -> Sequence[bytes]:
         """Wait a limited time for messages and return them, possibly none. Raise if the agent has gone."""
         raise NotImplementedError
-
-    def _became_idle(self) -> None:
-        """React to an agent that has had no run for ``idle_timeout_s``. By default, do nothing."""
 
     def _last_words(self) -> str:
         """Return the end of the agent's log, for an error's ``why``."""
@@ -154,8 +151,7 @@ class AgentLink(Generic[_Handle]):
 
     def _heard(self, said: messages.ToKernel) -> bool:
         """Process one message, and return whether it was a sample: samples are many, and none is urgent."""
-        if isinstance(said, messages.Idle):
-            self._became_idle()
+        if isinstance(said, messages.Idle):  # only this machine's agent is ended then
             return False
         if isinstance(said, messages.Broken) and not said.job_id:
             self._prepared_for = None  # the next launch tries again, and reports a second failure
@@ -194,7 +190,7 @@ class AgentProcess(AgentLink[RunHandle]):
         self._connection, self._theirs = Connection.pair()
         self._connection.set_send_deadline(_SEND_DEADLINE_S)
         self._connection.set_receive_deadline(_LOOK_PERIOD_S)
-        self._errors = memory_files.memory_file("notebook-accel-agent-log")
+        self.log = memory_files.memory_file("notebook-accel-agent-log")  # of the agent and its templates
         self._answer = _Answer()
         self._process: subprocess.Popen[bytes] | None = None
         self._start_error: OSError | None = None
@@ -205,10 +201,6 @@ class AgentProcess(AgentLink[RunHandle]):
         if self._process is None:
             raise ProcessStartError(f"The agent process could not be started: {self._start_error}.")
 
-    def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
-        settings = environment.import_time_variables(), sys.prefix
-        return settings, environment.sendable(), environment.import_path()
-
     @property
     def is_expecting(self) -> bool:
         """True if a run is on its way or runs."""
@@ -218,39 +210,23 @@ class AgentProcess(AgentLink[RunHandle]):
         """Return whether this agent serves the job's run and the run hasn't ended."""
         return job.id in self._jobs
 
-    @property
-    def log(self) -> int:
-        """Descriptor of the log file of the agent and its templates."""
-        return self._errors
-
     def launch(
-        self, prepared: PreparedRun, line: TemplateLine | None = None, elastic: ElasticOptions | None = None
+        self, job: Job, payload: int, line: TemplateLine | None = None, elastic: ElasticOptions | None = None
     ) -> None:
         """Start a run, from its own template if ``line`` leads to one."""
-        prepared.job.attach(_LocalControl(self, prepared.job.id))
+        job.send_orders_by(self.tell)
         own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
-        message = self._launch_message(prepared.job, template_pid=0 if line is None else line.pid, elastic=elastic)
+        message = self._launch_message(job, template_pid=0 if line is None else line.pid, elastic=elastic)
         try:
-            self._send(message, [prepared.payload, *prepared.result_files, *own_template])
+            self._send(message, [payload, *job.result_files.descriptors, *own_template])
         except LaunchError:
-            self.forget(prepared.job)
+            self.forget(job)
             raise
 
     def detach(self, job: Job, folder: RunFolder, lock: int) -> list[int]:
-        """Detach the agent and its run, which must be its only one, from this process.
+        """Detach the agent and its run, which must be its only one, from this process. See ``LocalEngine.detach``.
 
         All messages that the agent has sent are delivered before the job ends.
-
-        Args:
-            job: The run's job.
-            folder: The run's folder, with its facts.
-            lock: Descriptor that holds the folder's lock.
-
-        Returns:
-            The number of bytes of each rank's log that were delivered.
-
-        Raises:
-            RunError: The run has ended, or another run goes on.
         """
         self._answer = _Answer(lambda: job.end_detached(folder.facts.name))
         results = job.result_files.descriptors
@@ -297,11 +273,7 @@ class AgentProcess(AgentLink[RunHandle]):
         """Close the agent's connection in a process that the kernel has forked."""
         self._connection.close()
 
-    def _send(
-        self,
-        message: messages.ToAgent,
-        descriptors: Sequence[int] = (),
-    ) -> None:
+    def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
         self._resume()
         try:
             self._connection.send(messages.encode(message), descriptors)
@@ -315,7 +287,7 @@ class AgentProcess(AgentLink[RunHandle]):
     def _run(self) -> None:
         """Start the agent and read its messages until it has gone. The thread's function."""
         try:
-            self._process = start_process(self._theirs, self._errors)
+            self._process = start_process(self._theirs, self.log)
         except OSError as error:
             self._start_error = error
             return
@@ -330,11 +302,14 @@ class AgentProcess(AgentLink[RunHandle]):
             self._lost()
 
     def _heard(self, said: messages.ToKernel) -> bool:
-        if not isinstance(said, messages.Detached):
+        if isinstance(said, messages.Idle):
+            self._is_idle(self)
+        elif isinstance(said, messages.Detached):
+            self._answer.resolve(said)
+            if not said.why:
+                self._jobs.clear()
+        else:
             return super()._heard(said)
-        self._answer.resolve(said)
-        if not said.why:
-            self._jobs.clear()
         return False
 
     def _receive(self) -> Sequence[bytes]:
@@ -342,9 +317,6 @@ class AgentProcess(AgentLink[RunHandle]):
         if not frames and self._jobs:
             self._resume()
         return [frame.body for frame in frames]
-
-    def _became_idle(self) -> None:
-        self._is_idle(self)
 
     def _lost(self) -> None:
         self.is_lost = True
@@ -362,8 +334,8 @@ class AgentProcess(AgentLink[RunHandle]):
             else:
                 job.end("", agent_lost_error(self._last_words()))
         self._jobs.clear()
-        os.close(self._errors)
-        self._errors = -1  # another file may get the number
+        os.close(self.log)
+        self.log = -1  # another file may get the number
 
     def _wait_for_its_end(self) -> None:
         assert self._process is not None
@@ -375,7 +347,7 @@ class AgentProcess(AgentLink[RunHandle]):
             self._process.wait()
 
     def _last_words(self) -> str:
-        return last_words(self._errors)
+        return last_words(self.log)
 
 
 class _Answer:
@@ -400,12 +372,7 @@ class _Answer:
 
 
 def start_process(theirs: Connection, log: int) -> subprocess.Popen[bytes]:
-    """Start an agent for this process. The agent is killed when the calling thread ends.
-
-    Args:
-        theirs: The agent's end of the connection.
-        log: Descriptor of the log file of the agent and its templates.
-    """
+    """Start an agent with its end of the connection. The agent is killed when the calling thread ends."""
     return subprocess.Popen(
         bootstrap("notebook_accel.launching.agent.agent", str(theirs.fileno()), str(os.getpid())),
         stdin=subprocess.DEVNULL,
@@ -432,30 +399,3 @@ def agent_lost_error(why: str) -> SupervisorLostError:
         why=why,
         fix="run the cell again: a new one is started",
     )
-
-
-class _LocalControl:
-    def __init__(self, agent: AgentProcess, job_id: str) -> None:
-        self._agent = agent
-        self._job_id = job_id
-
-    def interrupt(self, *, escalate: bool) -> None:
-        if escalate:
-            self._agent.tell(messages.End(job_id=self._job_id, how="interrupt"))
-        else:
-            self._agent.tell(messages.Interrupt(job_id=self._job_id))
-
-    def stop(self) -> None:
-        self._agent.tell(messages.End(job_id=self._job_id, how="stop"))
-
-    def kill(self) -> None:
-        self._agent.tell(messages.End(job_id=self._job_id, how="kill"))
-
-    def respawn(self, rank: int) -> None:
-        self._agent.tell(messages.Respawn(job_id=self._job_id, rank=rank))
-
-    def inspect(self) -> None:
-        self._agent.tell(messages.Inspect(job_id=self._job_id))
-
-    def profile(self, message_to: Callable[[str], messages.Profile]) -> None:
-        self._agent.tell(message_to(self._job_id))

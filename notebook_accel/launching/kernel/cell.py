@@ -227,10 +227,9 @@ def _reads(expression: ast.expr, assigned: frozenset[str]) -> list[str]:
     return _scan_simple(ast.copy_location(ast.Expr(expression), expression), assigned)[0]
 
 
-def _targets(target: ast.expr) -> frozenset[str]:
-    return frozenset(
-        node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    )
+def _names(target: ast.expr, context: type[ast.expr_context]) -> list[str]:
+    """Return the names that a target assigns (``ast.Store``) or reads: ``for x[i] in ...`` reads x and i."""
+    return [node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, context)]
 
 
 def _scan_if(node: ast.If, assigned: frozenset[str]) -> _Scan:
@@ -240,19 +239,10 @@ def _scan_if(node: ast.If, assigned: frozenset[str]) -> _Scan:
 
 
 def _scan_for(node: ast.For, assigned: frozenset[str]) -> _Scan:
-    target_reads = _reads_of_target(node.target, assigned)
-    body, after = _scan(node.body, assigned | _targets(node.target))
+    target_reads = [name for name in _names(node.target, ast.Load) if name not in assigned]
+    body, after = _scan(node.body, assigned.union(_names(node.target, ast.Store)))
     other, _ = _scan(node.orelse, after)
     return [*_reads(node.iter, assigned), *target_reads, *body, *other], after
-
-
-def _reads_of_target(target: ast.expr, assigned: frozenset[str]) -> list[str]:
-    """Return the names that a loop's target reads: ``for x[i] in ...`` reads x and i."""
-    return [
-        node.id
-        for node in ast.walk(target)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in assigned
-    ]
 
 
 def _scan_while(node: ast.While, assigned: frozenset[str]) -> _Scan:
@@ -266,7 +256,7 @@ def _scan_with(node: ast.With, assigned: frozenset[str]) -> _Scan:
     for item in node.items:
         needed += _reads(item.context_expr, assigned)
         if item.optional_vars is not None:
-            assigned |= _targets(item.optional_vars)
+            assigned = assigned.union(_names(item.optional_vars, ast.Store))
     body, after = _scan(node.body, assigned)
     return [*needed, *body], after
 

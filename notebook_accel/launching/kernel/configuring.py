@@ -33,42 +33,20 @@ _WITHOUT_GPUS = Finding(
 
 @dataclasses.dataclass(frozen=True)
 class DraftSource:
-    """A starting point of a draft.
-
-    Attributes:
-        label: A description.
-        options: The options that the source sets.
-        problems: A line about each setting that can't be used.
-        path: The source's file, ``None`` for the machine.
-    """
+    """A starting point of a draft: this machine, or a file."""
 
     label: str
     options: Mapping[str, Any]
-    problems: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()  # a line about each setting that can't be used
     path: pathlib.Path | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class DiffLine:
-    """One line of a diff of the file, with the mark ``+`` (added), ``-`` (removed) or blank."""
-
-    mark: Literal["+", "-", " "]
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.mark} {self.text}"
 
 
 class Draft:
     """The options of a file that isn't written yet.
 
-    Args:
+    Attributes:
         path: The file to write. Default: the file that launches read.
         machine: The machine that sets the basic options. Default: this machine.
-
-    Attributes:
-        path: The file to write.
-        machine: The machine.
         source: The starting point of the values.
         values: The value of each option, allowed or not.
     """
@@ -148,17 +126,21 @@ class Draft:
         reasons = self.machine.precisions(use_cpu=self.values["use_cpu"] is True)
         return {choice: reason for choice, reason in reasons.items() if reason}
 
-    def lines(self) -> tuple[DiffLine, ...]:
-        """Return a diff from the present file to the draft. Raise ConfigError if an option isn't allowed."""
+    def lines(self) -> tuple[str, ...]:
+        """Return a diff from the present file to the draft, whose lines begin with ``+``, ``-`` or a blank.
+
+        Raises:
+            ConfigError: An option isn't allowed.
+        """
         before, after = self._before, self._after()
-        lines: list[DiffLine] = []
+        lines: list[str] = []
         for key in sorted({*before, *after}, key=str):
             old = config_file.dump({key: before[key]}).splitlines() if key in before else []
             new = config_file.dump({key: after[key]}).splitlines() if key in after else []
             if old and new and _is_same(before[key], after[key]):
-                lines += [DiffLine(" ", text) for text in new]
+                lines += [f"  {text}" for text in new]
             else:
-                lines += [DiffLine("-", text) for text in old] + [DiffLine("+", text) for text in new]
+                lines += [*(f"- {text}" for text in old), *(f"+ {text}" for text in new)]
         return tuple(lines)
 
     def _after(self) -> dict[str, Any]:

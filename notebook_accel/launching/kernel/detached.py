@@ -9,33 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from notebook_accel import VERSION, uninterruptible
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import (
-    ConfigError,
-    LaunchError,
-    PayloadError,
-    PreflightError,
-    RunError,
-)
-from notebook_accel.launching import journal, logs, run_folders
+from notebook_accel.errors import ConfigError, LaunchError, PayloadError, PreflightError, RunError
+from notebook_accel.launching import journal, run_folders
 from notebook_accel.launching.kernel import detached_runs, foreground, local, preflight, registry, run_payload
-from notebook_accel.launching.kernel.detached_job import Definitions, DetachedJob, open_job, request_of
+from notebook_accel.launching.kernel.detached_job import (
+    Definitions,
+    DetachedJob,
+    new_detached_job,
+    open_job,
+    request_of,
+)
 from notebook_accel.launching.kernel.detached_link import Link, send_order
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.kernel.run_payload import PreparedRun, RunFiles
-from notebook_accel.launching.run_folders import JOURNAL_VERSION, RunFacts, RunFolder
+from notebook_accel.launching.run_folders import HISTORY, JOURNAL_VERSION, PAYLOAD, RunFacts, RunFolder
 from notebook_accel.payload import serialization
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
@@ -47,33 +45,25 @@ _STOP_DEADLINE_S = 30.0
 _LEAVE_DEADLINE_S = 12.0  # an agent waits 10 s for a kernel that reads nothing
 
 
-class DetachedEngine:
-    """Launches runs that go on when the kernel ends."""
+def launch(request: LaunchRequest) -> Job:
+    """Start the ranks of a run that goes on when the kernel ends, and return its job."""
+    if why := why_not(request.config):
+        raise ConfigError("This run can't be detached.", why=why, fix="leave out --detach (detach=True)")
+    preflight.warn(preflight.check_logout())
+    pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
 
-    def launch(self, request: LaunchRequest) -> Job:
-        """Start the ranks and return the run's job. See ``Engine``."""
-        if why := why_not(request.config):
-            raise ConfigError("This run can't be detached.", why=why, fix="leave out --detach (detach=True)")
-        preflight.warn(detached_runs.logout_findings())
-        local.check_size(request.spec.world_size)
-        pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
-        return uninterruptible.call(
-            lambda: self._launch(request, pickled, unsent), Job.discard, request.foreground_lock
-        )
-
-    def _launch(self, request: LaunchRequest, pickled: serialization.Pickled, unsent: Mapping[str, str]) -> DetachedJob:
+    def start() -> DetachedJob:
         is_unique = bool(request.config.name)
-        with _new_folder(request.spec.name, request.detached_id, is_unique=is_unique) as (folder, lock, release):
+        with (
+            _new_folder(request.spec.name, request.detached_id, is_unique=is_unique) as (folder, lock, release),
+            run_payload.prepared_run(request, pickled, unsent, folder=folder) as (job, payload),
+        ):
+            assert isinstance(job, DetachedJob)
+            folder.write_facts(_facts(job, job.name, request.config))
+            Link(job).launch(payload, lock, release)
+        return job
 
-            def make_job(request: LaunchRequest, **arguments: Any) -> DetachedJob:
-                return DetachedJob(request, folder=folder, **arguments)
-
-            files = _FolderFiles(folder)
-            with run_payload.prepared_run(request, pickled, unsent, files=files, make_job=make_job) as prepared:
-                assert isinstance(prepared.job, DetachedJob)
-                folder.write_facts(_facts(prepared.job, prepared.job.name, request.config))
-                Link(prepared.job).launch(prepared, lock, release)
-        return prepared.job
+    return uninterruptible.call(start, Job.discard, request.foreground_lock)
 
 
 @contextlib.contextmanager
@@ -96,28 +86,6 @@ def _new_folder(name: str, run_id: str = "", *, is_unique: bool) -> Iterator[tup
         finally:
             if not folder.is_published:
                 folder.remove()
-
-
-class _FolderFiles(RunFiles):
-    """The files of a detached run, in its folder."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-
-    def open_payload(self) -> int:
-        return self._folder.create_payload()
-
-    def seal_payload(self, payload: int) -> None:
-        """Do nothing: only a memory file can be sealed."""
-
-    def open_result(self, rank: int) -> int:
-        return self._folder.create_result(rank)
-
-    def log_folder(self, log_dir: str, name: str) -> pathlib.Path | None:
-        if log_dir:
-            return logs.make_folder(log_dir, name)
-        self._folder.log_folder.mkdir(mode=0o700)
-        return self._folder.log_folder
 
 
 def detach(job: Job, name: str = "") -> DetachedJob:
@@ -163,7 +131,7 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
     deadline_s = time.monotonic() + _START_DEADLINE_S
     while job.status == "starting" and time.monotonic() < deadline_s:
         job.wait(_PAUSE_S)
-    preflight.warn(detached_runs.logout_findings())
+    preflight.warn(preflight.check_logout())
     folder = uninterruptible.call(lambda: _detach(job, name or job.name))
     with contextlib.suppress(Exception):  # the run is detached already, so a failure here doesn't matter
         local.engine().warm_in_kernel()  # the run has taken its agent and template along
@@ -185,7 +153,7 @@ def _detach(job: Job, name: str) -> RunFolder:
             ) from None
         sent_log_bytes = local.engine().detach(job, folder, lock)
         with contextlib.suppress(OSError):  # a full disk: the run goes on without its history
-            folder.write_history(_history(job, sent_log_bytes))
+            folder.replace(HISTORY, _history(job, sent_log_bytes))
     return folder
 
 
@@ -196,7 +164,7 @@ def _write_definitions(job: Job, name: str, folder: RunFolder) -> None:
         pickled = serialization.pickle_by_value(tuple(job.result_files.by_value), roots={}, namespace=namespace)
     except PayloadError:  # they have changed since the launch: results that refer to them can't be read elsewhere
         pickled = serialization.pickle_by_value((), roots={})
-    payload = folder.create_payload()
+    payload = folder.create(PAYLOAD)
     try:
         serialization.dump(payload, pickled, msgspec.structs.replace(job.spec, name=name).encode())
     finally:
@@ -273,14 +241,7 @@ def attach_and_show(
     set_variables: Callable[[dict[str, Any]], object] | None = None,
     show: Callable[[Job], None] = foreground.draw_attached,
 ) -> DetachedJob:
-    """Attach to a run, as ``attach`` does.
-
-    Args:
-        which: The run's name or id.
-        view: View of the run.
-        set_variables: Function that takes the pulled variables when the results are read.
-        show: Function that shows the run.
-    """
+    """Attach to a run, as ``attach`` does. ``show`` shows it; ``set_variables`` is as in ``LaunchRequest``."""
     job = open_job(run_folders.find(which), set_variables)
     if view is not None:
         job.config = job.config.replace(view=view)
@@ -296,12 +257,7 @@ def again(
     set_variables: Callable[[dict[str, Any]], object] | None = None,
     show: Callable[[Job], None] = foreground.draw_in_background,
 ) -> DetachedJob:
-    """Launch an ended detached run again: the same code, with the variables that were sent then.
-
-    Args:
-        which: The run's name or id. Default: the latest.
-        set_variables: Function that takes the pulled variables when the results are read.
-        show: Function that shows the run.
+    """Launch an ended detached run, by default the latest, again: the same code, with the variables sent then.
 
     Raises:
         LaunchError: The run goes on, or this machine can't run the launch.
@@ -329,7 +285,7 @@ def again(
     findings = preflight.check(request.config)
     if any(finding.refuses for finding in findings):
         raise PreflightError(findings)
-    preflight.warn((*findings, *detached_runs.logout_findings()))
+    preflight.warn((*findings, *preflight.check_logout()))
     job = uninterruptible.call(lambda: _launch_again(earlier, request), Job.discard)
     registry.add(job)
     show(job)
@@ -338,15 +294,12 @@ def again(
 
 def _launch_again(earlier: RunFolder, request: LaunchRequest) -> DetachedJob:
     with _new_folder(request.spec.name, is_unique=True) as (folder, lock, release):
-        payload = folder.take_payload_of(earlier)
+        os.link(earlier.path / PAYLOAD, folder.path / PAYLOAD)
+        payload = folder.open(PAYLOAD)
         try:
-            results = [folder.create_result(rank) for rank in range(request.spec.world_size)]
-            log_folder = _FolderFiles(folder).log_folder(request.config.log_dir, request.spec.name)
-            job = DetachedJob(
-                request, folder=folder, by_value=Definitions(folder), result_files=results, log_folder=log_folder
-            )
+            job = new_detached_job(request, folder, Definitions(folder))
             folder.write_facts(_facts(job, job.name, request.config))
-            Link(job).launch(PreparedRun(job, payload, results), lock, release)
+            Link(job).launch(payload, lock, release)
         finally:
             os.close(payload)
     return job

@@ -13,11 +13,12 @@ from notebook_accel import VERSION
 from notebook_accel import config as configuration
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError, RunError
+from notebook_accel.launching import logs
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.results import ResultFile
-from notebook_accel.launching.run_folders import JOURNAL_VERSION, RunFolder
+from notebook_accel.launching.run_folders import JOURNAL_VERSION, PAYLOAD, RunFolder
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.payload import memory_files, serialization
 
@@ -35,8 +36,6 @@ class DetachedJob(Job):
         self.id = folder.id
         self.folder = folder
         self.is_live = True
-        self._by_value: Sequence[Any] = arguments.get("by_value", ())
-        self._pull = request.spec.pull
 
     def pull(self, *names: str) -> Any:
         """Wait for the run's end, and return the final values of variables in rank 0.
@@ -51,11 +50,12 @@ class DetachedJob(Job):
             NotebookAccelError: A name was not given to ``--pull``, or has no value that can be read here, or the run's
                 folder was removed.
         """
-        unknown = [name for name in names if name not in self._pull]
+        kept = self.spec.pull
+        unknown = [name for name in names if name not in kept]
         if unknown or not names:
             raise NotebookAccelError(
                 f"The run {self.name!r} keeps no variable {' or '.join(unknown)}.".replace(" variable .", " variable."),
-                why=f"It was launched with --pull {','.join(self._pull)}." if self._pull else "It has no --pull.",
+                why=f"It was launched with --pull {','.join(kept)}." if kept else "It has no --pull.",
                 fix="name the variables with --pull when you launch",
             )
         self.wait()
@@ -67,7 +67,7 @@ class DetachedJob(Job):
             ) from None
         try:
             file = ResultFile(descriptor, 0)
-            file.unpickle(self._by_value)
+            file.unpickle(self.result_files.by_value)
         finally:
             os.close(descriptor)
         for name in names:
@@ -84,15 +84,21 @@ class DetachedJob(Job):
         return max((rank.last_event_s or self.started_s for rank in self.state.ranks), default=self.started_s)
 
 
+def new_detached_job(request: LaunchRequest, folder: RunFolder, by_value: Sequence[Any]) -> DetachedJob:
+    """Create the job of a run that is about to be launched, with the folder's files for results and logs."""
+    log_folder: pathlib.Path | None = folder.log_folder
+    if request.config.log_dir:
+        log_folder = logs.make_folder(request.config.log_dir, request.spec.name)
+    else:
+        folder.log_folder.mkdir(mode=0o700)
+    results = [folder.create_result(rank) for rank in range(request.spec.world_size)]
+    return DetachedJob(request, folder=folder, by_value=by_value, result_files=results, log_folder=log_folder)
+
+
 def open_job(
     folder: RunFolder, set_variables: Callable[[dict[str, Any]], object] | None = None, *, has_results: bool = True
 ) -> DetachedJob:
     """Create the job of a run, without any messages yet.
-
-    Args:
-        folder: The run's folder.
-        set_variables: Function that takes the pulled variables when the results are read.
-        has_results: Whether the results will be read.
 
     Raises:
         NotebookAccelError: The folder can't be read, or has the format of another version.
@@ -127,7 +133,7 @@ def request_of(folder: RunFolder, set_variables: Callable[[dict[str, Any]], obje
             fix=f"attach with notebook-accel {facts.version}; "
             f"notebook-accel stop {shlex.quote(facts.name)} works with any",
         )
-    payload = folder.open_payload()
+    payload = folder.open(PAYLOAD)
     try:
         spec = JobSpec.decode(memory_files.read_head(payload))
     finally:
@@ -155,7 +161,7 @@ class Definitions(Sequence[Any]):
     @functools.cached_property
     def _loaded(self) -> list[Any]:
         namespace: dict[str, Any] = {}
-        descriptor = self._folder.open_payload()
+        descriptor = self._folder.open(PAYLOAD)
         try:
             opened = serialization.load(descriptor, namespace=namespace)
         finally:

@@ -9,17 +9,16 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from notebook_accel import environment, uninterruptible
+from notebook_accel import uninterruptible
 from notebook_accel.errors import NotebookAccelError, ProcessStartError, RunError, SupervisorLostError
 from notebook_accel.launching import journal, processes, run_folders
-from notebook_accel.launching.kernel.agent_process import AgentLink
+from notebook_accel.launching.kernel.agent_process import AgentLink, last_words
 from notebook_accel.launching.kernel.detached_job import DetachedJob
-from notebook_accel.launching.kernel.run_payload import PreparedRun
-from notebook_accel.launching.run_folders import RunFolder
+from notebook_accel.launching.run_folders import HISTORY, JOURNAL, RunFolder
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, Message, peer_of
 
@@ -50,11 +49,11 @@ class Link(AgentLink[DetachedJob]):
     def _is_over(self) -> bool:
         return self._job.id not in self._jobs
 
-    def launch(self, prepared: PreparedRun, lock: int, release: Callable[[], None]) -> None:
+    def launch(self, payload: int, lock: int, release: Callable[[], None]) -> None:
         """Start the agent and the run, and follow it from now on.
 
         Args:
-            prepared: The run.
+            payload: Descriptor of the payload.
             lock: Descriptor that holds the folder's lock.
             release: Function that closes ``lock`` in this process, once the agent has it.
 
@@ -67,8 +66,8 @@ class Link(AgentLink[DetachedJob]):
                 start_agent(self._folder, theirs, lock)
             release()
             self._follow(connection)
-            self.prepare(prepared.job.config)
-            self._send(self._launch_message(self._job), [prepared.payload, *prepared.result_files])
+            self.prepare(self._job.config)
+            self._send(self._launch_message(self._job), [payload, *self._job.result_files.descriptors])
             self._wait_until_published()
         except (OSError, subprocess.SubprocessError) as error:
             connection.close()
@@ -76,7 +75,7 @@ class Link(AgentLink[DetachedJob]):
         except BaseException:
             connection.close()
             raise
-        self._job.attach(_Control(self, self._job.id))
+        self._job.send_orders_by(self.tell)
         self._start_thread()
 
     def _wait_until_published(self) -> None:
@@ -92,37 +91,39 @@ class Link(AgentLink[DetachedJob]):
         Raises:
             RunError: The agent lives but doesn't answer.
         """
-        self._job.attach(_Control(self, self._job.id))
-        if not self._reconnect():
-            self._end_lost()
+        self._job.send_orders_by(self.tell)
+        self._reconnect()
         if self._is_over:
             self._close()
         else:
             self._start_thread()
 
-    def hear_history(self) -> None:
+    def replay(self, name: str) -> None:
+        """Read the unread messages of a file of the folder, after the history."""
+        self._hear_history()
+        self._known = self._seen
+        self._hear(self._folder.open(name))
+
+    def _hear_history(self) -> None:
         """Read the history of a run that was detached while it went on: its events before the journal."""
         with contextlib.suppress(FileNotFoundError):
             if not self._seen:
-                self._replay(self._folder.open_history())
+                self._hear(self._folder.open(HISTORY))
 
-    def hear(self, descriptor: int) -> None:
-        """Read the messages in a file, and close it."""
-        self._replay(descriptor)
-
-    def end_if_lost(self) -> None:
-        """End the job of a run whose agent has gone, unless the messages have ended it."""
-        if not self._is_over:
-            self._end_lost()
+    def _hear(self, descriptor: int, size_bytes: int | None = None) -> None:
+        """Read the unread messages in a file of the folder, up to ``size_bytes``, and close it."""
+        self._job.is_live = False
+        try:
+            for body in self._unknown(journal.read(descriptor, size_bytes)):
+                self._heard(messages.decode_for_kernel(body))
+        finally:
+            os.close(descriptor)
 
     def tell(self, message: messages.Order) -> None:
         """Send an order on a separate connection, which works even if the followed connection is broken."""
         uninterruptible.call(lambda: send_order(self._folder, message))
 
     # What depends on where the agent is -----------------------------------------------------------------------------
-
-    def _environment(self) -> tuple[object, Mapping[str, str], Sequence[str]]:
-        return True, environment.sendable(), environment.import_path()
 
     def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
         assert self._connection is not None
@@ -139,9 +140,8 @@ class Link(AgentLink[DetachedJob]):
         return [body for _, body in unknown]
 
     def _last_words(self) -> str:
-        with contextlib.suppress(OSError):
-            text = (self._folder.path / "agent.log").read_text(errors="replace")[-4000:].strip()
-            return f"It last wrote:\n{text}" if text else ""
+        with contextlib.suppress(OSError), (self._folder.path / "agent.log").open("rb") as log:
+            return last_words(log.fileno())
         return ""
 
     def _heard(self, said: messages.ToKernel) -> bool:
@@ -160,7 +160,11 @@ class Link(AgentLink[DetachedJob]):
         """Follow the run to its end. The thread's function."""
         try:
             while not self._is_over:
-                self._read_while_connected()
+                with contextlib.suppress(ClosedError, OSError):  # an agent drops a kernel that reads nothing for long
+                    while not self._is_over:
+                        self._read()
+                if not self._is_over:
+                    self._reconnect()
         except BaseException as error:  # noqa: BLE001 - after any error, nobody may wait for ever
             if not self._is_over:
                 text = f"The run {self._job.name!r} can't be followed any more; it may go on."
@@ -170,20 +174,8 @@ class Link(AgentLink[DetachedJob]):
         finally:
             self._close()
 
-    def _read_while_connected(self) -> None:
-        """Read until the run or the connection ends. An agent drops a kernel that hasn't read anything for long."""
-        with contextlib.suppress(ClosedError, OSError):
-            while not self._is_over:
-                self._read()
-            return
-        if not self._reconnect():
-            self._end_lost()
-
-    def _reconnect(self) -> bool:
-        """Connect to the agent and read the unread messages; if the agent has gone, read the rest of the journal.
-
-        Returns:
-            False if the agent has gone without reporting the run's end.
+    def _reconnect(self) -> None:
+        """Connect to the agent and read the unread messages. If it has gone, read the rest of the journal to the end.
 
         Raises:
             RunError: The agent lives but doesn't answer.
@@ -193,15 +185,13 @@ class Link(AgentLink[DetachedJob]):
         while self._folder.is_held:
             with contextlib.suppress(OSError, msgspec.MsgspecError):  # the agent may be starting or exiting
                 self._follow(*_connect(self._folder))
-                return True
+                return
             self._close()
             if time.monotonic() > deadline_s:
                 raise _no_answer(self._folder)
             time.sleep(_PAUSE_S)
-        self.hear_history()
-        self._known = self._seen
-        self._replay(self._folder.open_journal())
-        return self._is_over
+        self.replay(JOURNAL)
+        self.end_if_lost()
 
     def _follow(self, connection: Connection, agent_pid: int = 0) -> None:
         """Introduce this kernel to the agent and read the journal. Later messages come over the connection.
@@ -212,29 +202,23 @@ class Link(AgentLink[DetachedJob]):
         """
         self._connection = connection
         frames = _introduce(connection, agent_pid, _START_DEADLINE_S, follows=True)
-        self.hear_history()
+        self._hear_history()
         self._known = self._seen
         [descriptor] = frames[0].descriptors
-        self._replay(descriptor, messages.decode_attached(frames[0].body).size_bytes)
+        self._hear(descriptor, messages.decode_attached(frames[0].body).size_bytes)
         self._job.is_live = True
         for body in self._unknown(journal.split_number(frame.body) for frame in frames[1:]):
             self._heard(messages.decode_for_kernel(body))
-
-    def _replay(self, descriptor: int, size_bytes: int | None = None) -> None:
-        """Read the unread messages of a journal, and close it."""
-        self._job.is_live = False
-        try:
-            for body in self._unknown(journal.read(descriptor, size_bytes)):
-                self._heard(messages.decode_for_kernel(body))
-        finally:
-            os.close(descriptor)
 
     def _close(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
-    def _end_lost(self) -> None:
+    def end_if_lost(self) -> None:
+        """End the job of a run whose agent has gone, unless the messages have ended it."""
+        if self._is_over:
+            return
         facts = self._folder.facts
         self._job.is_live = False
         steps = max((rank.steps or 0 for rank in self._job.ranks), default=0)
@@ -256,33 +240,6 @@ class Link(AgentLink[DetachedJob]):
     def _start_error(self, error: Exception) -> ProcessStartError:
         why = "\n".join(filter(None, [f"{type(error).__name__}: {error}", self._last_words()]))
         return ProcessStartError("The agent process of the detached run could not be started.", why=why)
-
-
-class _Control:
-    def __init__(self, link: Link, job_id: str) -> None:
-        self._link = link
-        self._job_id = job_id
-
-    def interrupt(self, *, escalate: bool) -> None:
-        if escalate:
-            self._link.tell(messages.End(job_id=self._job_id, how="interrupt"))
-        else:
-            self._link.tell(messages.Interrupt(job_id=self._job_id))
-
-    def stop(self) -> None:
-        self._link.tell(messages.End(job_id=self._job_id, how="stop"))
-
-    def kill(self) -> None:
-        self._link.tell(messages.End(job_id=self._job_id, how="kill"))
-
-    def respawn(self, rank: int) -> None:
-        self._link.tell(messages.Respawn(job_id=self._job_id, rank=rank))
-
-    def inspect(self) -> None:
-        self._link.tell(messages.Inspect(job_id=self._job_id))
-
-    def profile(self, message_to: Callable[[str], messages.Profile]) -> None:
-        self._link.tell(message_to(self._job_id))
 
 
 def send_order(folder: RunFolder, message: messages.Order) -> None:

@@ -1,49 +1,32 @@
-"""Summaries of this user's detached runs, and warnings about those that go on."""
+"""Summaries of this user's detached runs, and a warning about those that go on."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
-import os
-import pathlib
-import subprocess
 import time
 
-from notebook_accel.errors import Finding, NotebookAccelError, SupervisorLostError
+from notebook_accel.errors import NotebookAccelError, SupervisorLostError
 from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel.detached_job import DetachedJob, open_job
 from notebook_accel.launching.kernel.detached_link import Link
-from notebook_accel.launching.run_folders import RunFolder
-
-_LINGERING = pathlib.Path("/var/lib/systemd/linger")
-_OWN_GROUP = pathlib.Path("/proc/self/cgroup")
-_ASK_LOGIND = (
-    *("busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1"),
-    *("org.freedesktop.login1.Manager", "KillUserProcesses"),
-)
-_ANSWER_DEADLINE_S = 5.0
+from notebook_accel.launching.run_folders import JOURNAL, LATEST, RunFolder
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSummary:
-    """One line about a detached run.
+    """One line about a detached run. Times are in seconds since the epoch.
 
     Attributes:
-        id: The run's id.
-        name: The run's name.
         status: A job's status as one word, ``lost`` if the agent was killed or has gone with the machine, or
             ``unreadable``.
         why: The reason of the run's end, in one line; empty if there is none.
-        began: Time of the launch, in seconds since the epoch.
-        changed: Time of the run's last message, in seconds since the epoch.
-        devices: The ranks' devices in words.
+        changed: Time of the run's last message.
         step: The most steps that a rank has done, ``None`` if no rank counts any.
         metrics: The latest metrics of the first rank that has some.
-        folder: The run's folder, with results and logs.
         log_folder: The folder of the logs; empty if there is none.
         session: For a session that goes on, its ranks' activity, such as ``idle`` or ``busy with In[7]``; else empty.
-        session_since: Time at which this activity began, in seconds since the epoch.
+        session_since: Time at which this activity began.
     """
 
     id: str
@@ -61,11 +44,6 @@ class RunSummary:
     session_since: float = 0.0
 
     @property
-    def is_going(self) -> bool:
-        """True while the run goes on."""
-        return self.status in ("starting", "running")
-
-    @property
     def state(self) -> str:
         """The status; for a session that goes on, its ranks' activity."""
         return f"session, {self.session}" if self.session else self.status
@@ -73,7 +51,7 @@ class RunSummary:
     @property
     def since(self) -> float:
         """Time at which the run entered its ``state``; for a running run, time of the launch."""
-        return self.session_since or (self.began if self.is_going else self.changed)
+        return self.session_since or (self.began if self.status in ("starting", "running") else self.changed)
 
 
 def summaries() -> list[RunSummary]:
@@ -120,14 +98,11 @@ def _job_of_latest(folder: RunFolder) -> DetachedJob:
     job = open_job(folder, has_results=False)
     was_held = folder.is_held  # checked before reading, since the agent writes its last message before it ends
     with contextlib.suppress(FileNotFoundError):
-        link = Link(job)
-        link.hear_history()
-        link.hear(folder.open_latest())
+        Link(job).replay(LATEST)
     if not job.done and not was_held:  # a full disk may have cut off the latest messages
         job = open_job(folder, has_results=False)
         link = Link(job)
-        link.hear_history()
-        link.hear(folder.open_journal())
+        link.replay(JOURNAL)
         link.end_if_lost()
     return job
 
@@ -160,34 +135,3 @@ def _in_words(folder: RunFolder) -> str:
     found = summary(folder)
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.since))
     return f"{facts.name} (a session on {facts.devices}, {found.session or found.status} since {since})"
-
-
-def logout_findings() -> tuple[Finding, ...]:
-    """Return a warning if systemd ends this process's children when the user logs out."""
-    with contextlib.suppress(OSError, KeyError):
-        # Not imported at the top: Windows, where this module can be imported, lacks it.
-        user = importlib.import_module("pwd").getpwuid(os.getuid()).pw_name
-        group = _OWN_GROUP.read_text()
-        if "/user.slice/" not in group or (_LINGERING / user).exists():
-            return ()
-        # Processes of a login session end with it only if KillUserProcesses is set. Processes of the user's systemd
-        # manager, by which some hubs start kernels, always end with the user's last session.
-        if "/session-" in group and not _kills_user_processes():
-            return ()
-        return (
-            Finding(
-                "systemd ends a detached run when you log out of this machine.",
-                "This process belongs to your login there, and so does all that it starts.",
-                f"loginctl enable-linger {user}, once, before you launch",
-                refuses=False,
-            ),
-        )
-    return ()
-
-
-def _kills_user_processes() -> bool:
-    """Return systemd's setting ``KillUserProcesses``."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run(_ASK_LOGIND, capture_output=True, text=True, timeout=_ANSWER_DEADLINE_S, check=False)
-        return asked.stdout.split() == ["b", "true"]
-    return False

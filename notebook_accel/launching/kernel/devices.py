@@ -314,17 +314,11 @@ _SIGNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One GPU that ranks would see.
+    """One GPU that ranks would see."""
 
-    Attributes:
-        name: The model, such as ``NVIDIA A100-SXM4-80GB``.
-        memory_bytes: Its total memory.
-        capability: CUDA's compute capability, such as ``(8, 0)``.
-    """
-
-    name: str
+    name: str  # the model, such as ``NVIDIA A100-SXM4-80GB``
     memory_bytes: int
-    capability: tuple[int, int]
+    capability: tuple[int, int]  # CUDA's compute capability, such as ``(8, 0)``
 
 
 @dataclasses.dataclass(frozen=True)

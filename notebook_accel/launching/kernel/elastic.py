@@ -53,19 +53,16 @@ def check(config: LaunchConfig) -> None:
     _endpoint(config, lowest_port=0)  # torchrun's localhost:0 means any port
 
 
-class ElasticEngine:
-    """Runs this node's ranks of a run on several nodes."""
-
-    def launch(self, request: LaunchRequest) -> Job:
-        """Start the run's elastic process, which orders the start of the ranks. See ``Engine``."""
-        config = request.config
-        options = ElasticOptions(
-            max_restarts=config.max_restarts,
-            monitor_interval_s=config.monitor_interval,
-            run_id=config.rdzv_id,
-            meeting=_meeting(config),
-        )
-        return local.engine().launch_elastic(request, options)
+def launch(request: LaunchRequest) -> Job:
+    """Start this node's ranks of a run on several nodes, by an elastic process that orders their start."""
+    config = request.config
+    options = ElasticOptions(
+        max_restarts=config.max_restarts,
+        monitor_interval_s=config.monitor_interval,
+        run_id=config.rdzv_id,
+        meeting=_meeting(config),
+    )
+    return local.engine().launch(request, options)
 
 
 def _meeting(config: LaunchConfig) -> Meeting:

@@ -7,13 +7,14 @@ import importlib
 import pathlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
-from notebook_accel.protocol.agent_messages import Failure, OnDeath, Profile, RankDump, Reason, Starting
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
 from notebook_accel.protocol.events import Event
 
 if TYPE_CHECKING:
@@ -22,70 +23,35 @@ if TYPE_CHECKING:
     from notebook_accel.launching.kernel.job import Job
 
 
-class RunControl(Protocol):
-    """The engine's side of a run: the operations that the run's handle may request."""
-
-    def interrupt(self, *, escalate: bool) -> None:
-        """Raise KeyboardInterrupt in the ranks; with ``escalate``, terminate them after the grace period."""
-
-    def stop(self) -> None:
-        """Send the ranks SIGTERM, and SIGKILL after the grace period."""
-
-    def kill(self) -> None:
-        """Kill the ranks."""
-
-    def inspect(self) -> None:
-        """Request the ranks' stacks, without waiting. They are delivered by ``take_dumps``."""
-
-    def profile(self, message_to: Callable[[str], Profile]) -> None:
-        """Request a profile of the ranks' next steps, without waiting. The ranks answer by events.
-
-        Args:
-            message_to: Function that makes the message to an agent, from the run's id there.
-        """
-
-    def respawn(self, rank: int) -> None:
-        """Restart a dead rank."""
+RunOrder: TypeAlias = messages.Interrupt | messages.Respawn | messages.End | messages.Inspect | messages.Profile
+"""An order that a run's job sends to the agent, by a function of its engine."""
 
 
 class RunHandle(Protocol):
-    """The receiver of an agent's events: a run's job, or the part of a run that is on another node."""
+    """The receiver of an agent's events: a ``Job``, which documents these members, or a run's part on another node.
+
+    ``saves`` is about the first rank of each node. ``end`` gets the failure on another node that has ended the run.
+    """
 
     @property
-    def id(self) -> str:
-        """An identifier, unique among the kernel's runs."""
-
+    def id(self) -> str: ...
     @property
-    def world_size(self) -> int:
-        """Number of ranks that send events here."""
-
+    def world_size(self) -> int: ...
     @property
-    def config(self) -> LaunchConfig:
-        """The run's options."""
-
+    def config(self) -> LaunchConfig: ...
     @property
-    def on_death(self) -> OnDeath:
-        """The treatment of the other ranks when one dies, ``stop`` or ``keep``."""
-
+    def on_death(self) -> OnDeath: ...
     @property
-    def saves(self) -> bool:
-        """True if the first rank of each node has variables to send back, even after a failure of another rank."""
-
+    def saves(self) -> bool: ...
     @property
-    def log_folder(self) -> pathlib.Path | None:
-        """Folder for the ranks' logs, ``None`` without logs."""
+    def log_folder(self) -> pathlib.Path | None: ...
 
-    def deliver(self, rank: int, event: Event) -> None:
-        """Process one event of a rank."""
-
-    def take_dumps(self, dumps: Sequence[RankDump]) -> None:
-        """Process the ranks' stacks."""
-
-    def start(self, starting: Starting) -> None:
-        """Record that the ranks are started or restarted."""
-
-    def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
-        """Record the end: every rank is gone. ``elsewhere`` is the failure on another node that ended the run."""
+    def deliver(self, rank: int, event: Event) -> None: ...
+    def take_dumps(self, dumps: Sequence[RankDump]) -> None: ...
+    def start(self, starting: Starting) -> None: ...
+    def end(
+        self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None
+    ) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +68,8 @@ class LaunchRequest:
         optional_names: Names of the target that are left out if they can't be pickled.
         foreground_lock: Lock that is held while the cell waits for the run. An engine ends the run's processes once
             the lock is free. ``None`` for a background run.
-        set_variables: Function that takes the pulled variables by name.
+        set_variables: Function that takes the pulled variables when the results are read. After a failure or an
+            interrupt, they have their values at that time.
         on_death: What happens to the other ranks when one dies: ``stop`` or ``keep``.
         detach: True if the run goes on when the kernel ends.
         detached_id: The id of a detached run; empty for a new one.
@@ -122,19 +89,15 @@ class LaunchRequest:
     detached_id: str = ""
 
 
-class Engine(Protocol):
-    """Runs ranks."""
+class ClusterEngine(Protocol):
+    """An engine for other machines, which finds and checks their devices itself."""
 
     def launch(self, request: LaunchRequest) -> Job:
-        """Start the ranks and return the run's job, with a control attached. From then on, deliver events and the end.
+        """Start the ranks, deliver events and the end to the run's job, and let it send orders. Return the job.
 
         Raises:
             LaunchError: The ranks can't be started.
         """
-
-
-class ClusterEngine(Engine, Protocol):
-    """An engine for other machines, which finds and checks their devices itself."""
 
     def devices(self, config: LaunchConfig) -> Devices:
         """Return the ranks' devices."""

@@ -41,21 +41,19 @@ _FORK_DEADLINE_S = 30.0
 _LINES = ("socket:", "anon_inode:[eventfd]", "anon_inode:[eventpoll]", "anon_inode:[pidfd]", "anon_inode:[timerfd]")
 
 
-class ForkEngine:
-    """Runs ranks that are forks of this process."""
+def launch(request: LaunchRequest) -> Job:
+    """Start ranks that are forks of this process."""
+    return uninterruptible.call(lambda: _launch(request), Job.discard, request.foreground_lock)
 
-    def launch(self, request: LaunchRequest) -> Job:
-        """Start the ranks. See ``Engine``."""
-        return uninterruptible.call(lambda: self._launch(request), Job.discard, request.foreground_lock)
 
-    def _launch(self, request: LaunchRequest) -> Job:
-        by_value = _definitions(request)
-        nothing = serialization.pickle_by_value(None, roots={})
-        pickled = dataclasses.replace(nothing, by_value=by_value)
-        inherited = Inherited(request.target, by_value)
-        with run_payload.prepared_run(request, pickled) as prepared:
-            local.engine().launch_forked(prepared, lambda log: _Forking(inherited, log).template())
-        return prepared.job
+def _launch(request: LaunchRequest) -> Job:
+    by_value = _definitions(request)
+    nothing = serialization.pickle_by_value(None, roots={})
+    pickled = dataclasses.replace(nothing, by_value=by_value)
+    inherited = Inherited(request.target, by_value)
+    with run_payload.prepared_run(request, pickled) as (job, payload):
+        local.engine().launch_forked(job, payload, lambda log: _Forking(inherited, log).template())
+    return job
 
 
 def _definitions(request: LaunchRequest) -> tuple[Any, ...]:

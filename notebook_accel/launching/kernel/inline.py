@@ -24,86 +24,72 @@ from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks import failure, store, worker
 from notebook_accel.launching.results import Results
-from notebook_accel.launching.spec import JobSpec
 from notebook_accel.protocol import events
 
 
-class InlineEngine:
-    """Runs one rank in this process, while the foreground waits for the job."""
+def launch(request: LaunchRequest) -> Job:
+    """Return the job of one rank in this process, which the foreground runs while it waits for the job."""
+    if request.foreground_lock is None:
+        raise ConfigError(
+            "start_method='inline' runs in the cell itself, which can't go on in the background.",
+            fix="leave out background, or start_method",
+        )
+    namespace = sys.modules["__main__"].__dict__
+    found = run_payload.notebook_sources([*namespace.values(), request.target.function])
+    spec = msgspec.structs.replace(request.spec, sources=found | dict(request.spec.sources))
+    port = request.config.main_process_port or 0
+    try:
+        store_socket = socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        raise ProcessStartError(f"The port {port} for the ranks' store can't be used: {error.strerror}.") from None
+    job = Job(dataclasses.replace(request, spec=spec))
+    job.run_here = lambda: _run(job, request.target, namespace, store_socket)
+    return job
 
-    def launch(self, request: LaunchRequest) -> Job:
-        """Return the job; ``foreground`` runs it. See ``Engine``."""
-        if request.foreground_lock is None:
-            raise ConfigError(
-                "start_method='inline' runs in the cell itself, which can't go on in the background.",
-                fix="leave out background, or start_method",
-            )
-        namespace = sys.modules["__main__"].__dict__
-        found = run_payload.notebook_sources([*namespace.values(), request.target.function])
-        spec = msgspec.structs.replace(request.spec, sources=found | dict(request.spec.sources))
-        port = request.config.main_process_port or 0
+
+def _run(job: Job, target: worker.Target, namespace: dict[str, Any], store_socket: socket.socket) -> None:
+    """Run the user's code as the only rank, and end the job.
+
+    Raises:
+        KeyboardInterrupt: The kernel was interrupted.
+    """
+    outcome, raised = None, None
+    worker.show_sources(job.spec.sources)
+    with _as_rank(job, store_socket):
+        job.deliver(0, events.Started(pid=os.getpid()))
         try:
-            listening = socket.create_server(("127.0.0.1", port))
-        except OSError as error:
-            raise ProcessStartError(f"The port {port} for the ranks' store can't be used: {error.strerror}.") from None
-        job = Job(dataclasses.replace(request, spec=spec))
-        job.run_here = _InlineRun(job, spec, request.target, namespace, listening).run
-        return job
+            outcome = Results([worker.call(job.spec, target, namespace)])
+            for name in job.spec.pull:  # the notebook has the variables already; raise if one is missing
+                failure.look_up(namespace, name)
+        except BaseException as error:  # noqa: BLE001 - SystemExit too, which must not end the kernel
+            raised = error
+    if raised is None:
+        job.deliver(0, events.Finished(result_bytes=0))
+    else:
+        outcome = None
+        failed = failure.describe(raised, job.spec, [])
+        job.deliver(0, msgspec.structs.replace(failed, exception=b""))  # the job has the exception itself
+    job.deliver(0, events.Ended(exit_code=0 if raised is None else 1))
+    job.end_here(outcome, raised)
+    if isinstance(raised, KeyboardInterrupt):
+        raise raised
 
 
-@dataclasses.dataclass(frozen=True)
-class _InlineRun:
-    """One rank in this process. ``listening`` is the socket of the rank's store."""
-
-    job: Job
-    spec: JobSpec
-    target: worker.Target
-    namespace: dict[str, Any]
-    listening: socket.socket
-
-    def run(self) -> None:
-        """Run the user's code to its end, and end the job.
-
-        Raises:
-            KeyboardInterrupt: The kernel was interrupted.
-        """
-        outcome, raised = None, None
-        worker.show_sources(self.spec.sources)
-        with self._as_rank():
-            self.job.deliver(0, events.Started(pid=os.getpid()))
-            try:
-                outcome = Results([worker.call(self.spec, self.target, self.namespace)])
-                for name in self.spec.pull:  # the notebook has the variables already; raise if one is missing
-                    failure.look_up(self.namespace, name)
-            except BaseException as error:  # noqa: BLE001 - SystemExit too, which must not end the kernel
-                raised = error
-        if raised is None:
-            self.job.deliver(0, events.Finished(result_bytes=0))
-        else:
-            outcome = None
-            failed = failure.describe(raised, self.spec, [])
-            self.job.deliver(0, msgspec.structs.replace(failed, exception=b""))  # the job has the exception itself
-        self.job.deliver(0, events.Ended(exit_code=0 if raised is None else 1))
-        self.job.end_here(outcome, raised)
-        if isinstance(raised, KeyboardInterrupt):
-            raise raised
-
-    @contextlib.contextmanager
-    def _as_rank(self) -> Iterator[None]:
-        """Give this process a rank's environment, store and reporter for the body."""
-        place = RankPlace(0, 1, 0, 1, "127.0.0.1", self.listening.getsockname()[1])
-        config = self.job.config
-        wanted = {**self.spec.environment, **place.variables(), **store.VARIABLES}
-        wanted |= time_limit.variables(config.end_at, config.end_margin_s)
-        wanted |= environment.tasks_of_schedulers(wanted)
-        changed = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
-        with environment.patched(changed), store.serving(place, self.listening.detach()):
-            reporter = reporting.connect(_DirectConnection(self.job))
-            try:
-                yield
-            finally:
-                reporter.close()
-                reporting.disconnect()
+@contextlib.contextmanager
+def _as_rank(job: Job, store_socket: socket.socket) -> Iterator[None]:
+    """Give this process a rank's environment, store and reporter for the body."""
+    place = RankPlace(0, 1, 0, 1, "127.0.0.1", store_socket.getsockname()[1])
+    wanted = {**job.spec.environment, **place.variables(), **store.VARIABLES}
+    wanted |= time_limit.variables(job.config.end_at, job.config.end_margin_s)
+    wanted |= environment.tasks_of_schedulers(wanted)
+    changed = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+    with environment.patched(changed), store.serving(place, store_socket.detach()):
+        reporter = reporting.connect(_DirectConnection(job))
+        try:
+            yield
+        finally:
+            reporter.close()
+            reporting.disconnect()
 
 
 @dataclasses.dataclass(frozen=True)

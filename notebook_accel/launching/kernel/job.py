@@ -24,7 +24,7 @@ from notebook_accel.errors import (
     RunTimeoutError,
 )
 from notebook_accel.launching import logs, run_folders, traces
-from notebook_accel.launching.kernel.engine import LaunchRequest, RunControl
+from notebook_accel.launching.kernel.engine import LaunchRequest, RunOrder
 from notebook_accel.launching.results import ResultFiles, Results
 from notebook_accel.launching.state import failures, profiles
 from notebook_accel.launching.state.diagnosis import Diagnosis, diagnose
@@ -32,6 +32,7 @@ from notebook_accel.launching.state.profiles import DEFAULT_STEPS, Profile, Prof
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.stacks import RankStack, Silence, StackRequest, Stacks
+from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.agent_messages import Failure, RankDump, Reason, Starting
 from notebook_accel.protocol.events import Event, Numbered, Respawning, Restarting, Working
 from notebook_accel.uninterruptible import Latch
@@ -111,24 +112,12 @@ class Handle(abc.ABC):
 
 @dataclasses.dataclass
 class Ending:
-    """The outcome of a run. It may outlive the job.
+    """The outcome of a run. It may outlive the job."""
 
-    Attributes:
-        status: The final status as one word; empty while the run goes on.
-        why: The reason for a failure or an early end, in one line; empty if there is none.
-        took_s: Duration of the run in seconds.
-        diagnosis: How the steps spent their time.
-    """
-
-    status: str = ""
-    why: str = ""
+    status: str = ""  # empty while the run goes on
+    why: str = ""  # the reason for a failure or an early end, in one line
     took_s: float = 0.0
     diagnosis: Diagnosis = dataclasses.field(default_factory=Diagnosis)
-
-    def fill_in(self, status: str, why: str, took_s: float, diagnosis: Diagnosis) -> None:
-        """Set all fields. The status is set last: a thread that sees it also sees the other fields."""
-        self.why, self.took_s, self.diagnosis = why, took_s, diagnosis
-        self.status = status
 
 
 class Job(Handle):
@@ -152,15 +141,10 @@ class Job(Handle):
             ``state_lock``.
         log_files: Each rank's log of its standard output and error. Empty if no log folder could be made.
         log_folder: The folder of the logs, ``None`` if there are none.
+        result_files: The ranks' result files, which the job owns.
         doing: A function that returns the ranks' current work in words. By default it returns empty text.
         ended_by: The process that stopped a detached run, in words; otherwise empty.
         run_here: A function that runs the only rank in this process; ``None`` if ranks are processes.
-
-    Args:
-        request: The launch request.
-        by_value: Functions and classes that the payload holds by value. Results refer to them instead of copying them.
-        result_files: One memory file per rank, owned by the job.
-        log_folder: Folder of the ranks' logs, ``None`` if it could not be made.
     """
 
     def __init__(
@@ -191,11 +175,11 @@ class Job(Handle):
         self.log_folder = log_folder
         ranks = range(spec.world_size)
         self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
-        self._files = ResultFiles(result_files, by_value, request.set_variables or (lambda _: None))
+        self.result_files = ResultFiles(result_files, by_value, request.set_variables or (lambda _: None))
         self._is_discarded = False
         self._is_detached = False
         self._can_be_asked_again = False
-        self._control: RunControl | None = None
+        self._send_order: Callable[[RunOrder], None] | None = None
         self._lock = threading.Lock()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
         self.state = RunState(spec.world_size)
@@ -250,7 +234,7 @@ class Job(Handle):
         with self._lock:
             if self._outcome is None:
                 try:
-                    self._outcome = self._files.read(self.first_rank)
+                    self._outcome = self.result_files.read(self.first_rank)
                 except ResultError as incomplete:
                     incomplete.job = self
                     self._can_be_asked_again = True
@@ -263,15 +247,18 @@ class Job(Handle):
         Args:
             escalate: Whether to terminate ranks that go on: SIGTERM after the grace period, SIGKILL after a second one.
         """
-        self._tell(lambda control: control.interrupt(escalate=escalate))
+        if escalate:
+            self._order(messages.End(job_id=self.id, how="interrupt"))
+        else:
+            self._order(messages.Interrupt(job_id=self.id))
 
     def stop(self) -> None:
         """Stop the run. Doesn't wait for the end."""
-        self._tell(lambda control: control.stop())
+        self._order(messages.End(job_id=self.id, how="stop"))
 
     def kill(self) -> None:
         """Kill the ranks, which can't clean up. Doesn't wait for the end."""
-        self._tell(lambda control: control.kill())
+        self._order(messages.End(job_id=self.id, how="kill"))
 
     def respawn(self, rank: int) -> None:
         """Restart a dead rank as a fresh process, which runs the function from its beginning.
@@ -289,7 +276,7 @@ class Job(Handle):
         if why:
             raise LaunchError(f"Rank {rank} of {self.name!r} can't be started again.", why=why)
         self.deliver(rank, Respawning())
-        self._tell(lambda control: control.respawn(rank))
+        self._order(messages.Respawn(job_id=self.id, rank=rank))
 
     def death(self, rank: int) -> RankFailedError | None:
         """Return a dead rank's error, ``None`` for a living rank. For runs with ``on_death="keep"``."""
@@ -355,7 +342,7 @@ class Job(Handle):
         """
         if self._is_detached:
             raise self.error or RunError(f"The run {self.name!r} was detached.")
-        stacks = self._stack_request.ask(lambda: self._tell(lambda control: control.inspect()), timeout_s)
+        stacks = self._stack_request.ask(lambda: self._order(messages.Inspect(job_id=self.id)), timeout_s)
         if self._stack_request.is_over:
             return Stacks([RankStack(rank.rank, rank.pid, "ended") for rank in self.ranks])
         if stacks is not None:
@@ -382,7 +369,7 @@ class Job(Handle):
         profiles.check_steps(steps)
         request = self._begin_profile(steps, timeout_s, memory=memory)
         try:
-            self._tell(lambda control: control.profile(request.message))
+            self._order(request.message(self.id))
             request.wait(timeout_s + _TRACE_DEADLINE_S)
         finally:
             self._profile_request = None
@@ -438,9 +425,9 @@ class Job(Handle):
             if self.done and self.saves and first.failed is None and not first.has_result:
                 why = f"{', '.join(self.spec.pull)}: rank {self.first_rank} was ended before it could send them"
                 return (), dict.fromkeys(self.spec.pull[:1], why)
-            if not self.done or not self._files.are_open or self._has_all_results():
+            if not self.done or not self.result_files.are_open or self._has_all_results():
                 return (), {}
-            return self._files.set_saved_variables(self.first_rank)
+            return self.result_files.set_saved_variables(self.first_rank)
 
     def discard(self) -> None:
         """Kill the run if it still runs, and close its result files. For a job that is no longer used.
@@ -451,7 +438,7 @@ class Job(Handle):
         self.kill()
         has_ended = self.wait(_DISCARD_DEADLINE_S)
         if has_ended and not self._can_be_asked_again:  # an engine may write to the files until the run has ended
-            self._files.close()
+            self.result_files.close()
 
     # For views and engines ------------------------------------------------------------------------------------------
 
@@ -476,15 +463,15 @@ class Job(Handle):
         with self.state_lock:
             is_due = self._silence.is_due(self.state, now_s)
         if is_due:
-            self._tell(lambda control: control.inspect())
+            self._order(messages.Inspect(job_id=self.id))
 
     def expect_steps(self, ranks: Sequence[int]) -> None:
         """Set the ranks that have work from now on; initially all. The silence of idle ranks is ignored."""
         self.deliver(0, Working(ranks=list(ranks)))
 
-    def attach(self, control: RunControl) -> None:
-        """Set the object by which the engine controls the run."""
-        self._control = control
+    def send_orders_by(self, send: Callable[[RunOrder], None]) -> None:
+        """Set the engine's function that sends an order to the run's agent, without waiting for the answer."""
+        self._send_order = send
 
     def deliver(self, rank: int, event: Event) -> None:
         """Apply and queue one event of a rank. Called by the engine's thread."""
@@ -533,9 +520,11 @@ class Job(Handle):
                 why = elsewhere.in_a_line
         elif status == "succeeded":
             why = self.state.early_end
-        self.ending.fill_in(status, why, self.ended_s - self.started_s, self.diagnosis())
+        ending = self.ending
+        ending.why, ending.took_s, ending.diagnosis = why, self.ended_s - self.started_s, self.diagnosis()
+        ending.status = status  # the last one, so that a thread that sees it also sees the others
         if self._is_discarded or not (self._has_all_results() or self.state.has_saved):
-            self._files.close()
+            self.result_files.close()
         if not self._is_detached:
             with self.state_lock:
                 self.state.close()
@@ -546,19 +535,10 @@ class Job(Handle):
                 self._profile_request.end()
 
     def end_detached(self, name: str) -> None:
-        """Record that the run goes on without this job, which gets no more events.
-
-        Args:
-            name: The run's name from now on.
-        """
+        """Record that the run goes on, under this name, without this job, which gets no more events."""
         self._is_detached = True
         what = f"The run {self.name!r} was detached under the name {name!r}, and goes on without this notebook."
         self.end("", RunError(what, fix=f"%distributed attach {shlex.quote(name)}, or notebook_accel.attach({name!r})"))
-
-    @property
-    def result_files(self) -> ResultFiles:
-        """The ranks' result files, which the job owns."""
-        return self._files
 
     def end_here(self, outcome: Results | None, raised: BaseException | None) -> None:
         """Record the end of a run whose only rank was this process, with its results or its exception."""
@@ -570,9 +550,9 @@ class Job(Handle):
         """Return the time of the event being delivered, in seconds of ``time.monotonic()``."""
         return time.monotonic()
 
-    def _tell(self, request: Callable[[RunControl], None]) -> None:
-        if self._control is not None and not self.done:
-            request(self._control)
+    def _order(self, order: RunOrder) -> None:
+        if self._send_order is not None and not self.done:
+            self._send_order(order)
 
     def _has_all_results(self) -> bool:
         return self._engine_error is None and self._reason == "" and self.state.have_all_results

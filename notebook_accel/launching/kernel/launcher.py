@@ -29,11 +29,13 @@ from notebook_accel.launching.kernel import (
 )
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.devices import Devices
-from notebook_accel.launching.kernel.engine import ClusterEngine, Engine, LaunchRequest, connect_cluster
+from notebook_accel.launching.kernel.engine import ClusterEngine, LaunchRequest, connect_cluster
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.protocol.agent_messages import OnDeath
+
+_MOST_RANKS = 200  # one message carries the descriptors of all ranks, and Linux allows 253 in one
 
 
 def launch_function(
@@ -50,16 +52,8 @@ def launch_function(
 ) -> Job:
     """Start a function on all ranks and return its job. Raises as ``notebook_launcher`` does, up to the start.
 
-    Args:
-        function: The function that each rank calls.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        config: The options.
-        foreground_lock: Lock that the caller holds while the cell waits for the run; ``None`` for a background run.
-        on_death: Whether the other ranks stop or stay when one dies.
-        detach: Whether the run goes on when the kernel ends.
-        detached_id: Id for a detached run whose function must know it. Implies ``detach``.
-        show: Function that shows a background run.
+    For ``foreground_lock``, ``on_death`` and ``detach`` see ``LaunchRequest``. ``detached_id`` is the id of a detached
+    run whose function must know it, and implies ``detach``. ``show`` shows a background run.
     """
     request = LaunchRequest(
         Target(names={}, function=function, args=args, kwargs=kwargs),
@@ -88,17 +82,9 @@ def launch_cell(
 ) -> Job:
     """Start a cell on all ranks and return its job.
 
-    Args:
-        cell: The cell.
-        config: The options.
-        namespace: The notebook's variables. The ranks get those that the cell uses.
-        args: Arguments for the function that the cell defines at its end.
-        push: Further variables to send.
-        pull: Variables whose values on rank 0 come back.
-        set_variables: Function that takes the pulled variables when the results are read. After a failure or an
-            interrupt, they have their values at that time.
-        foreground_lock: Lock that the caller holds while the cell waits for the run; ``None`` for a background run.
-        detach: Whether the run goes on when the kernel ends.
+    The ranks get those variables of ``namespace``, the notebook's, that the cell uses, and those of ``push``. The
+    values of ``pull`` on rank 0 come back. ``args`` are for the function that the cell defines at its end. For the
+    other arguments see ``LaunchRequest``.
     """
     cell.refuse_unknown(pull, push)
     names = cell.captured(namespace, push)
@@ -143,26 +129,9 @@ def _launch(request: LaunchRequest, show: Callable[[Job], None] = foreground.dra
     return job
 
 
-def try_out(config: LaunchConfig) -> float:
-    """Do a trial run, in which ranks meet and use their devices, and return its duration in seconds.
-
-    Raises:
-        PreflightError: The trial run has failed.
-    """
-    cluster = connect_cluster(config)
-    devices = Devices.find(config) if cluster is None else cluster.devices(config)
-
-    return _run_smoke_test(lambda request: _start(request, devices, cluster), config)
-
-
 @dataclasses.dataclass(frozen=True)
 class Examination:
-    """The result of ``doctor``, which prints it as text.
-
-    Attributes:
-        findings: The findings of the checks.
-        notes: Other remarks, as whole sentences.
-    """
+    """The result of ``doctor``, which prints it as text: what the checks have found, and other remarks as sentences."""
 
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
@@ -182,12 +151,7 @@ class Examination:
 
 
 def examine(config: LaunchConfig, *, tries: bool = False) -> Examination:
-    """Check a launch with these options, here or on their cluster, without starting it.
-
-    Args:
-        config: The options.
-        tries: Whether to do a trial run too, if nothing refuses the launch.
-    """
+    """Check a launch, here or on its cluster, without starting it. ``tries`` adds a trial run if nothing refuses it."""
     findings: tuple[Finding, ...] = ()
     notes = []
     try:
@@ -200,7 +164,7 @@ def examine(config: LaunchConfig, *, tries: bool = False) -> Examination:
         return Examination((Finding(error.what, error.why, error.fix),))
     if going := detached_runs.going_in_words():
         notes.append(f"note: {going} It takes a part of the devices and of the memory.")
-    return Examination(findings + detached_runs.logout_findings(), tuple(notes))
+    return Examination(findings + preflight.check_logout(), tuple(notes))
 
 
 def _checked(
@@ -216,7 +180,9 @@ def _checked(
         return cluster, cluster.devices(config), cluster.check(config)
     elastic.check(config)
     devices = Devices.find(config)
-    local.check_size(config.num_processes or devices.available)
+    if (world_size := config.num_processes or devices.available) > _MOST_RANKS:
+        what = f"num_processes={world_size} is too many for one machine."
+        raise ConfigError(what, fix=f"num_processes={_MOST_RANKS} or fewer")
     return None, devices, preflight.check(config, devices, roots)
 
 
@@ -245,21 +211,22 @@ def _start(request: LaunchRequest, devices: Devices, cluster: ClusterEngine | No
         devices=devices.describe(world_size),
         variables=variables,
     )
-    job = (detached.DetachedEngine() if request.detach else cluster or _engine(request.config)).launch(request)
+    job = _engine(request, cluster)(request)
     registry.add(job)
     return job
 
 
-_ENGINES: dict[str, Callable[[], Engine]] = {
-    "auto": local.engine,
-    "spawn": local.engine,
-    "fork": fork.ForkEngine,
-    "inline": inline.InlineEngine,
-}
-
-
-def _engine(config: LaunchConfig) -> Engine:
-    return elastic.ElasticEngine() if elastic.is_wanted(config) else _ENGINES[config.start_method]()
+def _engine(request: LaunchRequest, cluster: ClusterEngine | None) -> Callable[[LaunchRequest], Job]:
+    """Return the function that starts the ranks, delivers events and the end to the job, and returns the job."""
+    if request.detach:
+        return detached.launch
+    if cluster is not None:
+        return cluster.launch
+    if elastic.is_wanted(request.config):
+        return elastic.launch
+    if request.config.start_method == "fork":
+        return fork.launch
+    return inline.launch if request.config.start_method == "inline" else local.engine().launch
 
 
 def _working_directory() -> str:
@@ -293,25 +260,34 @@ def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     return variables
 
 
-_SMOKE_TEST_DEADLINE_S = 120.0  # eight GPUs connect slowly
+_TRIAL_DEADLINE_S = 120.0  # eight GPUs connect slowly
 
 
-def _run_smoke_test(start: Callable[[LaunchRequest], Job], config: LaunchConfig) -> float:
-    """Do a trial run and return its duration in seconds.
-
-    Args:
-        start: Function that starts the ranks, which end when the request's lock is free.
-        config: The options of the launch to try.
+def try_out(config: LaunchConfig) -> float:
+    """Do a trial run, in which ranks meet and use their devices, and return its duration in seconds.
 
     Raises:
         PreflightError: The trial run has failed, or took too long.
     """
     started_s = time.monotonic()
-    options, lock = _smoke_test_config(config), threading.Lock()
+    cluster = connect_cluster(config)
+    devices = Devices.find(config) if cluster is None else cluster.devices(config)
+    options = config.replace(timeout_s=_TRIAL_DEADLINE_S, name="trial run", end_at="", max_restarts=0)
+    # On several nodes, each tries this machine alone.
+    options = options.replace(
+        num_nodes=1,
+        node_rank=0,
+        rdzv_backend="static",
+        rdzv_endpoint="",
+        master_addr="127.0.0.1",
+        main_process_port=None,
+    )
+    lock = threading.Lock()
     target = Target(names={}, function=_use_device)
+    request = LaunchRequest(target, {}, JobSpec(name=options.name), options, foreground_lock=lock)
     try:
-        with lock:
-            job = start(LaunchRequest(target, {}, JobSpec(name=options.name), options, foreground_lock=lock))
+        with lock:  # the ranks end once it is free
+            job = _start(request, devices, cluster)
             if job.run_here is not None:
                 job.run_here()
             job.results()
@@ -324,13 +300,6 @@ def _run_smoke_test(start: Callable[[LaunchRequest], Job], config: LaunchConfig)
         )
         raise PreflightError((finding,)) from error
     return time.monotonic() - started_s
-
-
-def _smoke_test_config(config: LaunchConfig) -> LaunchConfig:
-    """Return the options for a short run on this machine only."""
-    alone: dict[str, Any] = {"max_restarts": 0, "num_nodes": 1, "node_rank": 0, "rdzv_backend": "static"}
-    alone |= {"master_addr": "127.0.0.1", "rdzv_endpoint": "", "main_process_port": None}
-    return config.replace(timeout_s=_SMOKE_TEST_DEADLINE_S, name="trial run", end_at="", **alone)
 
 
 def _use_device() -> str:

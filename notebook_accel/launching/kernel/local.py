@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from notebook_accel import config, uninterruptible
 from notebook_accel.config import LaunchConfig
@@ -17,24 +17,8 @@ from notebook_accel.launching.kernel import run_payload
 from notebook_accel.launching.kernel.agent_process import AgentProcess, TemplateLine
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.kernel.run_payload import PreparedRun
 from notebook_accel.launching.run_folders import RunFolder
-from notebook_accel.payload import serialization
 from notebook_accel.protocol.agent_messages import ElasticOptions
-
-MOST_RANKS = 200  # one message carries the descriptors of all ranks, and Linux allows 253 in one
-
-
-def check_size(world_size: int) -> None:
-    """Check the number of ranks before anything is opened for them.
-
-    Raises:
-        ConfigError: There are more than ``MOST_RANKS``.
-    """
-    if world_size > MOST_RANKS:
-        raise ConfigError(
-            f"num_processes={world_size} is too many for one machine.", fix=f"num_processes={MOST_RANKS} or fewer"
-        )
 
 
 class LocalEngine:
@@ -60,50 +44,33 @@ class LocalEngine:
         if hasattr(shell, "kernel"):
             self.warm()
 
-    def launch(self, request: LaunchRequest) -> Job:
-        """Start ranks that are forked from the template. See ``Engine``."""
-        return self.launch_elastic(request, None)
-
-    def launch_elastic(self, request: LaunchRequest, elastic: ElasticOptions | None) -> Job:
-        """Start this node's ranks of a run on several nodes; without ``elastic``, a run on this one. See ``Engine``."""
+    def launch(self, request: LaunchRequest, elastic: ElasticOptions | None = None) -> Job:
+        """Start ranks that are forked from the template. With ``elastic``, the run is on several nodes."""
         pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
-        return uninterruptible.call(
-            lambda: self._launch(request, pickled, unsent, elastic), Job.discard, request.foreground_lock
-        )
 
-    def _launch(
-        self,
-        request: LaunchRequest,
-        pickled: serialization.Pickled,
-        unsent: Mapping[str, str],
-        elastic: ElasticOptions | None,
-    ) -> Job:
-        with run_payload.prepared_run(request, pickled, unsent) as prepared:
-            check_size(len(prepared.result_files))
-            with self._lock:
-                agent = self._running_agent()
-                agent.expect(prepared.job)
-                agent.prepare(request.config)
-            agent.launch(prepared, elastic=elastic)
-        return prepared.job
+        def start() -> Job:
+            with run_payload.prepared_run(request, pickled, unsent) as (job, payload):
+                with self._lock:
+                    agent = self._running_agent()
+                    agent.expect(job)
+                    agent.prepare(request.config)
+                agent.launch(job, payload, elastic=elastic)
+            return job
 
-    def launch_forked(self, prepared: PreparedRun, fork: Callable[[int], TemplateLine]) -> None:
-        """Start ranks that are forked from their own template.
+        return uninterruptible.call(start, Job.discard, request.foreground_lock)
 
-        Args:
-            prepared: The run.
-            fork: Function that makes the template, from the descriptor of its log file.
-        """
+    def launch_forked(self, job: Job, payload: int, fork: Callable[[int], TemplateLine]) -> None:
+        """Start ranks that are forked from their own template, which ``fork`` makes with the descriptor of its log."""
         with self._lock:
             agent = self._running_agent()
-            agent.expect(prepared.job)
+            agent.expect(job)
         try:
             line = fork(agent.log)
         except BaseException:
-            agent.forget(prepared.job)
+            agent.forget(job)
             raise
         try:
-            agent.launch(prepared, line)
+            agent.launch(job, payload, line)
         finally:
             line.close()
 
@@ -119,7 +86,7 @@ class LocalEngine:
             The number of bytes of each rank's log that were delivered.
 
         Raises:
-            RunError: The run can't be detached.
+            RunError: The run has ended, or another run goes on.
         """
         with self._lock:
             agent = self._agent

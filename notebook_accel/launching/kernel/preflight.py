@@ -7,10 +7,12 @@ must be quick and open as little as possible.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 import pathlib
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -33,6 +35,14 @@ _LONGEST_TEMPORARY = 107 - len("/pymp-12345678/listener-12345678")
 # Options that need a template unless they have these values.
 _NEEDS_TEMPLATE = (("max_restarts", 0), ("num_nodes", "1"))
 
+_LINGERING = pathlib.Path("/var/lib/systemd/linger")
+_OWN_GROUP = pathlib.Path("/proc/self/cgroup")
+_ASK_LOGIND = (
+    *("busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1"),
+    *("org.freedesktop.login1.Manager", "KillUserProcesses"),
+)
+_ANSWER_DEADLINE_S = 5.0
+
 _warned: set[str] = set()
 
 
@@ -52,8 +62,9 @@ def check(
     if config.start_method == "inline":
         findings += _inline(config)
     else:
-        findings += [*_system(), _too_many_ranks(config, devices), _no_memory(config, devices), _no_shared_memory()]
-        findings.append(_long_temporary_folder())
+        findings += [*_system(), _too_many_ranks(config, devices)]
+        if sys.platform == "linux":
+            findings += [_no_memory(config, devices), _no_shared_memory(), _long_temporary_folder()]
         if devices.platform is not None:
             findings += devices.platform.findings(config.num_processes or devices.available)
         if devices.start_method(config) == "fork":
@@ -224,8 +235,6 @@ def _holder_of(port: int) -> str:
 
 
 def _no_memory(config: LaunchConfig, devices: Devices) -> Finding | None:
-    if sys.platform != "linux":
-        return None
     ranks = config.num_processes or devices.available
     available_bytes = host_memory.available_bytes()
     if available_bytes >= ranks * _RANK_BYTES:
@@ -240,8 +249,6 @@ def _no_memory(config: LaunchConfig, devices: Devices) -> Finding | None:
 
 def _no_shared_memory() -> Finding | None:
     """Check /dev/shm, which DataLoader workers and NCCL use."""
-    if sys.platform != "linux":
-        return None
     try:
         status = os.statvfs(_SHARED_MEMORY)
         free_bytes = status.f_bavail * status.f_frsize
@@ -264,7 +271,7 @@ def _long_temporary_folder() -> Finding | None:
     folder = ""
     with contextlib.suppress(OSError):  # without such a folder, ranks work too
         folder = tempfile.gettempdir()
-    if sys.platform != "linux" or len(os.fsencode(folder)) <= _LONGEST_TEMPORARY:
+    if len(os.fsencode(folder)) <= _LONGEST_TEMPORARY:
         return None
     return Finding(
         f"The folder for temporary files has a path of {len(os.fsencode(folder))} bytes: {folder}",
@@ -348,3 +355,34 @@ def _is_harmless(thread: threading.Thread) -> bool:
     runs = getattr(thread, "_target", None) or type(thread)
     package = (getattr(runs, "__module__", None) or "").partition(".")[0]
     return thread is threading.main_thread() or package in _HARMLESS or isinstance(thread, threading._DummyThread)
+
+
+def check_logout() -> tuple[Finding, ...]:
+    """Return a warning if systemd ends this process's children when the user logs out."""
+    with contextlib.suppress(OSError, KeyError):
+        # Not imported at the top: Windows, where this module can be imported, lacks it.
+        user = importlib.import_module("pwd").getpwuid(os.getuid()).pw_name
+        group = _OWN_GROUP.read_text()
+        if "/user.slice/" not in group or (_LINGERING / user).exists():
+            return ()
+        # Processes of a login session end with it only if KillUserProcesses is set. Processes of the user's systemd
+        # manager, by which some hubs start kernels, always end with the user's last session.
+        if "/session-" in group and not _kills_user_processes():
+            return ()
+        return (
+            Finding(
+                "systemd ends a detached run when you log out of this machine.",
+                "This process belongs to your login there, and so does all that it starts.",
+                f"loginctl enable-linger {user}, once, before you launch",
+                refuses=False,
+            ),
+        )
+    return ()
+
+
+def _kills_user_processes() -> bool:
+    """Return systemd's setting ``KillUserProcesses``."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        asked = subprocess.run(_ASK_LOGIND, capture_output=True, text=True, timeout=_ANSWER_DEADLINE_S, check=False)
+        return asked.stdout.split() == ["b", "true"]
+    return False

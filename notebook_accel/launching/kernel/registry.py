@@ -19,22 +19,12 @@ _MOST_ENTRIES = 50
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One run. An entry holds no results, so that many can be kept.
+    """One run. An entry holds no results, so that many can be kept."""
 
-    Attributes:
-        number: The run's number among this process's runs, from 1.
-        name: The run's name.
-        devices: The run's devices in words.
-        began: Time of the start, in seconds since the epoch.
-        ending: The outcome of the run.
-        log_files: The ranks' logs.
-        id: The run's id.
-    """
-
-    number: int
+    number: int  # among this process's runs, from 1
     name: str
     devices: str
-    began: float
+    began: float  # seconds since the epoch
     ending: Ending
     log_files: tuple[pathlib.Path, ...]
     id: str

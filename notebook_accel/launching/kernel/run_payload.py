@@ -6,20 +6,21 @@ import contextlib
 import dataclasses
 import linecache
 import os
-import pathlib
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from notebook_accel.errors import PayloadError
 from notebook_accel.formatting import format_size
 from notebook_accel.launching import logs
+from notebook_accel.launching.kernel.detached_job import new_detached_job
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target
+from notebook_accel.launching.run_folders import PAYLOAD, RunFolder
 from notebook_accel.launching.spec import Source
 from notebook_accel.payload import memory_files, serialization
 
@@ -31,13 +32,8 @@ def pickle_target(
 ) -> tuple[serialization.Pickled, dict[str, str]]:
     """Pickle the target. Print which objects are large, and which tensors lose their autograd graph.
 
-    Args:
-        target: The function or cell to run.
-        roots: The target's objects, by the labels that messages use for them.
-        optional_names: Names of the target that are left out if they can't be pickled.
-
     Returns:
-        The pickle, and the names that were left out, each with the reason.
+        The pickle, and the optional names that were left out since they can't be pickled, each with the reason.
 
     Raises:
         PayloadError: An object that isn't optional can't be sent.
@@ -124,74 +120,38 @@ def _source_label(filename: str) -> str:
     return str(named[1]) if named else filename
 
 
-class PreparedRun(NamedTuple):
-    """A run that is ready to be started.
-
-    Attributes:
-        job: The run's handle, which owns the result files.
-        payload: Descriptor of the payload, whose head is the ``JobSpec``.
-        result_files: One empty memory file for each rank.
-    """
-
-    job: Job
-    payload: int
-    result_files: list[int]
-
-
-class RunFiles:
-    """Creates the files of a run that ends with its kernel: anonymous memory files, and a folder for the logs."""
-
-    def open_payload(self) -> int:
-        """Return the descriptor of an empty file for the payload."""
-        return memory_files.memory_file("notebook-accel-payload")
-
-    def seal_payload(self, payload: int) -> None:
-        """Protect the whole payload from changes."""
-        memory_files.make_unwritable(payload)
-
-    def open_result(self, rank: int) -> int:
-        """Return the descriptor of an empty file for a rank's result."""
-        return memory_files.memory_file(f"notebook-accel-result-{rank}")
-
-    def log_folder(self, log_dir: str, name: str) -> pathlib.Path | None:
-        """Make the folder of the logs, as ``logs.make_folder`` does."""
-        return logs.make_folder(log_dir, name)
-
-
 @contextlib.contextmanager
 def prepared_run(
     request: LaunchRequest,
     pickled: serialization.Pickled,
     unsent: Mapping[str, str] = {},
     *,
-    files: RunFiles | None = None,
-    make_job: Callable[..., Job] = Job,
-) -> Iterator[PreparedRun]:
+    folder: RunFolder | None = None,
+) -> Iterator[tuple[Job, int]]:
     """Write the payload and open the run's files. Close the payload on leaving, and kill the job if the start fails.
 
-    Args:
-        request: The launch.
-        pickled: The pickled target.
-        unsent: Names that were left out, each with the reason.
-        files: Creates the run's files. Default: memory files.
-        make_job: Function that makes the job from the arguments of ``Job``.
+    Yields the job, and the descriptor of the payload. A detached run has its files in ``folder``. Other runs, which end
+    with their kernel, have anonymous memory files.
     """
-    files = files or RunFiles()
     spec = msgspec.structs.replace(
         request.spec,
         sources=notebook_sources(pickled.by_value) | dict(request.spec.sources),
         unsent=dict(unsent),
     )
-    payload = files.open_payload()
+    request = dataclasses.replace(request, spec=spec)
+    payload = memory_files.memory_file("notebook-accel-payload") if folder is None else folder.create(PAYLOAD)
     try:
         serialization.dump(payload, pickled, spec.encode())
-        files.seal_payload(payload)
-        results = [files.open_result(rank) for rank in range(spec.world_size)]
-        folder = files.log_folder(request.config.log_dir, spec.name)
-        request = dataclasses.replace(request, spec=spec)
-        job = make_job(request, by_value=pickled.by_value, result_files=results, log_folder=folder)
+        job: Job
+        if folder is None:
+            memory_files.make_unwritable(payload)
+            log_folder = logs.make_folder(request.config.log_dir, spec.name)
+            results = [memory_files.memory_file(f"notebook-accel-result-{rank}") for rank in range(spec.world_size)]
+            job = Job(request, by_value=pickled.by_value, result_files=results, log_folder=log_folder)
+        else:
+            job = new_detached_job(request, folder, pickled.by_value)
         try:
-            yield PreparedRun(job, payload, results)
+            yield job, payload
         except BaseException:
             job.kill()
             raise

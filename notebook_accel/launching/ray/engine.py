@@ -315,7 +315,7 @@ class RayEngine:
         return self._cluster.check(world_size, self._cluster.resources_of_a_rank(use_cpu=config.use_cpu))
 
     def launch(self, request: LaunchRequest) -> Job:
-        """Start the run's thread, which first waits for the cluster's reservation. See ``Engine``."""
+        """Start the run's thread, which first waits for the cluster's reservation. See ``ClusterEngine``."""
         if request.on_death == "keep":
             raise ConfigError(
                 "A session's ranks stay on this machine.", fix="leave out engine, or --fresh for the cell"
@@ -326,13 +326,12 @@ class RayEngine:
         resources = self._cluster.resources_of_a_rank(use_cpu=request.config.use_cpu)
 
         def start() -> Job:
-            with run_payload.prepared_run(dataclasses.replace(request, spec=there), pickled, unsent) as prepared:
-                run = RayRun(
-                    prepared.job, self._cluster, prepared.payload, prepared.result_files, resources, request.variables
-                )
-                prepared.job.attach(run)
+            with run_payload.prepared_run(dataclasses.replace(request, spec=there), pickled, unsent) as (job, payload):
+                results = job.result_files.descriptors
+                run = RayRun(job, self._cluster, payload, results, resources, request.variables)
+                job.send_orders_by(run.take_order)
                 run.start()
-            return prepared.job
+            return job
 
         return uninterruptible.call(start, Job.discard, request.foreground_lock)
 

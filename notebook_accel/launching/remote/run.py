@@ -30,6 +30,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import LaunchError, NotebookAccelError, SupervisorLostError
 from notebook_accel.launching.kernel.agent_process import AgentLink
+from notebook_accel.launching.kernel.engine import RunOrder
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.remote.host import NodeFacts
 from notebook_accel.payload import memory_files
@@ -251,7 +252,7 @@ class NodePart:
 
 
 class RemoteRun(abc.ABC):
-    """One run over several agents, and the ``RunControl`` of its job. A base class for engines.
+    """One run over several agents, which takes the orders of its job. A base class for engines.
 
     Args:
         job: The run's job.
@@ -316,34 +317,18 @@ class RemoteRun(abc.ABC):
 
     # What a job asks for --------------------------------------------------------------------------------------------
 
-    def interrupt(self, *, escalate: bool) -> None:
-        if escalate:
-            self._end_by("interrupt")
-        else:
-            self._tell_parts(lambda part_id: messages.Interrupt(job_id=part_id))
-
-    def stop(self) -> None:
-        self._end_by("stop")
-
-    def kill(self) -> None:
-        self._end_by("kill")
-
-    def inspect(self) -> None:
-        if not self._is_launched:  # no agent has ranks yet
-            self.job.take_dumps(())
-        for part in self._parts:
-            part.dumps = None
-        self._tell_parts(lambda part_id: messages.Inspect(job_id=part_id))
-
-    def profile(self, message_to: Callable[[str], messages.Profile]) -> None:
-        self._tell_parts(message_to)
-
-    def respawn(self, rank: int) -> None:
-        raise LaunchError(f"Rank {rank} can't be started again by itself: the run is on several machines.")
-
-    def _end_by(self, how: messages.How) -> None:
-        self._wanted = self._wanted or how
-        self._end_parts(how)
+    def take_order(self, order: RunOrder) -> None:
+        """Send the job's order to all nodes."""
+        if isinstance(order, messages.Respawn):
+            raise LaunchError(f"Rank {order.rank} can't be started again by itself: the run is on several machines.")
+        if isinstance(order, messages.End):
+            self._wanted = self._wanted or order.how
+        elif isinstance(order, messages.Inspect):
+            if not self._is_launched:  # no agent has ranks yet
+                self.job.take_dumps(())
+            for part in self._parts:
+                part.dumps = None
+        self._tell_parts(lambda part_id: msgspec.structs.replace(order, job_id=part_id))
 
     def _end_parts(self, how: messages.How, *, interrupting: str = "") -> None:
         """End the parts. The part ``interrupting`` is interrupted first, so that rank 0 saves its variables."""

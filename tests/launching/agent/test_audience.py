@@ -215,7 +215,7 @@ def test_end_is_in_the_folder_before_a_kernel_hears_of_it(monkeypatch: pytest.Mo
     heard = select.poll()
     heard.register(ours.fileno(), select.POLLIN)
     written: list[bool] = []
-    monkeypatch.setattr(folder, "replace_latest", lambda data: written.append(not heard.poll(0)))
+    monkeypatch.setattr(folder, "replace", lambda _, data: written.append(not heard.poll(0)))
     attachments.flush()
     assert heard.poll(0)
     assert written == [True]

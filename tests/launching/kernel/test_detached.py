@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 import notebook_accel
@@ -28,7 +29,7 @@ from notebook_accel.errors import (
     SupervisorLostError,
 )
 from notebook_accel.launching import run_folders
-from notebook_accel.launching.kernel import detached, detached_runs, local
+from notebook_accel.launching.kernel import detached, detached_runs, local, preflight
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol import events
@@ -198,7 +199,7 @@ def test_kernel_that_was_dropped_attaches_again_and_hears_each_line_once(mark: p
     first = launch(functions.reports_until, str(mark))
     wait_for_steps(first)
     job = detached.attach_and_show("night", show=lambda _: None)  # nobody else takes its events
-    link = job._control._link  # type: ignore[union-attr]
+    link = job._send_order.__self__  # type: ignore[union-attr]
     for _ in range(3):
         heard = link._seen
         connection = link._connection
@@ -307,7 +308,7 @@ def test_run_that_ends_while_it_is_being_detached_is_said_to_have_ended(mark: pa
 
 def test_variable_of_a_run_whose_folder_was_removed_is_gone() -> None:
     job = launch(functions.rank, ranks=1)
-    job._pull = ("answer",)  # as for a cell with --pull
+    job.spec = msgspec.structs.replace(job.spec, pull=("answer",))  # as for a cell with --pull
     job.wait(_LONG_S)
     wait_for_its_end(job)
     run_folders.remove_old(all_ended=True)
@@ -460,9 +461,9 @@ def test_logout_that_would_end_it_is_warned_of(
     (tmp_path / "cgroup").write_text(group)
     if lingers:
         (tmp_path / user).touch()
-    monkeypatch.setattr(detached_runs, "_OWN_GROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(detached_runs, "_LINGERING", tmp_path)
-    assert [finding.fix for finding in detached_runs.logout_findings()] == (
+    monkeypatch.setattr(preflight, "_OWN_GROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(preflight, "_LINGERING", tmp_path)
+    assert [finding.fix for finding in preflight.check_logout()] == (
         [f"loginctl enable-linger {user}, once, before you launch"] if is_warned else []
     )
 

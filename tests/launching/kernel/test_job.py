@@ -18,12 +18,13 @@ from notebook_accel.errors import (
     RunStoppedError,
     RunTimeoutError,
 )
-from notebook_accel.launching.kernel.engine import LaunchRequest
+from notebook_accel.launching.kernel.engine import LaunchRequest, RunOrder
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.results import Results, write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
+from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.protocol.agent_messages import RankDump
 
@@ -78,7 +79,7 @@ def test_result_that_cannot_be_made_again_is_an_error_of_a_few_lines(job: Job) -
     with pytest.raises(PayloadError, match="can't be unpickled here: ValueError: invalid literal") as raised:
         job.results()
     assert isinstance(raised.value.__cause__, ValueError)
-    job._files.close()  # which goes with the job otherwise
+    job.result_files.close()  # which goes with the job otherwise
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
@@ -191,22 +192,18 @@ def test_ranks_are_described_by_what_they_said(job: Job) -> None:
 
 
 class Told:
-    """An engine's handle that only notes what it is told."""
+    """Notes how often it is asked for stacks."""
 
     def __init__(self) -> None:
         self.inspections = 0
 
-    def inspect(self) -> None:
-        self.inspections += 1
-
-    def interrupt(self) -> None: ...
-    def stop(self) -> None: ...
-    def kill(self) -> None: ...
+    def __call__(self, order: RunOrder) -> None:
+        self.inspections += isinstance(order, messages.Inspect)
 
 
 def test_stacks_that_nobody_answers_for_are_an_error_and_later_ones_no_old_news(job: Job) -> None:
     told = Told()
-    job.attach(told)
+    job.send_orders_by(told)
     job.take_dumps([RankDump(rank=0, pid=1, condition="unresponsive")])
     with pytest.raises(RunError, match=r"within 0\.01 s"):
         job.stacks(timeout_s=0.01)
@@ -218,14 +215,14 @@ def test_stacks_that_nobody_answers_for_are_an_error_and_later_ones_no_old_news(
 
 
 def test_end_of_the_run_ends_waiting_for_stacks(job: Job) -> None:
-    job.attach(Told())
+    job.send_orders_by(Told())
     threading.Timer(0.05, job.end, ["stopped"]).start()
     assert str(job.stacks(timeout_s=60)) == "rank 0 has ended\nrank 1 has ended"
 
 
 def test_silence_is_asked_about_once_and_its_answer_is_among_the_events(job: Job) -> None:
     told = Told()
-    job.attach(told)
+    job.send_orders_by(told)
     for rank in range(2):
         job.deliver(rank, events.Progress(time_s=100.0, step=1, steps=1))
     for now_s in (105.0, 111.0, 112.0):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import os
 import time
 
@@ -12,9 +12,6 @@ from notebook_accel import cli, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import PreflightError
 from notebook_accel.launching.kernel import launcher
-from notebook_accel.launching.kernel.engine import LaunchRequest
-from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.ranks.worker import Target
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -54,14 +51,10 @@ def test_ranks_that_cannot_meet_are_found_before_the_launch(monkeypatch: pytest.
 
 
 def test_trial_run_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "_SMOKE_TEST_DEADLINE_S", 1.0)
-
-    def start(request: LaunchRequest) -> Job:
-        slow = dataclasses.replace(request, target=Target(names={}, function=time.sleep, args=(60,)))
-        return launcher._start(slow, launcher.Devices.find(request.config), None)
-
+    monkeypatch.setattr(launcher, "_TRIAL_DEADLINE_S", 1.0)
+    monkeypatch.setattr(launcher, "_use_device", functools.partial(time.sleep, 60))
     with pytest.raises(PreflightError, match="took longer than its timeout_s of 1 s"):
-        launcher._run_smoke_test(start, LaunchConfig(num_processes=2, use_cpu=True))
+        launcher.try_out(LaunchConfig(num_processes=2, use_cpu=True))
 
 
 def test_doctor_holds_one_when_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,6 @@ from notebook_accel.launching.kernel import launcher, run_payload
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.kernel.run_payload import PreparedRun
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.remote.host import NodeFacts, NodeHost
 from notebook_accel.launching.remote.run import AgentSlot, NodeClock, NodePart, RemoteRun
@@ -76,10 +75,10 @@ class Node:
 
 
 class Run(RemoteRun):
-    def __init__(self, prepared: PreparedRun, nodes: Sequence[Node]) -> None:
-        super().__init__(prepared.job, prepared.result_files, {})
+    def __init__(self, job: Job, payload: int, nodes: Sequence[Node]) -> None:
+        super().__init__(job, job.result_files.descriptors, {})
         self._nodes = nodes
-        self._payload = memory_files.whole(prepared.payload)
+        self._payload = memory_files.whole(payload)
 
     def _using_nodes(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -129,11 +128,11 @@ class Engine:
 
     def launch(self, request: LaunchRequest) -> Job:
         pickled, unsent = run_payload.pickle_target(request.target, request.roots)
-        with run_payload.prepared_run(request, pickled, unsent) as prepared:
-            run = Run(prepared, self.nodes)
-            prepared.job.attach(run)
+        with run_payload.prepared_run(request, pickled, unsent) as (job, payload):
+            run = Run(job, payload, self.nodes)
+            job.send_orders_by(run.take_order)
             run.start()
-        return prepared.job
+        return job
 
     def agents(self) -> list[int]:
         """The agents' processes."""
@@ -280,7 +279,7 @@ def test_ranks_elsewhere_can_save_when_an_agent_dies(running: Engine, tmp_path: 
 def test_interrupted_ranks_may_take_longer_than_those_of_another_node(running: Engine, tmp_path: pathlib.Path) -> None:
     job = running.start(tidies_up, str(tmp_path), grace_s=DEADLINE_S)
     all_wait(tmp_path)
-    run = job._control
+    run = job._send_order.__self__  # type: ignore[union-attr]
     assert isinstance(run, Run)
     second = run._parts[1]
     job.interrupt()
