@@ -47,7 +47,6 @@ from notebook_accel.training.sharding import (
     SynchronizedSampler,
     chain_of,
 )
-from notebook_accel.training.trees import send_to_device
 
 
 @dataclasses.dataclass
@@ -187,9 +186,7 @@ def shard_dataloader(
 
 def _make_feed(backend: Backend, device: torch.device, *, non_blocking: bool) -> Feed:
     uploader = backend.uploader(non_blocking=non_blocking) if device == backend.device else None
-    if uploader is not None:
-        return UploadingFeed(uploader, device)
-    return CopyingFeed(functools.partial(send_to_device, device=device, non_blocking=non_blocking))
+    return CopyingFeed(device, non_blocking=non_blocking) if uploader is None else UploadingFeed(uploader, device)
 
 
 def refuse_data(objects: Iterable[Any]) -> None:

@@ -95,6 +95,7 @@ def prepare_model(
     """
     groups, backend = backend, all_ranks(backend)
     # Another Accelerator may have prepared the model, with another precision, or in a group that has ended since.
+    model = without_own_wrapper(model)
     while model in _made_here:
         model = cast(torch.nn.Module, model.module)
     if isinstance(model, torch.nn.DataParallel) and backend.place.world_size > 1:

@@ -12,11 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
-from notebook_accel.training import gradients
+from notebook_accel.training import gradients, optimizers
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")  # attributes of torch's schedulers that hold their planned length
-
-_logger = logging.getLogger("notebook_accel")
 
 
 def warn(prepared: Sequence[Any], *, ranks: int, window: int, scales: bool) -> None:
@@ -53,11 +51,8 @@ def warn(prepared: Sequence[Any], *, ranks: int, window: int, scales: bool) -> N
 
 def _unprepared_shapes(optimizer: torch.optim.Optimizer, prepared: Sequence[Any]) -> str:
     """Return the shapes of an optimizer's unprepared parameters, such as a loss's; ``""`` if none or all are."""
-    known = {id(item) for item in [*prepared, *gradients.registered_parameters()]}
-    for item in prepared:
-        if isinstance(item, torch.nn.Module):
-            known.update(map(id, item.parameters()))
-    moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = optimizers.known_parameters(prepared) | set(map(id, gradients.registered_parameters()))
+    moved = optimizers.parameters_of([optimizer])
     unprepared = [parameter for parameter in moved if id(parameter) not in known and parameter.requires_grad]
     unprepared = [parameter for parameter in unprepared if not is_sharded_tensor(parameter)]
     if len(unprepared) == len(moved):
@@ -74,7 +69,7 @@ def log_schedule_hint(scheduler: LRScheduler, *, ranks: int, window: int) -> Non
     """Log ``schedule_hint`` if there is one."""
     text = schedule_hint(scheduler, ranks=ranks, window=window)
     if text:
-        _logger.warning(text)
+        logging.getLogger("notebook_accel").warning(text)
 
 
 def schedule_hint(scheduler: LRScheduler, *, ranks: int, window: int) -> str:
