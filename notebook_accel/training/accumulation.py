@@ -77,7 +77,7 @@ def resolve(
             f"gradient_accumulation_steps is {steps}, and the plugin's num_steps is {plugin.num_steps}.",
             fix="give one of them",
         )
-    of_program = plugin.num_steps or steps
+    of_program = steps if plugin.num_steps is None else plugin.num_steps
     of_launch = _steps_of_launch(environ)
     if of_launch is not None and of_program not in (None, of_launch):
         warnings.warn(
@@ -87,7 +87,7 @@ def resolve(
         )
     return dataclasses.replace(
         plugin,
-        num_steps=of_program or of_launch or 1,
+        num_steps=(of_launch or 1) if of_program is None else of_program,
         scale_last_window=plugin.scale_last_window and not environment.follows_accelerate(environ),
     )
 
@@ -178,11 +178,7 @@ class GradientState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the window, for a checkpoint."""
-        return {
-            "sync_gradients": self.sync_gradients,
-            "divisor": self._divisor,
-            "micro_batches": self._micro_batches,
-        }
+        return {"sync_gradients": self.sync_gradients, "divisor": self._divisor, "micro_batches": self._micro_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that ``state_dict`` has returned."""

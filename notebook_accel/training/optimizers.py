@@ -220,13 +220,7 @@ def prepare_optimizer(
 
 
 def refuse_unrelated(objects: Iterable[Any], prepared: Iterable[Any]) -> None:
-    """Refuse optimizers of other models, with which training would run and change no weight.
-
-    In a notebook this happens when a model was replaced by a trained copy, and its optimizer wasn't.
-
-    Raises:
-        TrainingError: An optimizer in ``objects`` updates no parameter of any model in ``prepared``.
-    """
+    """Raise ``TrainingError`` if an optimizer in ``objects`` updates no parameter of any model in ``prepared``."""
     known = known_parameters(prepared)
     for item in objects:
         if isinstance(item, AcceleratedOptimizer) and known.isdisjoint(map(id, parameters_of([item]))):

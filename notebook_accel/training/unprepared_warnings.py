@@ -20,11 +20,8 @@ _LENGTHS = ("total_steps", "T_max", "total_iters")  # attributes of torch's sche
 def warn(prepared: Sequence[Any], *, ranks: int, window: int, scales: bool) -> None:
     """Warn, at the first backward pass, about each kind of object that should be prepared and isn't.
 
-    Args:
-        prepared: All prepared objects.
-        ranks: Number of ranks.
-        window: Micro-batches in a step of the optimizer if ``accumulate`` counts them, else 1.
-        scales: True if losses are scaled, as in fp16.
+    ``window`` is the number of micro-batches in a step of the optimizer if ``accumulate`` counts them, else 1.
+    ``scales`` is true if losses are scaled, as in fp16.
     """
     if ranks > 1 and not any(isinstance(item, (torch.nn.Module, torch.Tensor)) for item in prepared):
         _warn(
@@ -75,10 +72,7 @@ def log_schedule_hint(scheduler: LRScheduler, *, ranks: int, window: int) -> Non
 def schedule_hint(scheduler: LRScheduler, *, ranks: int, window: int) -> str:
     """Describe how fast a schedule advances and when it ends; return ``""`` if it advances as in one process.
 
-    Args:
-        scheduler: The user's scheduler.
-        ranks: Steps of the schedule for each step of the optimizer.
-        window: Micro-batches in a step of the optimizer.
+    Each step of the optimizer takes ``window`` micro-batches, and advances the schedule by ``ranks`` steps.
     """
     if ranks == 1 or isinstance(scheduler, ReduceLROnPlateau):
         return ""
