@@ -43,23 +43,13 @@ _numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDiction
 
 
 class Stopping:
-    """Answers whether a rank should stop.
-
-    Args:
-        place: The rank's place.
-        store: A connection to the ranks' store for this object alone; ``None`` for a single rank.
-        end_s: The time limit in seconds since the epoch, ``None`` if there is none.
-        saves_on_end: True if prepared loops ask by themselves, to warn if none has asked when the time has come.
-
-    Attributes:
-        has_backward: True once ``Accelerator.backward`` was called.
-    """
+    """Answers whether a rank should stop, since its time limit ``end_s`` (in seconds since the epoch) is near."""
 
     def __init__(self, place: RankPlace, store: Any, end_s: float | None, *, saves_on_end: bool) -> None:
-        self.has_backward = False
-        self._saves_on_end = saves_on_end
+        self.has_backward = False  # True once ``Accelerator.backward`` was called
+        self._saves_on_end = saves_on_end  # prepared loops ask by themselves, so warn if none has asked at the end
         self._place = place
-        self._store = store
+        self._store = store  # a connection for this object alone; ``None`` for a single rank
         self._end_s = end_s
         self._lock = threading.Lock()
         self._questions = 0
@@ -78,9 +68,12 @@ class Stopping:
         self._is_agreed.wait(2 * _ANSWER_DEADLINE_S)
         if number < self._first_yes:
             return False
-        if not self._has_reported:
+        if not self._has_reported and self._end_s is not None:
             self._has_reported = True
-            self._tell()
+            reporting.reporter().report_time_limit(self._end_s)
+            if self._place.rank == 0:
+                end = time_limit.in_words(self._end_s)
+                print(f"[training stops here, since the time limit is {end}]", file=sys.stderr, flush=True)
         return True
 
     def leave(self) -> None:
@@ -137,14 +130,6 @@ class Stopping:
             missing,
             fix,
         )
-
-    def _tell(self) -> None:
-        if self._end_s is None:
-            return
-        reporting.reporter().report_time_limit(self._end_s)
-        if self._place.rank == 0:
-            end = time_limit.in_words(self._end_s)
-            print(f"[training stops here, since the time limit is {end}]", file=sys.stderr, flush=True)
 
 
 def check_folder(save_on_end: str | os.PathLike[str] | bool, project: ProjectConfiguration) -> str | None:
