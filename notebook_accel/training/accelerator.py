@@ -67,6 +67,10 @@ def _loading_setting(name: str) -> Any:
     return property(operator.attrgetter(f"dataloader_config.{name}"), doc="The setting of ``DataLoaderConfiguration``.")
 
 
+def _prepared_objects(kind: type) -> Any:
+    return property(lambda self: [item for item in self._all_prepared if isinstance(item, kind)])
+
+
 class Accelerator(ProcessState):
     """One rank of a training run.
 
@@ -323,9 +327,19 @@ class Accelerator(ProcessState):
                 device_bytes=memory()[1],
             )
         prepared, placed = objects, self._placements(objects, device_placement)
-        for is_kind, prepare_one in self._kinds:
+        in_order: tuple[tuple[type, Callable[[Any, bool], Any]], ...] = (
+            (torch.nn.Module, self.prepare_model),  # first, since optimizers need their parameters' new devices
+            (torch.Tensor, self._prepare_leaf),
+            (torch.optim.Optimizer, self.prepare_optimizer),
+            (DataLoader, self.prepare_data_loader),
+            # Last, since each looks for its optimizer among the prepared ones.
+            (LRScheduler, lambda scheduler, _: self.prepare_scheduler(scheduler)),
+        )
+        for kind, prepare_one in in_order:
             pairs = zip(prepared, placed, strict=True)
-            prepared = tuple(prepare_one(item, placement) if is_kind(item) else item for item, placement in pairs)
+            prepared = tuple(
+                prepare_one(item, placement) if isinstance(item, kind) else item for item, placement in pairs
+            )
         if any(isinstance(item, torch.nn.Module) or models.is_leaf(item) for item in prepared):
             optimizers.refuse_unrelated(prepared, self._all_prepared)
         self._memory_reports.track(self._models, [prepared.optimizer for prepared in self._optimizers])
@@ -338,20 +352,23 @@ class Accelerator(ProcessState):
         fixed_by = "parallelism_config says otherwise" if self.torch_device_mesh is not None else ""
         fixed_by = "the loaders were prepared before" if self._dataloaders else fixed_by
         self._parts = parallelism.parts_with(model, self._parts, self._backend.place, fixed_by)
-        model = self._once(
-            model,
-            compiling.compiling(self._dynamo, models.prepare_model),
-            self._groups,
-            self._precision,
-            device_placement=self._is_placed(device_placement),
-            averages=not evaluation_mode,
-            parallel=self._handlers.ddp,
-            before_training_pass=self.gradient_state.refuse_missing_ranks,
-            sharding=self._sharding,
-            mesh=self._data_mesh,
-            before_sharded_pass=self.gradient_state.refuse_missing_shards,
-        )
 
+        def prepare_and_compile(model: torch.nn.Module) -> torch.nn.Module:
+            prepared = models.prepare_model(
+                model,
+                self._groups,
+                self._precision,
+                device_placement=self._is_placed(device_placement),
+                averages=not evaluation_mode,
+                parallel=self._handlers.ddp,
+                before_training_pass=self.gradient_state.refuse_missing_ranks,
+                sharding=self._sharding,
+                mesh=self._data_mesh,
+                before_sharded_pass=self.gradient_state.refuse_missing_shards,
+            )
+            return compiling.compile_prepared(prepared, self._dynamo)
+
+        model = self._once(model, prepare_and_compile)
         if fsdp.is_sharded(model):
             for optimizer in self._optimizers:  # prepared before sharding replaced the model's parameters
                 fsdp.remap(optimizer.optimizer)
@@ -363,6 +380,8 @@ class Accelerator(ProcessState):
         return None if config is None or not config.dp_dim_names else self.torch_device_mesh[tuple(config.dp_dim_names)]
 
     def _prepare_leaf(self, leaf: torch.Tensor, device_placement: bool) -> torch.Tensor:
+        if not models.is_leaf(leaf):
+            return leaf
         return self._once(leaf, models.prepare_leaf, self._backend, device_placement=device_placement)
 
     def prepare_optimizer(
@@ -396,18 +415,6 @@ class Accelerator(ProcessState):
 
         return self._once(scheduler, prepare)
 
-    @property
-    def _kinds(self) -> tuple[tuple[Callable[[Any], bool], Callable[[Any, bool], Any]], ...]:
-        """Pairs of a type check and the method that prepares such objects, in the order of preparation."""
-        return (
-            (_is_a(torch.nn.Module), self.prepare_model),  # first, since optimizers need their parameters' new devices
-            (models.is_leaf, self._prepare_leaf),
-            (_is_a(torch.optim.Optimizer), self.prepare_optimizer),
-            (_is_a(DataLoader), self.prepare_data_loader),
-            # Last, since each looks for its optimizer among the prepared ones.
-            (_is_a(LRScheduler), lambda scheduler, _: self.prepare_scheduler(scheduler)),
-        )
-
     def _once(self, given: Any, prepare: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         """Return ``given`` as it was prepared before, or ``prepare(given, *args, **kwargs)``."""
         for original, prepared in self._prepared:
@@ -423,22 +430,10 @@ class Accelerator(ProcessState):
         return [prepared for _, prepared in self._prepared]
 
     # Programs read these lists too, by Accelerate's names.
-
-    @property
-    def _optimizers(self) -> list[AcceleratedOptimizer]:
-        return [item for item in self._all_prepared if isinstance(item, AcceleratedOptimizer)]
-
-    @property
-    def _models(self) -> list[torch.nn.Module]:
-        return [item for item in self._all_prepared if isinstance(item, torch.nn.Module)]
-
-    @property
-    def _schedulers(self) -> list[AcceleratedScheduler]:
-        return [item for item in self._all_prepared if isinstance(item, AcceleratedScheduler)]
-
-    @property
-    def _dataloaders(self) -> list[DataLoaderShard]:
-        return [item for item in self._all_prepared if isinstance(item, DataLoaderShard)]
+    _optimizers: list[AcceleratedOptimizer] = _prepared_objects(AcceleratedOptimizer)
+    _models: list[torch.nn.Module] = _prepared_objects(torch.nn.Module)
+    _schedulers: list[AcceleratedScheduler] = _prepared_objects(AcceleratedScheduler)
+    _dataloaders: list[DataLoaderShard] = _prepared_objects(DataLoaderShard)
 
     def _is_placed(self, device_placement: bool | None) -> bool:
         return self._device_placement if device_placement is None else device_placement
@@ -593,13 +588,15 @@ class Accelerator(ProcessState):
 
         Safe to call in every micro-batch: before the end of a window it clips nothing and returns the norm so far.
         """
-        clip = functools.partial(optimizers.clip_grad_norm, parameters, max_norm, norm_type)
-        return clip(optimizers=self._optimizers, state=self.gradient_state, scaler=self._precision.scaler)
+        return optimizers.clip_grad_norm(
+            parameters, max_norm, norm_type, self._optimizers, self.gradient_state, self._precision.scaler
+        )
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip gradients to ``[-clip_value, clip_value]`` at the end of a window; before that, do nothing."""
-        clip = functools.partial(optimizers.clip_grad_value, parameters, clip_value)
-        clip(optimizers=self._optimizers, state=self.gradient_state, scaler=self._precision.scaler)
+        optimizers.clip_grad_value(
+            parameters, clip_value, self._optimizers, self.gradient_state, self._precision.scaler
+        )
 
     # The time limit
 
@@ -912,10 +909,6 @@ class Accelerator(ProcessState):
             ConfigError: There is no tracker of that name.
         """
         return tracking.find(self.trackers, name, unwrap=unwrap) if self.is_main_process else Idle()
-
-
-def _is_a(kind: type) -> Callable[[Any], bool]:
-    return lambda item: isinstance(item, kind)
 
 
 def _absolute(path: _Path | None) -> pathlib.Path:

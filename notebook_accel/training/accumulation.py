@@ -70,25 +70,24 @@ def resolve(
         ConfigError: ``steps`` and the plugin have different numbers, or a number isn't a whole number from 1.
     """
     plugin = plugin or GradientAccumulationPlugin()
+    if steps is not None:
+        _check_steps("gradient_accumulation_steps", steps)
+    if steps not in (None, 1) and plugin.num_steps not in (None, steps):
+        raise ConfigError(
+            f"gradient_accumulation_steps is {steps}, and the plugin's num_steps is {plugin.num_steps}.",
+            fix="give one of them",
+        )
+    of_program = steps if plugin.num_steps is None else plugin.num_steps
     of_launch = _steps_of_launch(environ)
-    of_program = plugin.num_steps if steps is None else steps
     if of_launch is not None and of_program not in (None, of_launch):
         warnings.warn(
             f"The launch sets gradient_accumulation_steps={of_launch}, but the Accelerator sets {of_program}, which is "
             "used.",
             stacklevel=3,
         )
-    if steps is None:
-        steps = 1 if of_program is not None else of_launch or 1
-    _check_steps("gradient_accumulation_steps", steps)
-    if plugin.num_steps not in (None, steps) and steps != 1:
-        raise ConfigError(
-            f"gradient_accumulation_steps is {steps}, and the plugin's num_steps is {plugin.num_steps}.",
-            fix="give one of them",
-        )
     return dataclasses.replace(
         plugin,
-        num_steps=steps if plugin.num_steps is None else plugin.num_steps,
+        num_steps=(of_launch or 1) if of_program is None else of_program,
         scale_last_window=plugin.scale_last_window and not environment.follows_accelerate(environ),
     )
 
@@ -179,11 +178,7 @@ class GradientState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the window, for a checkpoint."""
-        return {
-            "sync_gradients": self.sync_gradients,
-            "divisor": self._divisor,
-            "micro_batches": self._micro_batches,
-        }
+        return {"sync_gradients": self.sync_gradients, "divisor": self._divisor, "micro_batches": self._micro_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that ``state_dict`` has returned."""
@@ -241,8 +236,7 @@ class GradientState:
     @property
     def remainder(self) -> int:
         """The number of real samples in the current round if it is the last one and repeats any; otherwise -1."""
-        tail = self.tail
-        return -1 if tail is None else tail.real
+        return -1 if self.tail is None else self.tail.real
 
     def _seen(self, current: LoaderIteration | None) -> LoaderIteration | None:
         return current if current is not None and current.moment > self._since else None
@@ -251,8 +245,7 @@ class GradientState:
         """Return a context for one micro-batch, in which gradients stay local unless it ends a window."""
         return _MicroBatch(self, models)
 
-    def begin_micro_batch(self) -> None:
-        """Count a micro-batch, and decide whether gradients sync in it."""
+    def _begin_micro_batch(self) -> None:
         current = self._seen(ACTIVE_ITERATIONS.training) if self.plugin.sync_with_dataloader else None
         if self.sync_gradients:
             self._micro_batches = 0
@@ -279,14 +272,10 @@ class GradientState:
         return self.plugin.sync_each_batch or (ends_anywhere and self.plugin.scale_last_window)
 
     def divide(self, loss: torch.Tensor, parameters: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor:
-        """Return the loss divided by the length of its window.
+        """Return the loss of a micro-batch divided by the length of its window.
 
-        If the loader has no length, a window can be shorter than expected. The gradients of its earlier micro-batches
-        are then rescaled here.
-
-        Args:
-            loss: The loss of this micro-batch.
-            parameters: A function that returns the parameters whose gradients accumulate.
+        If the loader has no length, a window can be shorter than expected. The gradients of its earlier micro-batches,
+        which ``parameters`` returns, are then rescaled here.
 
         Raises:
             TrainingError: Gradients would sync with ranks that have no such batch.
@@ -301,39 +290,24 @@ class GradientState:
         return loss if self._divisor == 1 else loss / self._divisor
 
     def refuse_missing_ranks(self) -> None:
-        """Check that gradients won't sync with ranks that have no further batch.
-
-        Raises:
-            TrainingError: Some ranks have no further batch.
-        """
-        missing = self._missing_ranks(ACTIVE_ITERATIONS.training)
-        if missing and self.sync_gradients and not self.joins_uneven:
-            raise _missing_ranks_error(
-                missing, "gradients", " or with accelerator.join_uneven_inputs([model]): around the loop"
-            )
+        """Raise ``TrainingError`` if gradients would sync with ranks that have no further batch."""
+        if self.sync_gradients and not self.joins_uneven:
+            joining = ", or with accelerator.join_uneven_inputs([model]): around the loop"
+            self._refuse_missing(ACTIVE_ITERATIONS.training, "gradients", joining)
 
     def refuse_missing_shards(self) -> None:
-        """Check that a forward pass won't wait for the shards of ranks that have no further batch.
+        """Raise ``TrainingError`` if a forward pass would wait for shards of ranks that have no further batch."""
+        self._refuse_missing(ACTIVE_ITERATIONS.current, "shares of the model")
 
-        Raises:
-            TrainingError: Some ranks have no further batch.
-        """
-        missing = self._missing_ranks(ACTIVE_ITERATIONS.current)
-        if missing:
-            raise _missing_ranks_error(missing, "shares of the model")
-
-    def _missing_ranks(self, iteration: LoaderIteration | None) -> int:
+    def _refuse_missing(self, iteration: LoaderIteration | None, awaited: str, further_fix: str = "") -> None:
         current = self._seen(iteration)
-        return 0 if current is None or current.tail is None else current.tail.missing
-
-
-def _missing_ranks_error(missing: int, awaited: str, further_fix: str = "") -> TrainingError:
-    return TrainingError(
-        f"In the last round of this epoch {missing} of the ranks have no batch, and this one would wait in vain for "
-        f"their {awaited}.",
-        why="With even_batches=False nothing is repeated to give every rank as many batches.",
-        fix=f"even_batches=True, or DataLoader(..., drop_last=True){further_fix and ','}{further_fix}",
-    )
+        if current is not None and current.tail is not None and current.tail.missing:
+            raise TrainingError(
+                f"In the last round of this epoch {current.tail.missing} of the ranks have no batch, and this one "
+                f"would wait in vain for their {awaited}.",
+                why="With even_batches=False nothing is repeated to give every rank as many batches.",
+                fix=f"even_batches=True, or DataLoader(..., drop_last=True){further_fix}",
+            )
 
 
 class _MicroBatch:
@@ -348,7 +322,7 @@ class _MicroBatch:
 
     def __enter__(self) -> None:
         state = self._state
-        state.begin_micro_batch()
+        state._begin_micro_batch()
         if state.sync_gradients or state.plugin.sync_each_batch:
             return
         for model in self._models:

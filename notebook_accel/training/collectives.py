@@ -8,7 +8,6 @@ tensors raise a ``TrainingError`` for a leaf that isn't a tensor.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import warnings
 import zlib
@@ -105,12 +104,13 @@ def reduce(backend: Backend, tree: Any, reduction: str = "mean", scale: float = 
     if reduction not in ("sum", "mean", "max", "min", "none"):
         raise ConfigError(f"reduction is {reduction!r}.", fix='one of "sum", "mean", "max", "min" and "none"')
     world_size = backend.place.world_size
-    if world_size == 1:
-        return map_leaves(functools.partial(_copied, scale=scale), tree)
-    verify_collective(backend, f"reduce {reduction}", _tensors_of(tree, "reduce"))
 
     def scaled(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if scale == 1.0 else tensor * scale
+
+    if world_size == 1:
+        return map_leaves(lambda leaf: scaled(leaf.detach().clone()) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    verify_collective(backend, f"reduce {reduction}", _tensors_of(tree, "reduce"))
 
     def reduced(tensor: torch.Tensor) -> torch.Tensor:
         if reduction in ("max", "min"):
@@ -122,12 +122,6 @@ def reduce(backend: Backend, tree: Any, reduction: str = "mean", scale: float = 
         return scaled(total / world_size if reduction == "mean" else total)
 
     return map_leaves(reduced, tree)
-
-
-def _copied(leaf: Any, scale: float) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return leaf.detach().clone() if scale == 1.0 else leaf.detach() * scale
 
 
 @torch.no_grad()
@@ -158,19 +152,35 @@ def pad_across_processes(
     """
     if backend.place.world_size == 1:
         return tree
-    shapes = [tuple(tensor.shape) for tensor in _tensors_of(tree, "pad_across_processes")]
-    lengths = iter(_longest(backend, shapes, dim))
+    own_shapes = [tuple(tensor.shape) for tensor in _tensors_of(tree, "pad_across_processes")]
+    call = f"pad_across_processes along dimension {dim}"
+    verify_collective(backend, call)
+    by_rank: list[list[tuple[int, ...]]] = backend.all_gather_object(own_shapes)
+    if len({tuple(_masked(shape, dim) for shape in shapes) for shapes in by_rank}) > 1:
+        raise mismatch_error([f"{call} {shapes}" for shapes in by_rank])
+    shapes_by_tensor = zip(*by_rank, strict=True)
 
     def padded(tensor: torch.Tensor) -> torch.Tensor:
-        length = next(lengths)
-        if length is None or tensor.shape[dim] == length:
+        shapes = next(shapes_by_tensor)
+        if not _has_dim(tensor.shape, dim):
             return tensor
         missing = list(tensor.shape)
-        missing[dim] = length - tensor.shape[dim]
+        missing[dim] = max(shape[dim] for shape in shapes) - tensor.shape[dim]
+        if missing[dim] == 0:
+            return tensor
         padding = tensor.new_full(missing, pad_index)
         return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim)
 
     return map_leaves(padded, tree)
+
+
+def _masked(shape: tuple[int, ...], dim: int) -> tuple[int | None, ...]:
+    """Return the shape with its size along ``dim`` replaced by ``None``."""
+    return tuple(None if _has_dim(shape, dim) and axis == dim % len(shape) else size for axis, size in enumerate(shape))
+
+
+def _has_dim(shape: Sequence[int], dim: int) -> bool:
+    return -len(shape) <= dim < len(shape)
 
 
 def gather_object(backend: Backend, values: Any) -> list[Any]:
@@ -247,43 +257,14 @@ def _at_least_1d(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(1) if tensor.ndim == 0 else tensor
 
 
-def _longest(backend: Backend, shapes: list[tuple[int, ...]], dim: int) -> list[int | None]:
-    """Return each tensor's greatest length along ``dim`` over the ranks, ``None`` without that dimension."""
-    verify_collective(backend, f"pad_across_processes along dimension {dim}")
-    by_rank = backend.all_gather_object(shapes)
-    if len({tuple(_masked(shape, dim) for shape in shapes) for shapes in by_rank}) > 1:
-        raise mismatch_error([f"pad_across_processes along dimension {dim} {shapes}" for shapes in by_rank])
-    return [
-        max(shape[dim] for shape in of_one_tensor) if _has_dim(of_one_tensor[0], dim) else None
-        for of_one_tensor in zip(*by_rank, strict=True)
-    ]
-
-
-def _masked(shape: tuple[int, ...], dim: int) -> tuple[int | None, ...]:
-    """Return the shape with its size along ``dim`` replaced by ``None``."""
-    return tuple(None if _has_dim(shape, dim) and axis == dim % len(shape) else size for axis, size in enumerate(shape))
-
-
-def _has_dim(shape: tuple[int, ...], dim: int) -> bool:
-    return -len(shape) <= dim < len(shape)
-
-
 def verify_collective(backend: Backend, operation: str, tensors: Sequence[torch.Tensor] = ()) -> None:
-    """Check that all ranks make the same call with the same tensors, if the backend compares calls.
-
-    Raises:
-        CollectiveError: The ranks' calls differ. All ranks get it, and the group can still be used.
-    """
+    """Raise ``CollectiveError`` on all ranks if their calls or tensors differ and the backend compares calls."""
     if backend.compares_calls:
         _compare(all_ranks(backend), operation + "".join(f" {_kind_of(tensor)}" for tensor in tensors))
 
 
 def verify_model(backend: Backend, model: torch.nn.Module) -> None:
-    """Check that all ranks prepare a model with the same parameters.
-
-    Raises:
-        CollectiveError: A rank prepares another model, or makes another call.
-    """
+    """Raise ``CollectiveError`` on all ranks if they prepare models with different parameters, or make other calls."""
     if backend.place.world_size == 1:
         return
     parameters = [f"{name} {_kind_of(parameter)}" for name, parameter in model.named_parameters()]

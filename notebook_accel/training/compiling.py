@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import os
 import weakref
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -118,37 +117,31 @@ def without_own_wrapper(model: torch.nn.Module) -> torch.nn.Module:
     return cast(torch.nn.Module, model._orig_mod) if model in _compiled_here else model
 
 
-def compiling(plugin: TorchDynamoPlugin, prepare: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Return a function like ``prepare`` that also compiles the prepared model.
+def compile_prepared(prepared: torch.nn.Module, plugin: TorchDynamoPlugin) -> torch.nn.Module:
+    """Return a prepared model compiled, unless the user's code has compiled it, or a part of it.
 
     Compilation comes last, since torch splits the graph at the buckets of ``DistributedDataParallel`` only if it
     compiles that class too (https://docs.pytorch.org/docs/stable/notes/ddp.html#torchdynamo-ddpoptimizer).
     """
-
-    def prepare_and_compile(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        prepared = prepare(without_own_wrapper(model), *args, **kwargs)
-        if plugin.backend is DynamoBackend.NO or is_compiled(prepared):
-            return prepared
-        if plugin.use_regional_compilation and has_repeated_blocks(prepared):
-            return compile_regions(prepared, **plugin.to_kwargs())
-        compiled = cast(torch.nn.Module, torch.compile(prepared, **plugin.to_kwargs()))
-        _compiled_here.add(compiled)
-        return compiled
-
-    return prepare_and_compile
+    if plugin.backend is DynamoBackend.NO or any(map(_is_compiled, prepared.modules())):
+        return prepared
+    if plugin.use_regional_compilation and _has_repeated_blocks(prepared):
+        return compile_regions(prepared, **plugin.to_kwargs())
+    compiled = cast(torch.nn.Module, torch.compile(prepared, **plugin.to_kwargs()))
+    _compiled_here.add(compiled)
+    return compiled
 
 
-def is_compiled(model: torch.nn.Module) -> bool:
-    """Return whether a model, or a part of it, is compiled. By name, since importing the class is slow."""
-    return any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in model.modules())
+def _is_compiled(module: torch.nn.Module) -> bool:
+    # By name, since importing the class is slow.
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def _is_repeated(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.ModuleList) and len({type(block) for block in module}) == 1
 
 
-def has_repeated_blocks(module: torch.nn.Module) -> bool:
-    """Return whether a module has a ``ModuleList`` of blocks of one class."""
+def _has_repeated_blocks(module: torch.nn.Module) -> bool:
     return any(map(_is_repeated, module.modules()))
 
 
@@ -162,7 +155,7 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
     if _is_repeated(module):
         for block in module.children():
             _compile_in_place(block, compile_kwargs)
-    elif has_repeated_blocks(module):
+    elif _has_repeated_blocks(module):
         for child in module.children():
             compile_regions(child, **compile_kwargs)
     elif not isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):

@@ -47,7 +47,6 @@ from notebook_accel.training.sharding import (
     SynchronizedSampler,
     chain_of,
 )
-from notebook_accel.training.trees import send_to_device
 
 
 @dataclasses.dataclass
@@ -170,26 +169,23 @@ def shard_dataloader(
         options = _unchanged_options(loader)
     else:
         options = maker.for_stream() if isinstance(loader.dataset, IterableDataset) else maker.for_dataset()
+    before_epoch = [*options.pop("before_epoch", ())]
     if rng_types:
-        options["before_epoch"] = [
-            lambda: random_state.synchronize(backend, rng_types, loader.generator),
-            *options.get("before_epoch", ()),
-        ]
+        before_epoch.insert(0, lambda: random_state.synchronize(backend, rng_types, loader.generator))
     if shares_samples(backend):
-        options["before_epoch"] = [functools.partial(random_state.agree, backend), *options.get("before_epoch", ())]
+        before_epoch.insert(0, functools.partial(random_state.agree, backend))
+    options |= {"feed": feed, "before_epoch": before_epoch}
     position = options.setdefault("position", LoaderPosition(EpochCounter()))
     if place == backend.place:
         group_recovery.track_state(position.epochs)
     if maker.dispatches:
-        return DataLoaderDispatcher(loader, feed=feed, backend=backend, **options)
-    return DataLoaderShard(loader, feed=feed, **options)
+        return DataLoaderDispatcher(loader, backend=backend, **options)
+    return DataLoaderShard(loader, **options)
 
 
 def _make_feed(backend: Backend, device: torch.device, *, non_blocking: bool) -> Feed:
     uploader = backend.uploader(non_blocking=non_blocking) if device == backend.device else None
-    if uploader is not None:
-        return UploadingFeed(uploader, device)
-    return CopyingFeed(functools.partial(send_to_device, device=device, non_blocking=non_blocking))
+    return CopyingFeed(device, non_blocking=non_blocking) if uploader is None else UploadingFeed(uploader, device)
 
 
 def refuse_data(objects: Iterable[Any]) -> None:

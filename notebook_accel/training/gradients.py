@@ -152,7 +152,7 @@ class UncalledModels:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._found_among: Any = None
-        self._shared: list[_SharedParameters] = []
+        self._shared: weakref.WeakKeyDictionary[Any, _SharedParameters] = weakref.WeakKeyDictionary()  # by model
         self._find()
         self.has_stepped()
 
@@ -164,17 +164,22 @@ class UncalledModels:
             may_be_local: Skip models that were called only in ``no_sync``, as in local SGD.
         """
         self._find()
-        uncalled = [shared for shared in self._shared if not shared.is_called]
+        by_model = list(self._shared.items())
+        uncalled = [(model, shared) for model, shared in by_model if model._calls == shared.calls_before]
         if parameters is not None and uncalled:  # another model may have gradients of its last step
             used = set(map(id, parameters))
-            uncalled = [shared for shared in uncalled if not used.isdisjoint(map(id, shared.parameters))]
+            uncalled = [
+                (model, shared) for model, shared in uncalled if not used.isdisjoint(map(id, shared.parameters))
+            ]
         if not uncalled:
             return
         # A model may have been prepared twice, or have another one as its part.
-        averaged = {id(each) for shared in self._shared if shared.is_called for each in shared.parameters}
-        for shared in reversed(uncalled):  # an earlier wrapper of the same model may be gone on some ranks
-            model = shared.model()
-            if model is None or not model.require_backward_grad_sync or (may_be_local and shared.is_local):
+        called = [shared for model, shared in by_model if model._calls != shared.calls_before]
+        averaged = {id(each) for shared in called for each in shared.parameters}
+        for model, shared in reversed(uncalled):  # an earlier wrapper of the same model may be gone on some ranks
+            if not model.require_backward_grad_sync:
+                continue
+            if may_be_local and model._local_calls != shared.local_calls_before:
                 continue
             left = [each for each in shared.parameters if id(each) not in averaged]
             averaged.update(map(id, left))
@@ -184,8 +189,8 @@ class UncalledModels:
 
     def has_stepped(self) -> None:
         """Record that the optimizer has used the gradients."""
-        for shared in self._shared:
-            shared.note_calls()
+        for model, shared in self._shared.items():
+            shared.calls_before, shared.local_calls_before = max(model._calls, 0), model._local_calls
 
     def _find(self) -> None:
         groups = self._optimizer.param_groups
@@ -194,14 +199,12 @@ class UncalledModels:
             return
         self._found_among = among
         own = {id(parameter) for group in groups for parameter in group["params"]}
-        before = {id(shared.model()): shared for shared in self._shared}
-        self._shared = []
+        before, self._shared = self._shared, weakref.WeakKeyDictionary()
         for model in [*_averaging.values(), *_frozen.values()]:
             parameters = [parameter for parameter in model._own_parameters() if id(parameter) in own]
             if parameters:
-                known = before.get(id(model))
-                calls = (0, 0) if known is None else known.calls_before
-                self._shared.append(_SharedParameters(weakref.ref(model), parameters, calls))
+                self._shared[model] = before.get(model) or _SharedParameters()
+                self._shared[model].parameters = parameters
 
 
 class _FrozenModel:
@@ -234,29 +237,11 @@ class _FrozenModel:
 
 @dataclasses.dataclass(eq=False)
 class _SharedParameters:
-    """The parameters that a model and an optimizer have in common."""
+    """The parameters that a model and an optimizer have in common, and the model's calls before the last step."""
 
-    model: weakref.ref[Any]
-    parameters: list[torch.nn.Parameter]
-    calls_before: tuple[int, int]
-
-    @property
-    def is_called(self) -> bool:
-        """True if the model was called since the last step, so that a backward pass has averaged its gradients."""
-        model = self.model()
-        return model is not None and model._calls != self.calls_before[0]
-
-    @property
-    def is_local(self) -> bool:
-        """True if the model was called in ``no_sync`` since the last step."""
-        model = self.model()
-        return model is not None and model._local_calls != self.calls_before[1]
-
-    def note_calls(self) -> None:
-        """Record the calls so far."""
-        model = self.model()
-        if model is not None:
-            self.calls_before = max(model._calls, 0), model._local_calls
+    parameters: list[torch.nn.Parameter] = dataclasses.field(default_factory=list)
+    calls_before: int = 0
+    local_calls_before: int = 0  # those in ``no_sync``
 
 
 _averaging: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

@@ -193,22 +193,21 @@ class ProfileKwargs(KwargsHandler):
 
     def build(self) -> torch.profiler.profile:
         """Return a profiler with these settings."""
-        options: dict[str, Any] = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("activities", "schedule_option", "output_trace_dir")
-        }
         return torch.profiler.profile(
             activities=None if self.activities is None else [_ACTIVITIES[name] for name in self.activities],
             schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
-            **options,
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
         )
 
 
 @contextlib.contextmanager
-def profile(options: ProfileKwargs | None, rank: int) -> Iterator[torch.profiler.profile]:
+def profile(options: ProfileKwargs, rank: int) -> Iterator[torch.profiler.profile]:
     """Profile the body on this rank, and write its trace to ``options.output_trace_dir``."""
-    options = options or ProfileKwargs()
     with options.build() as profiler:
         yield profiler
     if options.output_trace_dir is not None:
@@ -235,12 +234,12 @@ class Handlers:
             ConfigError: Two handlers are of one kind, one is of no known kind, or one has an invalid value.
         """
         kinds: dict[Any, str] = {field.default_factory: field.name for field in dataclasses.fields(cls)}
-        known = ", ".join(kind.__name__ for kind in kinds)
         found: dict[str, Any] = {}
         handler: Any
         for handler in given or ():
             name = kinds.get(type(handler))
             if name is None:
+                known = ", ".join(kind.__name__ for kind in kinds)
                 raise ConfigError(f"kwargs_handlers has a {type(handler).__name__}.", fix=f"one of {known}")
             if name in found:
                 raise ConfigError(f"kwargs_handlers has two {type(handler).__name__}.", fix="put both into one")

@@ -26,13 +26,9 @@ _NOTHING: Any = object()
 
 
 class EpochCounter:
-    """Counts the epochs of a loader, from 0.
+    """Counts the epochs of a loader, from 0. ``following`` is the one that begins next.
 
-    Args:
-        is_shared: Keep the running epoch in shared memory, for worker processes that outlive an epoch.
-
-    Attributes:
-        following: The epoch that begins next.
+    If the counter ``is_shared``, the running epoch is in memory shared with worker processes that outlive an epoch.
     """
 
     def __init__(self, *, is_shared: bool = False) -> None:
@@ -215,15 +211,10 @@ class ResumePoint:
 
 
 class LoaderPosition:
-    """The position of a loader, shared with the loaders that skip its first batches.
-
-    Attributes:
-        epochs: The loader's counter of epochs.
-        ahead: The prefetched batch, where reading it again could give another one.
-    """
+    """The position of a loader, shared with the loaders that skip its first batches."""
 
     def __init__(self, epochs: EpochCounter) -> None:
-        self.ahead: Any = _NOTHING
+        self.ahead: Any = _NOTHING  # the prefetched batch, where reading it again could give another one
         self.epochs = epochs
         self._latest: LoaderIteration | None = None
         self._begun: Any = None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.algorithms.join import Join, Joinable
@@ -34,7 +33,7 @@ from notebook_accel.training.sharding import (
     dispatched_rounds,
     slices,
 )
-from notebook_accel.training.trees import leaves_of, map_leaves
+from notebook_accel.training.trees import leaves_of, map_leaves, send_to_device
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -105,7 +104,7 @@ class DataLoaderShard(DataLoader[Any]):
         self.counter = Counter()
         self.position = position
         self._batches = options.get("batch_sampler", options.get("sampler"))
-        self._feed = feed or functools.partial(CopyingFeed, None)
+        self._feed = feed or Feed
         self._before_epoch = before_epoch
         self._is_marked = is_marked
 
@@ -326,42 +325,36 @@ class _SkippingStreamLoader(DataLoader[Any]):
         return itertools.islice(super().__iter__(), self._skipped, None)
 
 
-class Feed(Protocol):
-    """Transfers the batches of one iteration to the device, in the order of ``send``."""
+class Feed:
+    """Transfers the batches of one iteration to the device, in the order of ``send``. This one leaves them in place."""
 
     def send(self, batch: Any) -> Any:
         """Accept a batch, and return the object to pass to ``take`` later."""
+        return batch
 
     def begin(self) -> None:
         """Start the transfer of the sent batch unless it has started. ``take`` also does this."""
 
     def take(self, held: Any) -> Any:
         """Return the batch on the device, given the object that ``send`` returned."""
+        return held
 
     def close(self) -> None:
         """End the iteration."""
 
 
-class CopyingFeed:
-    """A feed that copies each batch when it is sent, one step before its use; with ``copy=None`` it does nothing."""
+class CopyingFeed(Feed):
+    """A feed that copies each batch when it is sent, one step before its use."""
 
-    def __init__(self, copy: Callable[[Any], Any] | None) -> None:
-        self._copy = copy
+    def __init__(self, device: torch.device, *, non_blocking: bool) -> None:
+        self._device = device
+        self._non_blocking = non_blocking
 
     def send(self, batch: Any) -> Any:
-        return batch if self._copy is None else self._copy(batch)
-
-    def begin(self) -> None:
-        pass
-
-    def take(self, held: Any) -> Any:
-        return held
-
-    def close(self) -> None:
-        pass
+        return send_to_device(batch, self._device, non_blocking=self._non_blocking)
 
 
-class UploadingFeed:
+class UploadingFeed(Feed):
     """A feed that sends the tensors of each batch through a backend's uploader."""
 
     def __init__(self, uploader: Uploader, device: torch.device) -> None:
@@ -521,31 +514,19 @@ def join_uneven_inputs(
         if follow_changes is not None:  # now, while all ranks take part
             follow_changes()
     join = Join(joinables, enable=not even_batches, throw_on_early_termination=False)
-    shards = _changeable_shards(loaders, even_batches)
-    with _attribute_set(shards, "even_batches", even_batches), _attribute_set([state], "joins_uneven", True), join:
-        yield
-
-
-def _changeable_shards(loaders: Iterable[DataLoaderShard], even_batches: bool) -> list[Any]:
-    """Return the shards with another ``even_batches``; refuse those whose workers wouldn't notice a change."""
     changed = [loader for loader in loaders if loader.shard is not None and loader.shard.even_batches != even_batches]
     for loader in changed:
-        if loader.persistent_workers and loader.batch_sampler is None:
+        if loader.persistent_workers and loader.batch_sampler is None:  # its workers wouldn't notice the change
             raise ConfigError(
                 "even_batches can't be changed for a stream that is read by workers which outlive an epoch.",
                 fix="DataLoader(..., persistent_workers=False), or DataLoaderConfiguration(even_batches=...)",
             )
-    return [loader.shard for loader in changed]
-
-
-@contextlib.contextmanager
-def _attribute_set(owners: Sequence[Any], name: str, value: bool) -> Iterator[None]:
-    """Set an attribute of some objects in the body, and restore it afterwards."""
-    before = [getattr(owner, name) for owner in owners]
-    for owner in owners:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, value_before in zip(owners, before, strict=True):
-            setattr(owner, name, value_before)
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, state, "joins_uneven", state.joins_uneven)
+        state.joins_uneven = True
+        for loader in changed:
+            shard: Any = loader.shard
+            stack.callback(setattr, shard, "even_batches", shard.even_batches)
+            shard.even_batches = even_batches
+        with join:
+            yield

@@ -12,7 +12,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, TypeGuard, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -77,17 +77,13 @@ def prepare_model(
 ) -> torch.nn.Module:
     """Return the model that training calls: on the device, under autocast, gradients averaged over the ranks.
 
-    With one rank this is ``model`` itself. The model keeps its parameters, so existing optimizers still work. Autocast
-    also applies when another module calls the model.
-
-    With ``averages``, the gradients of parameters that require one in a forward pass are averaged over the ranks.
-    ``before_training_pass`` is called before each forward pass that trains together with other ranks.
-
-    With ``sharding`` the model is sharded over several ranks instead, which replaces its parameters: see ``fsdp``.
-    ``before_sharded_pass`` is called before each of its forward passes. A model that is sharded already stays as it is.
+    With one rank this is ``model`` itself. The model keeps its parameters, so existing optimizers still work. Only
+    ``sharding`` replaces them, which shards the model over several ranks instead. A model that is sharded already stays
+    as it is.
 
     In ``backend``, ranks that work on the same samples count as one. ``mesh`` is the ``DeviceMesh`` of the ranks over
-    which ``sharding`` shards and replicates the model; by default of all.
+    which ``sharding`` shards and replicates the model; by default of all. ``before_training_pass`` is called before
+    each forward pass that trains together with other ranks, and ``before_sharded_pass`` before each of a sharded model.
 
     Raises:
         CollectiveError: The ranks prepare different models, or one of them makes another call.
@@ -95,6 +91,7 @@ def prepare_model(
     """
     groups, backend = backend, all_ranks(backend)
     # Another Accelerator may have prepared the model, with another precision, or in a group that has ended since.
+    model = without_own_wrapper(model)
     while model in _made_here:
         model = cast(torch.nn.Module, model.module)
     if isinstance(model, torch.nn.DataParallel) and backend.place.world_size > 1:
@@ -106,7 +103,8 @@ def prepare_model(
         model = model.module
     if fsdp.was_fully_sharded(model):
         return _sharded_before(model, backend, precision, before_sharded_pass)
-    _end_autocasting(model)
+    if "_own" in vars(type(model)):  # it autocasts in the precision of that Accelerator
+        _set_class(model, cast(_Autocasting, model)._own)
     if sharding is not None and backend.place.world_size > 1 and not isinstance(model, DistributedDataParallel):
         _refuse_other_mesh(model, mesh)
         later = _LateAveraging(model, backend, before_sharded_pass)
@@ -138,10 +136,7 @@ def prepare_model(
 
 
 def _has_its_place(model: torch.nn.Module) -> bool:
-    """Return whether the library that loaded a model has placed it on devices and forbids moving it.
-
-    Transformers sets these attributes on models on several devices, and on those with quantised weights.
-    """
+    """Return whether Transformers, which sets these attributes, forbids moving a model to another device."""
     for module in model.modules():
         own = vars(module)
         places = own.get("hf_device_map") or {}
@@ -219,8 +214,9 @@ class _LateAveraging:
 
 def _refuse_other_mesh(model: torch.nn.Module, mesh: Any) -> None:
     """Raise ``TrainingError`` if a model has tensor-parallel parameters that don't belong to ``mesh``."""
-    for parameter in model.parameters():
-        if is_sharded_tensor(parameter) and not _is_beside(cast(Any, parameter).device_mesh, mesh):
+    parameter: Any
+    for parameter in filter(is_sharded_tensor, model.parameters()):
+        if mesh is None or _whole_mesh_of(parameter.device_mesh) is not _whole_mesh_of(mesh):
             raise TrainingError(
                 f"{type(model).__name__} has layers that are spread over a mesh of their own, and can't be sharded "
                 "over another one.",
@@ -231,21 +227,12 @@ def _refuse_other_mesh(model: torch.nn.Module, mesh: Any) -> None:
             )
 
 
-def _is_beside(parts: Any, mesh: Any) -> bool:
-    return mesh is not None and _whole_mesh_of(parts) is _whole_mesh_of(mesh)
-
-
 def _whole_mesh_of(mesh: Any) -> Any:
     """Return the root mesh that a mesh was sliced from, or the mesh itself."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     meshes: Any = importlib.import_module("torch.distributed.device_mesh")  # in torch 2.9
     return meshes._mesh_resources.get_root_mesh(mesh)
-
-
-def _averages_gradients(model: Any) -> TypeGuard[DistributedDataParallel]:
-    """Return whether a module wraps a model to average its gradients: torch's wrapper, or a backend's."""
-    return isinstance(model, DistributedDataParallel) or (isinstance(model, torch.nn.Module) and model in _made_here)
 
 
 def _before_forward(before_training_pass: Callable[[], None], model: torch.nn.Module, _: Any) -> None:
@@ -269,8 +256,8 @@ def unwrap_model(
     compiled = _compiled_from(model)
     if compiled is not None and (not keep_torch_compile or unwrap(compiled) is not compiled):
         return unwrap(compiled)
-    if _averages_gradients(model) or isinstance(model, torch.nn.DataParallel):
-        return unwrap(model.module)
+    if isinstance(model, (DistributedDataParallel, torch.nn.DataParallel)) or model in _made_here:
+        return unwrap(cast(torch.nn.Module, model.module))
     return model if keep_fp32_wrapper or not isinstance(model, _Autocasting) else model._plain()
 
 
@@ -280,7 +267,7 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 
 
 def _compiled_from(model: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the model inside a ``torch.compile`` wrapper, if any. By name, since importing the class is slow."""
+    # By name, since importing the wrapper's class is slow.
     modules = getattr(model, "_modules", {})  # a bare tensor has none, and a scripted model's have no ``get``
     return modules["_orig_mod"] if "_orig_mod" in modules else None  # noqa: SIM401
 
@@ -334,11 +321,6 @@ class _Autocasting:
 
 def _set_class(model: Any, kind: type) -> None:
     object.__setattr__(model, "__class__", kind)  # bypasses the model's own __setattr__
-
-
-def _end_autocasting(model: torch.nn.Module) -> None:
-    if "_own" in vars(type(model)):
-        _set_class(model, cast(_Autocasting, model)._own)
 
 
 def _begin_autocasting(model: torch.nn.Module, autocast: Callable[[], Any]) -> None:

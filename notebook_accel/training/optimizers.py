@@ -165,8 +165,6 @@ class AcceleratedScheduler:
         self._steps_per_call = steps_per_call
         self._step_with_optimizer = step_with_optimizer
         self._calls_waiting = 0
-        self._counts_calls = isinstance(scheduler, ReduceLROnPlateau)
-        self._has_end = getattr(scheduler, "total_steps", None) is not None
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if the optimizer has stepped."""
@@ -178,21 +176,15 @@ class AcceleratedScheduler:
             return
         calls = self._calls_waiting if self._gradients.plugin.adjust_scheduler else 1
         self._calls_waiting = 0
-        for optimizer in self._optimizers:
-            if optimizer.step_was_skipped:
-                return
-        if self._counts_calls:  # its patience counts calls, not batches
-            self.scheduler.step(*args, **kwargs)
+        if any(optimizer.step_was_skipped for optimizer in self._optimizers):
             return
-        for _ in range(calls * self._steps_per_call):
-            if self._has_end and self._is_finished():
+        # The patience of ReduceLROnPlateau counts calls, not batches.
+        steps = 1 if isinstance(self.scheduler, ReduceLROnPlateau) else calls * self._steps_per_call
+        end = getattr(self.scheduler, "total_steps", None)
+        for _ in range(steps):
+            if end is not None and self.scheduler.last_epoch >= end:  # OneCycleLR would raise
                 return
             self.scheduler.step(*args, **kwargs)
-
-    def _is_finished(self) -> bool:
-        """Return whether a schedule of fixed length has ended, after which ``OneCycleLR`` raises."""
-        scheduler: Any = self.scheduler
-        return bool(scheduler.last_epoch >= scheduler.total_steps)
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not set yet: the object is being created
@@ -228,19 +220,8 @@ def prepare_optimizer(
 
 
 def refuse_unrelated(objects: Iterable[Any], prepared: Iterable[Any]) -> None:
-    """Refuse optimizers of other models, with which training would run and change no weight.
-
-    In a notebook this happens when a model was replaced by a trained copy, and its optimizer wasn't.
-
-    Raises:
-        TrainingError: An optimizer in ``objects`` updates no parameter of any model in ``prepared``.
-    """
-    known: set[int] = set()
-    for item in prepared:
-        if isinstance(item, torch.nn.Module):
-            known.update(map(id, item.parameters()))
-        elif isinstance(item, torch.Tensor):
-            known.add(id(item))
+    """Raise ``TrainingError`` if an optimizer in ``objects`` updates no parameter of any model in ``prepared``."""
+    known = known_parameters(prepared)
     for item in objects:
         if isinstance(item, AcceleratedOptimizer) and known.isdisjoint(map(id, parameters_of([item]))):
             raise TrainingError(
@@ -250,6 +231,14 @@ def refuse_unrelated(objects: Iterable[Any], prepared: Iterable[Any]) -> None:
                 "such as by --pull model, and its optimizer isn't.",
                 fix="make the optimizer for this model, or bring both back: --pull model,optimizer",
             )
+
+
+def known_parameters(prepared: Iterable[Any]) -> set[int]:
+    """Return the ``id`` of each prepared tensor and of each parameter of the prepared models."""
+    known: set[int] = set()
+    for item in prepared:
+        known.update(map(id, item.parameters() if isinstance(item, torch.nn.Module) else [item]))
+    return known
 
 
 def _is_state_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
@@ -285,8 +274,7 @@ def clip_grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
     norm_type: float,
-    *,
-    optimizers: Iterable[AcceleratedOptimizer],
+    optimizers: Sequence[AcceleratedOptimizer],
     state: GradientState,
     scaler: LossScaler | None,
 ) -> torch.Tensor:
@@ -308,8 +296,7 @@ def clip_grad_norm(
 def clip_grad_value(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     clip_value: float,
-    *,
-    optimizers: Iterable[AcceleratedOptimizer],
+    optimizers: Sequence[AcceleratedOptimizer],
     state: GradientState,
     scaler: LossScaler | None,
 ) -> None:
@@ -322,10 +309,9 @@ def clip_grad_value(
 
 
 def _finish_gradients(
-    parameters: Sequence[torch.Tensor], optimizers: Iterable[AcceleratedOptimizer], scaler: LossScaler | None
+    parameters: Sequence[torch.Tensor], optimizers: Sequence[AcceleratedOptimizer], scaler: LossScaler | None
 ) -> None:
     """Bring gradients to the values that the step uses: averaged over the ranks, and unscaled."""
-    optimizers = list(optimizers)
     for optimizer in optimizers:
         optimizer.average_uncalled(parameters)
     unscale(optimizers, scaler)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -215,11 +214,8 @@ def _hybrid(place: RankPlace) -> ParallelismConfig | None:
 def parts_with(model: torch.nn.Module, parts: int, place: RankPlace, fixed_by: str) -> int:
     """Return how many ranks work on the same samples after a model, which may be tensor-parallel, is prepared.
 
-    Args:
-        model: The model.
-        parts: The number so far.
-        place: This rank's place.
-        fixed_by: The reason why that number can't change, such as that loaders follow it; ``""`` if it can.
+    ``parts`` is the number so far, and ``fixed_by`` the reason why it can't change, such as that loaders follow it;
+    ``""`` if it can.
 
     Raises:
         TrainingError: The model is split over another number of ranks, and that number can't change.
@@ -242,7 +238,8 @@ def parts_in(model: torch.nn.Module, place: RankPlace) -> int | None:
     Raises:
         TrainingError: Tensor-parallel ranks aren't neighbours, or nothing averages the gradients of several replicas.
     """
-    meshes = {parameter.device_mesh for parameter in _sharded(model)}
+    sharded: Any = filter(is_sharded_tensor, model.parameters())
+    meshes = {parameter.device_mesh for parameter in sharded}
     if not meshes:
         return None
     data_mesh = fsdp.data_mesh(model)
@@ -264,7 +261,3 @@ def parts_in(model: torch.nn.Module, place: RankPlace) -> int | None:
             fix='init_device_mesh(device, (shares, parts), mesh_dim_names=("dp", "tp"))',
         )
     return int(parts)
-
-
-def _sharded(model: torch.nn.Module) -> Iterable[Any]:
-    return filter(is_sharded_tensor, model.parameters())

@@ -27,11 +27,8 @@ def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) ->
     """Make this process the rank that its environment describes, and return its backend.
 
     If this process is in a group already, created here or by the user's code, that group is used as it is. A data
-    loader's worker process joins no group, because its rank is a member already.
-
-    Args:
-        cpu: Compute on the CPU even where there are GPUs. The launcher's environment variable has the same effect.
-        options: Options of the group, such as how long ranks wait for each other.
+    loader's worker process joins no group, because its rank is a member already. With ``cpu``, or the launcher's
+    environment variable, compute on the CPU even where there are GPUs.
 
     Raises:
         ConfigError: The environment variables don't describe a rank.

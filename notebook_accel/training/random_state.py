@@ -16,6 +16,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives, process_group
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.backends.shared_samples import all_ranks, shares_samples
+from notebook_accel.training.trees import leaves_of
 
 _T = TypeVar("_T")
 
@@ -41,15 +42,19 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     if device_specific:
         seed += process_group.rank_place().rank
+    _seed_host(seed)
+    process_group.seed_device(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def _seed_host(seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
-    process_group.seed_device(seed)
     with contextlib.suppress(ImportError):
         import numpy
 
         numpy.random.seed(seed % 2**32)  # NumPy takes no larger seeds
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
 
 
 def snapshot() -> dict[str, Any]:
@@ -98,21 +103,12 @@ def draw_afresh(saved: dict[str, Any], rank: int, backend: Backend) -> None:
     checkpoint is loaded.
     """
     seed = zlib.crc32(bytes(saved["torch"].tolist()), rank)
-    random.seed(seed)
-    torch.manual_seed(seed)
+    _seed_host(seed)
     backend.seed(seed)
-    if "numpy" in sys.modules:
-        import numpy
-
-        numpy.random.seed(seed)
 
 
 def check_rng_types(types: Iterable[Any]) -> tuple[str, ...]:
-    """Return the names of generators, as ``synchronize`` takes them.
-
-    Raises:
-        ConfigError: There is no such generator.
-    """
+    """Return the names of generators, as ``synchronize`` takes them; raise ``ConfigError`` for an unknown one."""
     names = tuple(str(getattr(kind, "value", kind)) for kind in types)
     known = [kind.value for kind in RNGType]
     for name in names:
@@ -162,8 +158,7 @@ def of_rank_0(from_rank_0: Callable[[Any], Any]) -> Iterator[None]:
 
 def _numbers_of(state: dict[str, Any]) -> list[Any]:
     """Return a state from ``to_loadable`` in a form that can be compared."""
-    parts = [part for name in sorted(state) for part in (name, *(state[name] if name != "torch" else [state[name]]))]
-    return [part.tolist() if isinstance(part, torch.Tensor) else part for part in parts]
+    return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_of(state)]
 
 
 def drawn_apart(items: Iterable[_T]) -> Iterator[_T]:

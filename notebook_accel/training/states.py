@@ -10,7 +10,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,6 @@ from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import InitProcessGroupKwargs
 from notebook_accel.training.parallelism import ParallelismConfig
 from notebook_accel.training.precision import Precision
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -104,9 +101,6 @@ class ProcessState:
             f"local rank {self.local_process_index}, {self.device}, {self.distributed_type.value})"
         )
 
-    def __deepcopy__(self, _: dict[int, Any]) -> Self:
-        return self  # represents this process, so a copied model keeps referring to the original
-
     def __init_subclass__(cls) -> None:
         STAYING[cls] = cls._refuse_to_leave
 
@@ -117,7 +111,9 @@ class ProcessState:
             f"{self.num_processes}, and a copy elsewhere would act for that rank",
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(
+        self,
+    ) -> tuple[Any, ...]:  # for pickle and for ``copy.deepcopy``, such as of a model that refers to it
         return _same_object, (type(self).__name__, _PROCESS, os.getpid(), self._number)
 
     @property

@@ -43,40 +43,20 @@ _numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDiction
 
 
 class Stopping:
-    """Answers whether a rank should stop.
+    """Answers whether a rank should stop, since its time limit ``end_s`` (in seconds since the epoch) is near."""
 
-    Args:
-        place: The rank's place.
-        store: A connection to the ranks' store for this object alone; ``None`` for a single rank.
-        end_s: The time limit in seconds since the epoch, ``None`` if there is none.
-        margin_s: Number of seconds before the limit at which the ranks stop.
-        saves_on_end: True if prepared loops ask by themselves, to warn if none has asked when the time has come.
-
-    Attributes:
-        has_backward: True once ``Accelerator.backward`` was called.
-    """
-
-    def __init__(
-        self, place: RankPlace, store: Any, end_s: float | None, margin_s: float, *, saves_on_end: bool = False
-    ) -> None:
-        self.has_backward = False
-        self._saves_on_end = saves_on_end
+    def __init__(self, place: RankPlace, store: Any, end_s: float | None, *, saves_on_end: bool) -> None:
+        self.has_backward = False  # True once ``Accelerator.backward`` was called
+        self._saves_on_end = saves_on_end  # prepared loops ask by themselves, so warn if none has asked at the end
         self._place = place
-        self._store = store
+        self._store = store  # a connection for this object alone; ``None`` for a single rank
         self._end_s = end_s
-        self._margin_s = margin_s
         self._lock = threading.Lock()
         self._questions = 0
         self._is_time = False
         self._first_yes = 0
         self._is_agreed = threading.Event()
         self._has_reported = False
-
-    def begin(self, owner: object) -> None:
-        """Start the thread, which ends when the time has come or ``owner`` is garbage-collected."""
-        if self._end_s is not None:
-            waits = (self, self._end_s - self._margin_s, weakref.ref(owner))
-            threading.Thread(target=_answer_in_time, args=waits, name="notebook-accel-end", daemon=True).start()
 
     def ask(self) -> bool:
         """Return whether to stop. All ranks ask equally often, and get the same answer to the same question."""
@@ -88,9 +68,12 @@ class Stopping:
         self._is_agreed.wait(2 * _ANSWER_DEADLINE_S)
         if number < self._first_yes:
             return False
-        if not self._has_reported:
+        if not self._has_reported and self._end_s is not None:
             self._has_reported = True
-            self._tell()
+            reporting.reporter().report_time_limit(self._end_s)
+            if self._place.rank == 0:
+                end = time_limit.in_words(self._end_s)
+                print(f"[training stops here, since the time limit is {end}]", file=sys.stderr, flush=True)
         return True
 
     def leave(self) -> None:
@@ -148,21 +131,9 @@ class Stopping:
             fix,
         )
 
-    def _tell(self) -> None:
-        if self._end_s is None:
-            return
-        reporting.reporter().report_time_limit(self._end_s)
-        if self._place.rank == 0:
-            end = time_limit.in_words(self._end_s)
-            print(f"[training stops here, since the time limit is {end}]", file=sys.stderr, flush=True)
-
 
 def check_folder(save_on_end: str | os.PathLike[str] | bool, project: ProjectConfiguration) -> str | None:
-    """Return the folder that ``save_on_end`` names: ``""`` for the next numbered one, ``None`` to save nothing.
-
-    Raises:
-        ConfigError: No folder is known.
-    """
+    """Return the folder that ``save_on_end`` names: ``""`` for the next numbered one, ``None`` to save nothing."""
     if save_on_end is True and not project.automatic_checkpoint_naming:
         raise ConfigError(
             "save_on_end=True has no folder to save to.",
@@ -185,23 +156,17 @@ def _answer_in_time(stopping: Stopping, stop_s: float, owner: weakref.ref[Any]) 
 
 
 def of_rank(backend: Backend, owner: object, *, saves_on_end: bool) -> Stopping:
-    """Return the ``Stopping`` that answers ``owner``, after starting it with the environment's time limit.
+    """Return the ``Stopping`` that answers ``owner``, for the environment's time limit. All ranks call this.
 
-    All ranks call this.
-
-    Args:
-        backend: The rank's backend.
-        owner: The object that asks.
-        saves_on_end: True if ``owner`` asks by itself in a prepared loop.
+    Its thread ends when the time has come or ``owner`` is garbage-collected.
     """
-    end_s, margin_s = time_limit.end_of(""), time_limit.margin_of()
-    if isinstance(backend, WorkerProcess):  # the rank itself answers for its loaders' workers
-        end_s = None
-    store = None
-    if end_s is not None and backend.place.world_size > 1:
-        store = _own_connection()
-    stopping = Stopping(backend.place, store, end_s, margin_s, saves_on_end=saves_on_end)
-    stopping.begin(owner)
+    # The rank itself answers for its loaders' workers.
+    end_s = None if isinstance(backend, WorkerProcess) else time_limit.end_of("")
+    store = _own_connection() if end_s is not None and backend.place.world_size > 1 else None
+    stopping = Stopping(backend.place, store, end_s, saves_on_end=saves_on_end)
+    if end_s is not None:
+        waits = (stopping, end_s - time_limit.margin_of(), weakref.ref(owner))
+        threading.Thread(target=_answer_in_time, args=waits, name="notebook-accel-end", daemon=True).start()
     return stopping
 
 

@@ -12,21 +12,16 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
-from notebook_accel.training import gradients
+from notebook_accel.training import gradients, optimizers
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")  # attributes of torch's schedulers that hold their planned length
-
-_logger = logging.getLogger("notebook_accel")
 
 
 def warn(prepared: Sequence[Any], *, ranks: int, window: int, scales: bool) -> None:
     """Warn, at the first backward pass, about each kind of object that should be prepared and isn't.
 
-    Args:
-        prepared: All prepared objects.
-        ranks: Number of ranks.
-        window: Micro-batches in a step of the optimizer if ``accumulate`` counts them, else 1.
-        scales: True if losses are scaled, as in fp16.
+    ``window`` is the number of micro-batches in a step of the optimizer if ``accumulate`` counts them, else 1.
+    ``scales`` is true if losses are scaled, as in fp16.
     """
     if ranks > 1 and not any(isinstance(item, (torch.nn.Module, torch.Tensor)) for item in prepared):
         _warn(
@@ -53,11 +48,8 @@ def warn(prepared: Sequence[Any], *, ranks: int, window: int, scales: bool) -> N
 
 def _unprepared_shapes(optimizer: torch.optim.Optimizer, prepared: Sequence[Any]) -> str:
     """Return the shapes of an optimizer's unprepared parameters, such as a loss's; ``""`` if none or all are."""
-    known = {id(item) for item in [*prepared, *gradients.registered_parameters()]}
-    for item in prepared:
-        if isinstance(item, torch.nn.Module):
-            known.update(map(id, item.parameters()))
-    moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = optimizers.known_parameters(prepared) | set(map(id, gradients.registered_parameters()))
+    moved = optimizers.parameters_of([optimizer])
     unprepared = [parameter for parameter in moved if id(parameter) not in known and parameter.requires_grad]
     unprepared = [parameter for parameter in unprepared if not is_sharded_tensor(parameter)]
     if len(unprepared) == len(moved):
@@ -74,16 +66,13 @@ def log_schedule_hint(scheduler: LRScheduler, *, ranks: int, window: int) -> Non
     """Log ``schedule_hint`` if there is one."""
     text = schedule_hint(scheduler, ranks=ranks, window=window)
     if text:
-        _logger.warning(text)
+        logging.getLogger("notebook_accel").warning(text)
 
 
 def schedule_hint(scheduler: LRScheduler, *, ranks: int, window: int) -> str:
     """Describe how fast a schedule advances and when it ends; return ``""`` if it advances as in one process.
 
-    Args:
-        scheduler: The user's scheduler.
-        ranks: Steps of the schedule for each step of the optimizer.
-        window: Micro-batches in a step of the optimizer.
+    Each step of the optimizer takes ``window`` micro-batches, and advances the schedule by ``ranks`` steps.
     """
     if ranks == 1 or isinstance(scheduler, ReduceLROnPlateau):
         return ""
