@@ -20,7 +20,7 @@ from typing import Any
 
 from notebook_accel.exporting import plain_python
 from notebook_accel.exporting.plain_python import Statement
-from notebook_accel.payload import serialization
+from notebook_accel.payload import serialization, unpicklable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,14 +250,10 @@ def _is_assigned(node: ast.Assign, name: str) -> bool:
 
 def _methods(kind: type) -> Iterator[types.FunctionType]:
     """Yield the functions in a class, unwrapped."""
-    for member in vars(kind).values():
-        parts = [member.fget, member.fset, member.fdel] if isinstance(member, property) else [member]
-        for part in parts:
-            function = getattr(part, "__func__", part)
-            if callable(function):
-                function = inspect.unwrap(function)
-            if isinstance(function, types.FunctionType):
-                yield function
+    for member in unpicklable.class_members(kind):
+        function = inspect.unwrap(member) if callable(member) else member
+        if isinstance(function, types.FunctionType):
+            yield function
 
 
 def _matches(node: ast.ClassDef, kind: type) -> bool:

@@ -197,6 +197,13 @@ def global_names(code: types.CodeType) -> list[str]:
     return list(dict.fromkeys([*code.co_names, *inner]))
 
 
+def class_members(kind: type) -> Iterator[Any]:
+    """Yield the members of a class. Methods and properties come as the functions behind them."""
+    for member in vars(kind).values():
+        parts = [member.fget, member.fset, member.fdel] if isinstance(member, property) else [member]
+        yield from (getattr(part, "__func__", part) for part in parts)
+
+
 def _class_parts(obj: type) -> Iterator[tuple[str, Any]]:
     for base in obj.__bases__:
         yield f"base class {base.__qualname__}", base

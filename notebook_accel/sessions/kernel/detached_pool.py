@@ -79,9 +79,6 @@ class DetachedRankPool(RankPool):
         else:
             self.leave()
 
-    def _end_with_kernel(self) -> None:
-        self.leave()
-
     @property
     def _closed_text(self) -> str:
         if self.job.done:
@@ -116,11 +113,7 @@ class DetachedRankPool(RankPool):
         return joined
 
     def _end_if_begun(self) -> None:
-        """End a session whose end an earlier kernel has started, before it was killed. Some ranks are gone already.
-
-        Raises:
-            RunError: The session was ended.
-        """
+        """End a session whose end an earlier kernel has started, before it was killed. Some ranks are gone already."""
         if any(rank.has_result for rank in self.job.ranks):
             self.job.stop()
             raise RunError(

@@ -67,12 +67,6 @@ class RankRequest:
         with contextlib.suppress(RuntimeError):  # the waiting thread hasn't taken the previous news yet
             self._news.release()
 
-    def close(self) -> None:
-        """Close the descriptors of values that were not used."""
-        for descriptor in self.values.values():
-            os.close(descriptor)
-        self.values.clear()
-
 
 class RankConnections:
     """Sends requests to ranks and receives their answers."""
@@ -103,9 +97,11 @@ class RankConnections:
         self._put(lambda: self._send_to(rank, messages.encode(message)))
 
     def drop(self, request: RankRequest) -> None:
-        """Forget a request. Answers that still arrive are discarded."""
+        """Forget a request, and close the files of its values. Answers that still arrive are discarded."""
         self._requests.pop(request.number, None)
-        request.close()
+        for descriptor in request.values.values():
+            os.close(descriptor)
+        request.values.clear()
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Send a rank a signal. It may arrive late, but always before anything sent to the rank afterwards."""

@@ -125,16 +125,10 @@ class RankPool:
 
     @property
     def is_whole(self) -> bool:
-        """True if all ranks are alive."""
         return len(self.alive) == self.job.world_size
 
     def chosen(self, ranks: Sequence[int] | None) -> list[int]:
-        """Return the given ranks in order, by default all.
-
-        Raises:
-            ConfigError: There is no such rank.
-            RunError: One of these ranks is dead.
-        """
+        """Return the given ranks in order, by default all. Raise if one of them is dead or doesn't exist."""
         self._refuse_ended()
         chosen = list(range(self.job.world_size)) if ranks is None else self._check_known(ranks)
         for rank in chosen:
@@ -156,11 +150,7 @@ class RankPool:
 
         While the ranks are busy, the request waits for its turn. ``note`` is called with the status of a background
         job; without it, a printed message names the code that the request waits for. Raises as ``Session.execute`` and
-        ``Session.pull`` do.
-
-        Raises:
-            PayloadError: An object that the ranks need can't be sent.
-            RunError: A rank is dead.
+        ``Session.pull`` do, and a ``RunError`` if a rank is dead.
         """
         self.chosen(ranks)  # refuse before waiting
         with self._turn(title, note):
@@ -182,11 +172,7 @@ class RankPool:
                 self._connections.drop(request)
 
     def debug(self, rank: int | None) -> None:
-        """Open a debugger at a rank's last error; by default on the rank that failed last.
-
-        Raises:
-            RunError: Nothing has failed on that rank, or the user can't type commands.
-        """
+        """Open a debugger at a rank's last error; by default on the rank that failed last. See ``Session.debug``."""
         if rank is None and self._failed_rank is None:
             raise RunError("Nothing has failed in this session yet, so there is nothing to debug.")
         [rank] = self.chosen([self._failed_rank or 0 if rank is None else rank])
@@ -215,12 +201,9 @@ class RankPool:
             if 0 not in self.alive or not is_free:
                 return None
             request = self._request(messages.LookUp, [0], text=text, describes=describes)
-            self._connections.ask(request)
-            deadline_s = time.monotonic() + (_LOOKUP_DEADLINE_S if timeout_s is None else timeout_s)
-            while request.pending and (left_s := deadline_s - time.monotonic()) > 0 and not interrupts.has_pending:
-                request.wait(min(left_s, _POLL_PERIOD_S))
+            timeout_s = _LOOKUP_DEADLINE_S if timeout_s is None else timeout_s
+            self._ask_for(timeout_s, request, until=lambda: interrupts.has_pending)
             reply = request.replies.get(0)
-            self._connections.drop(request)
             return None if reply is None else reply.lines
 
     def restart(self, ranks: Sequence[int] | None) -> list[int]:
@@ -273,11 +256,14 @@ class RankPool:
 
     def _tell_where_to_wait(self, folder: str, name: str) -> None:
         """Send the ranks the folder where they wait for the next kernel; empty: end with this one. Uninterruptible."""
-        request = self._request(messages.Detach, self.alive, folder=folder, name=name)
+        self._ask_for(_END_DEADLINE_S, self._request(messages.Detach, self.alive, folder=folder, name=name))
+
+    def _ask_for(self, timeout_s: float, request: PendingRequest, until: Callable[[], bool] = lambda: False) -> None:
+        """Send a request, and wait for its answers for a limited time."""
         self._connections.ask(request)
-        deadline_s = time.monotonic() + _END_DEADLINE_S
-        while request.pending and time.monotonic() < deadline_s:
-            request.wait(_POLL_PERIOD_S)
+        deadline_s = time.monotonic() + timeout_s
+        while request.pending and (left_s := deadline_s - time.monotonic()) > 0 and not until():
+            request.wait(min(left_s, _POLL_PERIOD_S))
         self._connections.drop(request)
 
     def _close_here(self) -> None:
@@ -293,7 +279,10 @@ class RankPool:
         self.close()
 
     def _end_with_kernel(self) -> None:
-        self.close()
+        if self.outlives_kernel:
+            self.leave()
+        else:
+            self.close()
 
     def close_in_fork(self) -> None:
         """Close the descriptors in a fork of this process: to the ranks, whoever holds them is the session's kernel."""
@@ -325,11 +314,7 @@ class RankPool:
     # ----------------------------------------------------------------------------------------------------------------
 
     def _welcome(self, ranks: Sequence[int], check: Callable[[], None]) -> None:
-        """Wait until the given fresh ranks have joined.
-
-        Raises:
-            LaunchError: A rank has not joined in time.
-        """
+        """Wait until the given fresh ranks have joined. Raise a ``LaunchError`` if one has not joined in time."""
         assert self._listener is not None
         missing, deadline_s = set(ranks), time.monotonic() + _START_DEADLINE_S
         while missing:
@@ -468,11 +453,7 @@ class RankPool:
         return failure
 
     def _values(self, request: PendingRequest, *, is_pull: bool) -> dict[int, Any]:
-        """Return the values that came with the answers, by rank.
-
-        Raises:
-            ResultError: A value can't be unpickled. The error carries the others.
-        """
+        """Return the values that came with the answers, by rank. Raise a ``ResultError`` if one can't be unpickled."""
         files = {rank: ResultFile(value, rank) for rank, value in sorted(request.values.items())}
         for file in files.values():
             file.unpickle(self.namespace_sync.origins)
