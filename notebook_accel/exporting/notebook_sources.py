@@ -25,25 +25,15 @@ from notebook_accel.payload import serialization, unpicklable
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """A statement of a cell that defines a function or a class, or assigns one to a name.
+    """A statement of a cell that defines a function or a class, or assigns one to a name."""
 
-    Attributes:
-        name: The name that the statement assigns.
-        text: The statement's text, with the comments above it.
-        node: The statement's tree.
-        label: The cell, as ``In[3]``.
-        number: The cell's number.
-        lines: The statement's lines in the cell.
-        modules: Modules that the text needs in addition.
-    """
-
-    name: str
-    text: str
+    name: str  # the name that the statement assigns
+    text: str  # with the comments above it
     node: ast.stmt
-    label: str
-    number: int
-    lines: range
-    modules: frozenset[str] = frozenset()
+    label: str  # the cell, as ``In[3]``
+    number: int  # of the cell
+    lines: range  # the statement's lines in the cell
+    modules: frozenset[str] = frozenset()  # modules that the text needs in addition
 
     @property
     def place(self) -> tuple[int, int]:
