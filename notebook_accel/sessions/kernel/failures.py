@@ -89,19 +89,14 @@ def _end_error(job: Job) -> RunError:
 class GroupRecovery:
     """Checks the ranks' process group after a failure, and replaces a broken one.
 
-    Args:
-        world_size: Number of ranks.
-        ask: Function that sends ranks a request without user code. Takes the request's type, the ranks and the fields;
-            returns the answers of the ranks that are still alive.
-
-    Attributes:
-        renewals: Number of abandoned groups.
+    ``ask`` sends ranks a request without user code. It takes the request's type, the ranks and the fields, and returns
+    the answers of the ranks that are still alive.
     """
 
     def __init__(self, world_size: int, ask: Callable[..., Mapping[int, Reply]]) -> None:
         self._world_size = world_size
         self._ask = ask
-        self.renewals = 0
+        self.renewals = 0  # number of abandoned groups
 
     def after(self, alive: Sequence[int], *, is_broken: bool) -> None:
         """Make a new group if the ranks have entered different collectives. Report what was lost with the old group.

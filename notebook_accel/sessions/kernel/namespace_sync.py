@@ -32,53 +32,37 @@ from notebook_accel.sessions.ranks.namespace import SealedDelivery
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Notebook variables and objects that a request needs.
+    """Notebook variables and objects that a request needs."""
 
-    Attributes:
-        names: Notebook variables that the code uses.
-        by_force: Names whose values replace the ranks' own.
-        optional_names: Names that are left out if they can't be sent.
-        submodules: Modules to import.
-        call: A function with its arguments.
-    """
-
-    names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    by_force: Sequence[str] = ()
-    optional_names: Sequence[str] = ()
-    submodules: tuple[str, ...] = ()
-    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
+    names: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # variables that the code uses
+    by_force: Sequence[str] = ()  # names whose values replace the ranks' own
+    optional_names: Sequence[str] = ()  # names that are left out if they can't be sent
+    submodules: tuple[str, ...] = ()  # modules to import
+    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None  # a function with its arguments
 
 
 @dataclasses.dataclass(frozen=True)
 class Parcel:
-    """A sealed file for some ranks, which have earlier values of the variables in ``again``.
-
-    ``fingerprints`` are those of the variables, ``objects`` those of the objects that the delivery numbers.
-    """
+    """A sealed file for some ranks."""
 
     ranks: tuple[int, ...]
     delivery: Delivery
     descriptor: int
-    fingerprints: Mapping[str, Fingerprint]
-    objects: Mapping[int, Fingerprint | None]
-    again: tuple[str, ...]
+    fingerprints: Mapping[str, Fingerprint]  # of the variables
+    objects: Mapping[int, Fingerprint | None]  # of the objects that the delivery numbers
+    again: tuple[str, ...]  # the variables of which the ranks have earlier values
 
 
 @dataclasses.dataclass
 class _SentVariables:
-    """The variables of a rank.
+    """The variables of a rank."""
 
-    Attributes:
-        own: The names that the rank has bound itself.
-        fingerprints: Fingerprints of the variables that were sent to it; ``None`` for a value that an earlier notebook
-            has sent and this one doesn't have.
-        pulled: Fingerprints of the notebook's copies of these variables, which count as the rank's values too.
-        objects: Fingerprints of its objects by their numbers; ``None`` for functions and classes.
-    """
-
-    own: set[str] = dataclasses.field(default_factory=set)
+    own: set[str] = dataclasses.field(default_factory=set)  # names that the rank has bound itself
+    # Of the variables that were sent to it; ``None`` for a value that an earlier notebook has sent and this one lacks.
     fingerprints: dict[str, Fingerprint | None] = dataclasses.field(default_factory=dict)
+    # Of the notebook's copies of these variables, which count as the rank's values too.
     pulled: dict[str, Fingerprint] = dataclasses.field(default_factory=dict)
+    # Of its objects by their numbers; ``None`` for functions and classes.
     objects: dict[int, Fingerprint | None] = dataclasses.field(default_factory=dict)
 
     def has(self, name: str, value: Any) -> bool:
@@ -108,10 +92,7 @@ class NamespaceSync:
         """Take over ranks that have variables from an earlier notebook.
 
         The ranks' variables win over this notebook's present values; later changes here are sent. Functions and classes
-        of this notebook win.
-
-        Args:
-            names: Each rank's own names, and the names of values that the earlier notebook has sent.
+        of this notebook win. ``names`` has each rank's own names, and those that the earlier notebook has sent.
         """
         here = sys.modules["__main__"].__dict__
         was_sent = {name for _, sent in names.values() for name in sent if name in here}
@@ -141,9 +122,7 @@ class NamespaceSync:
     def pulled(self, values: Mapping[str, Any], names: Mapping[int, Collection[str]]) -> None:
         """Record that pulled values count as the ranks' own values of these names.
 
-        Args:
-            values: The notebook's values by name.
-            names: The names whose values, or whose parts, each rank has numbered as ``number_pulled`` says.
+        ``names`` has the names whose values, or whose parts, each rank has numbered as ``number_pulled`` says.
         """
         for name, value in values.items():
             has_tensors = bool(shared_parts.tensors(value))
@@ -163,10 +142,7 @@ class NamespaceSync:
     def pack(self, inputs: Inputs, ranks: Sequence[int]) -> list[Parcel]:
         """Seal the inputs that these ranks don't have yet. Ranks that lack the same inputs share a file.
 
-        The caller closes the files.
-
-        Raises:
-            PayloadError: A value can't be sent.
+        The caller closes the files. Raises a ``PayloadError`` for a value that can't be sent.
         """
         made: list[Parcel] = []
         try:
@@ -286,12 +262,8 @@ _Written: TypeAlias = Sequence[tuple[Any, Any, bool]]
 class _Changes:
     """The parts of variables that have changed since they were sent, or that must replace the ranks' own by force.
 
-    Such a part is sent itself; other parts that the ranks have are sent as references. The ranks keep their tensors.
-    ``objects`` has the objects that all these ranks have, by number.
-
-    Attributes:
-        written: The tensors of the ranks that get new values.
-        origins: The objects that are sent as references, by number.
+    Such a part is sent itself; other parts that the ranks have are sent as references. The ranks keep their tensors:
+    those in ``written`` get new values. ``objects`` are what all these ranks have, and ``origins`` what is referred to.
     """
 
     def __init__(

@@ -44,14 +44,7 @@ Answer: TypeAlias = tuple[messages.Reply, Any]
 
 
 class RankPool:
-    """All ranks of one session, and their state. The ranks end with this process.
-
-    Attributes:
-        job: The ranks' run.
-
-    Raises:
-        LaunchError: The ranks could not be started.
-    """
+    """All ranks of one session, whose run is ``job``, and their state. The ranks end with this process."""
 
     outlives_kernel = False
 
@@ -319,7 +312,10 @@ class RankPool:
         missing, deadline_s = set(ranks), time.monotonic() + _START_DEADLINE_S
         while missing:
             check()
-            self._check_start(ranks)
+            if self.job.done:
+                raise self.job.error or LaunchError("The session has ended before it began.")
+            for death in filter(None, map(self.job.death, ranks)):
+                raise death
             if time.monotonic() > deadline_s:
                 text = f"{len(missing)} of the session's ranks have not joined within {_START_DEADLINE_S:g} s."
                 raise LaunchError(text)
@@ -332,14 +328,6 @@ class RankPool:
         welcome = messages.Welcome(renewals=self._group_recovery.renewals)
         joined.connection.send(messages.encode(welcome))
         self._connections.add(joined)
-
-    def _check_start(self, ranks: Sequence[int]) -> None:
-        if self.job.done:
-            raise self.job.error or LaunchError("The session has ended before it began.")
-        for rank in ranks:
-            death = self.job.death(rank)
-            if death is not None:
-                raise death
 
     def _death_error(self, rank: int) -> RunError:
         return failures.death_error(self.job, rank, was_killed=rank in self._killed)
@@ -411,16 +399,14 @@ class RankPool:
         return request.replies
 
     def _ask_and_settle(self, request: PendingRequest) -> None:
-        """Send a request, and wait until none of its interrupts can hit the next request.
-
-        A rank may answer just before it is interrupted. A signal may arrive late, but always before anything written to
-        the connection afterwards; so each interrupted rank answers one more, empty request.
-        """
+        """Send a request, and wait until none of its interrupts can hit the next request."""
         with held() as interrupts:
             request.ask()
             if request.output is not None:  # user code has ended; its follow-up requests can't be interrupted
                 interrupts.close()
         self._killed.update(request.killed)
+        # A rank may answer just before it is interrupted. A signal may arrive late, but always before anything written
+        # to the connection afterwards; so each interrupted rank answers one more, empty request.
         interrupted = [rank for rank in request.interrupted if rank in self.alive]
         if interrupted:
             self._ask_quietly(messages.Settle, interrupted)
