@@ -120,10 +120,10 @@ class ScriptContents:
         """Add the names that a piece of source reads. ``label`` and ``offset`` give its cell and line in errors."""
         known_here = self._cell.assigns or frozenset()
         for name in names:
-            own = self._namespace.get(name, _NOTHING)
             if name in _MODULE_NAMES or name in self._own:
                 continue
-            if own is not _NOTHING and not cells.is_builtin(name, own) and name not in cells.OF_IPYTHON:
+            is_notebooks = name in self._namespace and not cells.is_builtin(name, self._namespace[name])
+            if is_notebooks and name not in cells.OF_IPYTHON:
                 self.require(name)
             elif name == "display" and hasattr(builtins, name):
                 self.imports["from IPython.display import display"] = None
@@ -180,7 +180,6 @@ class ScriptContents:
         return "\n\n\n".join([self.definitions[name].text, *(["\n".join(aliases)] if aliases else [])])
 
 
-_NOTHING = object()
 _MODULE_NAMES = {"__name__", "__doc__", "__file__", "__spec__", "__loader__", "__package__", "__builtins__"}
 _ASK_BEFORE = "ask in a cell of its own, and use the answer here: it is exported then"
 _USE_A_NAME = "give the value a name in a cell, and use that"

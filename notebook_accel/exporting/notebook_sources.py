@@ -150,11 +150,7 @@ class NotebookSources:
 
     def of_class(self, kind: type) -> Definition | None:
         """Return the statement that defined a class."""
-        own = [
-            function.__code__
-            for function in _methods(kind)
-            if function.__qualname__.startswith(f"{kind.__qualname__}.")
-        ]
+        own = [each.__code__ for each in _methods(kind) if each.__qualname__.startswith(f"{kind.__qualname__}.")]
         found = {code: cell for code in own if (cell := self._cell_of(code)) is not None}
         for cell in list(found.values())[:1] or reversed(self._cells):
             for statement in reversed(cell.statements):
