@@ -217,23 +217,14 @@ def mesh_sizes(config: LaunchConfig) -> dict[str, int]:
 
 
 class Option(msgspec.Struct, frozen=True):
-    """An option, as flags and forms need it.
-
-    Attributes:
-        name: The field's name in ``LaunchConfig``.
-        help: A description in a sentence or two.
-        default: The default value.
-        choices: The allowed values where they are few, the default first; else empty.
-        kind: The type of a value: ``bool``, ``int``, ``float``, ``str``, or ``tuple`` for several texts.
-        optional: Whether ``None`` is allowed.
-    """
+    """A field of ``LaunchConfig``, as flags and forms need it."""
 
     name: str
     help: str
     default: Any
-    choices: tuple[str, ...]
-    kind: type
-    optional: bool
+    choices: tuple[str, ...]  # the allowed values where they are few, the default first; else empty
+    kind: type  # of a value: ``bool``, ``int``, ``float``, ``str``, or ``tuple`` for several texts
+    optional: bool  # whether ``None`` is allowed
 
 
 @functools.cache
@@ -280,9 +271,7 @@ def default_path() -> pathlib.Path:
 def load(path: pathlib.Path) -> dict[str, Any]:
     """Return the options that a file sets, without Accelerate's keys that have no effect here.
 
-    Raises:
-        ConfigError: The file can't be read, or has values that aren't allowed or keys that aren't supported. The error
-            names all of them, with their lines.
+    Raises a ``ConfigError`` that names all values that aren't allowed and keys that aren't supported, with their lines.
     """
     options, problems = usable(config_file.read(path))
     if problems:

@@ -131,11 +131,7 @@ def from_home(path: str) -> pathlib.Path:
 
 
 def read(path: pathlib.Path) -> ConfigFile:
-    """Read a file.
-
-    Raises:
-        ConfigError: The file can't be read, or it isn't YAML (which includes JSON), or it isn't a table of options.
-    """
+    """Read a file. Raise a ``ConfigError`` if it can't be read, or isn't a table of options in YAML (or JSON)."""
     try:
         file, values = _parsed(path, path.read_text(encoding="utf-8"))
     except yaml.MarkedYAMLError as error:
@@ -197,11 +193,7 @@ def dump(values: Mapping[str, Any]) -> str:
 
 
 def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
-    """Write a file atomically, as JSON if its name ends so.
-
-    Raises:
-        ConfigError: The folder can't be written to.
-    """
+    """Write a file atomically, as JSON if its name ends so."""
     if path.parts[:1] == ("~",):
         raise ConfigError(
             f"The configuration file {path} can't be written: this user has no home folder.",

@@ -82,23 +82,14 @@ _OF_EACH_SLURM_TASK = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_N
 
 @dataclasses.dataclass(frozen=True)
 class RankPlace:
-    """One rank's place among all.
+    """One rank's place among all."""
 
-    Attributes:
-        rank: 0 to ``world_size - 1``, over all nodes.
-        world_size: Number of ranks in all.
-        local_rank: 0 to ``local_world_size - 1``, on this node.
-        local_world_size: Number of ranks on this node.
-        master_addr: Host of the store through which ranks find each other.
-        master_port: Its TCP port.
-    """
-
-    rank: int = 0
+    rank: int = 0  # 0 to ``world_size - 1``, over all nodes
     world_size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # 0 to ``local_world_size - 1``, on this node
     local_world_size: int = 1
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
+    master_addr: str = "127.0.0.1"  # host of the store through which ranks find each other
+    master_port: int = 0  # its TCP port
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> RankPlace:
@@ -212,10 +203,8 @@ def _is_text(value: str) -> bool:
 def fsdp_variables(options: Sequence[str]) -> dict[str, str]:
     """Return the variables of ranks that shard models, from settings such as ``min_num_params=1000``.
 
-    Several values for one setting, such as names of classes, are joined with commas.
-
-    Raises:
-        ConfigError: There is no such setting.
+    Several values for one setting, such as names of classes, are joined with commas. Raises a ``ConfigError`` for an
+    unknown setting.
     """
     variables = {USE_FSDP: "true"}
     for option in options:
@@ -232,12 +221,8 @@ def fsdp_variables(options: Sequence[str]) -> dict[str, str]:
 
 
 def become(variables: Mapping[str, str]) -> None:
-    """Make these the only environment variables of this process, changing only variables that differ."""
-    for name in os.environ.keys() - variables.keys():
-        del os.environ[name]
-    for name, value in variables.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+    """Make these the only environment variables of this process."""
+    _apply({**dict.fromkeys(os.environ), **variables})
 
 
 @contextlib.contextmanager
@@ -255,7 +240,7 @@ def _apply(variables: Mapping[str, str | None]) -> None:
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
-        else:
+        elif os.environ.get(name) != value:
             os.environ[name] = value
 
 

@@ -57,13 +57,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def json_text(data: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
-    """Return data as JSON, with null for nan and the infinities, which JSON lacks.
-
-    Args:
-        data: The data.
-        indent: Spaces of each level; ``None`` for one line.
-        default: Function that replaces an object that isn't data.
-    """
+    """Return data as JSON, with null for nan and the infinities, which JSON lacks. ``default``: see ``json.dumps``."""
     text = json.dumps(data, default=default)
     return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=indent)
 

@@ -36,9 +36,8 @@ class _Files:
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file")
 _V2 = _Files("memory.max", "memory.current", "memory.events", "inactive_file")
 
-# By the version of control groups: a file that only groups with this controller have.
-_MEMORY = {1: _V1.limit, 2: _V2.limit}
-_CPU = {1: "cpu.cfs_quota_us", 2: "cpu.max"}
+# By controller and the version of control groups: a file that only groups with this controller have.
+_MARKS = {"memory": {1: _V1.limit, 2: _V2.limit}, "cpu": {1: "cpu.cfs_quota_us", 2: "cpu.max"}}
 
 
 class MemoryLimit(NamedTuple):
@@ -94,19 +93,16 @@ def kills() -> dict[pathlib.Path, int]:
 
 
 def cores() -> int:
-    """Return the number of processors that this process may use, at least 1.
-
-    A control group's quota may lower it. A part of a processor counts as one.
-    """
+    """Return the number of processors that this process may use, by a control group's quota too. At least 1."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [_quota(folder, version) for folder, version in _groups("cpu", _CPU)]
+    quotas = [_quota(folder, version) for folder, version in _groups("cpu")]
     return max(1, min([count, *(quota for quota in quotas if quota is not None)]))
 
 
 def _quota(folder: pathlib.Path, version: int) -> int | None:
     """Return a control group's quota in processors, rounded up; ``None`` if it has none."""
     with contextlib.suppress(OSError, ValueError):  # "max" is no number, and no limit
-        text = (folder / _CPU[version]).read_text()
+        text = (folder / _MARKS["cpu"][version]).read_text()
         quota_us, period_us = text.split() if version == 2 else (text, (folder / "cpu.cfs_period_us").read_text())
         if int(quota_us) > 0 and int(period_us) > 0:
             return -(-int(quota_us) // int(period_us))
@@ -114,30 +110,27 @@ def _quota(folder: pathlib.Path, version: int) -> int | None:
 
 
 def _memory_groups() -> Sequence[tuple[pathlib.Path, _Files]]:
-    return [(folder, _V1 if version == 1 else _V2) for folder, version in _groups("memory", _MEMORY)]
+    return [(folder, _V1 if version == 1 else _V2) for folder, version in _groups("memory")]
 
 
-def _groups(controller: str, files: dict[int, str]) -> Sequence[tuple[pathlib.Path, int]]:
-    """Return the folders and versions of this process's visible control groups that have one of the files."""
+def _groups(controller: str) -> Sequence[tuple[pathlib.Path, int]]:
+    """Return the folders and versions of this process's visible control groups that have the controller."""
     with contextlib.suppress(OSError):
-        return _find_groups(_CGROUPS, _MEMBERSHIP.read_text(), controller, files[1], files[2])
+        return _find_groups(_CGROUPS, _MEMBERSHIP.read_text(), controller)
     return ()
 
 
 @functools.cache  # every launch asks
-def _find_groups(
-    cgroups: pathlib.Path, membership: str, controller: str, file_of_v1: str, file_of_v2: str
-) -> Sequence[tuple[pathlib.Path, int]]:
+def _find_groups(cgroups: pathlib.Path, membership: str, controller: str) -> Sequence[tuple[pathlib.Path, int]]:
     found = []
     for row in membership.splitlines():
         _, controllers, path = row.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        version, file = (1, file_of_v1) if controllers else (2, file_of_v2)
-        root = cgroups / controller if controllers else cgroups
+        version, root = (1, cgroups / controller) if controllers else (2, cgroups)
         own = root / path.lstrip("/")
         for folder in (own, *own.parents):
-            if folder.is_relative_to(root) and (folder / file).exists():
+            if folder.is_relative_to(root) and (folder / _MARKS[controller][version]).exists():
                 found.append((folder, version))
     return found
 

@@ -25,15 +25,10 @@ _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 
 
 def parse(text: str, now_s: float | None = None) -> float:
-    """Return the time that a text states, in seconds since the epoch.
+    """Return the time that a text states, in seconds since the epoch. Raise a ``ConfigError`` if it states none.
 
-    Args:
-        text: A time of day (``23:30``), which is the next one; a duration from now (``11.5h``, ``90m``, ``1h30m``);
-            or a date with a time in ISO 8601 (``2026-05-01T08:00``, in local time unless it has a zone).
-        now_s: The present.
-
-    Raises:
-        ConfigError: The text is none of these.
+    The text is a time of day (``23:30``), which is the next one; a duration from now (``11.5h``, ``90m``, ``1h30m``);
+    or a date with a time in ISO 8601 (``2026-05-01T08:00``, in local time unless it has a zone).
     """
     now_s = time.time() if now_s is None else now_s
     if is_duration(text):
@@ -61,12 +56,7 @@ def is_duration(text: str) -> bool:
 
 
 def end_of(end_at: str, environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return a launch's time limit in seconds since the epoch, ``None`` if there is none.
-
-    Args:
-        end_at: The option; if it is empty, the limit in the environment counts.
-        environ: The environment.
-    """
+    """Return a launch's time limit in seconds since the epoch: the option's or the environment's; ``None`` if none."""
     if end_at:
         return parse(end_at)
     told = environ.get(TIME_LIMIT, environ.get(SLURM_END, ""))

@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 
 class Latch:
@@ -70,61 +70,44 @@ def call(
         KeyboardInterrupt: An interrupt has come. The action is undone, now or as soon as it is done.
         Exception: The error that ``act`` raised.
     """
-    action = _Action(act, undo, caller_lock)
+    context = contextvars.copy_context()  # has the cell to which printed output belongs
+    is_over, lock = Latch(), threading.Lock()
+    is_abandoned = False
+    results: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result = context.run(act)
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
+            errors.append(error)
+            is_over.set()
+            return
+        with lock:
+            is_wanted = not is_abandoned
+            if is_wanted:
+                results.append(result)
+        if is_wanted:
+            is_over.set()
+            if caller_lock is None:
+                return
+            with caller_lock:
+                pass
+        undo(result)
+        is_over.set()
+
     try:
         # Not threading.Thread, whose start() and join() an interrupt can break.
-        _thread.start_new_thread(action.run, ())
-        action.is_over.wait()
+        _thread.start_new_thread(run, ())
+        is_over.wait()
     except BaseException:
-        action.abandon()
-        action.is_over.wait(_PATIENCE_S)
+        with lock:
+            is_abandoned = True
+        for result in results:
+            undo(result)
+        is_over.wait(_PATIENCE_S)
         raise
-    return action.result()
-
-
-class _Action(Generic[_T]):
-    def __init__(self, act: Callable[[], _T], undo: Callable[[_T], Any], caller_lock: threading.Lock | None) -> None:
-        self.is_over = Latch()
-        self._act = act
-        self._undo = undo
-        self._caller_lock = caller_lock
-        self._context = contextvars.copy_context()  # has the cell to which printed output belongs
-        self._lock = threading.Lock()
-        self._is_abandoned = False
-        self._results: list[_T] = []
-        self._raised: BaseException | None = None
-
-    def run(self) -> None:
-        """Run the action. Called in the thread."""
-        try:
-            result = self._context.run(self._act)
-        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
-            self._raised = error
-            self.is_over.set()
-            return
-        with self._lock:
-            is_wanted = not self._is_abandoned
-            if is_wanted:
-                self._results.append(result)
-        if is_wanted:
-            self.is_over.set()
-            if self._caller_lock is None:
-                return
-            with self._caller_lock:
-                pass
-        self._undo(result)
-        self.is_over.set()
-
-    def abandon(self) -> None:
-        """Undo the result, now or once it exists, since nobody waits for it any more."""
-        with self._lock:
-            self._is_abandoned = True
-        for result in self._results:
-            self._undo(result)
-
-    def result(self) -> _T:
-        """Return the action's result or raise its error."""
-        if self._raised is not None:
-            raise self._raised
-        [result] = self._results
-        return result
+    for error in errors:
+        raise error
+    [result] = results
+    return result

@@ -38,23 +38,14 @@ _NOT_FOR_SCRIPTS = frozenset({"name", "view", "idle_timeout_s", "allow_initializ
 
 @dataclasses.dataclass(frozen=True)
 class ExportRequest:
-    """The options of an export.
+    """The options of an export."""
 
-    Attributes:
-        path: The script to write.
-        options: The options of the launch.
-        given: The options that were given as flags.
-        args: The expression after ``--args``.
-        push: Further names that the cell needs.
-        overwrite: Whether existing files may be replaced even if an export hasn't written them.
-    """
-
-    path: pathlib.Path
-    options: LaunchConfig
-    given: Mapping[str, Any]
-    args: str | None = None
-    push: Sequence[str] = ()
-    overwrite: bool = False
+    path: pathlib.Path  # the script to write
+    options: LaunchConfig  # of the launch
+    given: Mapping[str, Any]  # the options that were given as flags
+    args: str | None = None  # the expression after ``--args``
+    push: Sequence[str] = ()  # further names that the cell needs
+    overwrite: bool = False  # whether existing files may be replaced even if an export hasn't written them
 
     @property
     def data_path(self) -> pathlib.Path:
@@ -261,9 +252,6 @@ def _modules_beside_the_notebook(imports: Iterable[str]) -> list[str]:
     return [name for name, file in files.items() if file.parent == here or file.parent.parent == here]
 
 
-_ADVICE = "make it inside the cell, or leave it out of what the cell uses"
-
-
 @dataclasses.dataclass
 class _DataContents:
     """The functions and classes in a data file: references to the script's by name, and the notebook's by value."""
@@ -273,14 +261,11 @@ class _DataContents:
 
 
 def _save(path: pathlib.Path, values: Mapping[str, Any], name_of: Callable[[Any], str]) -> _DataContents:
-    """Save values as one dict, so that shared objects stay shared.
-
-    ``name_of`` returns the script's name for a function or class of the notebook, empty if it has none.
-    """
+    """Save values as one dict, so that shared objects stay shared. ``name_of``: see ``ScriptContents.name_of``."""
     torch: Any = importlib.import_module("torch")
-    pickling = types.ModuleType("notebook_accel_export")  # torch takes its pickler from a module
+    pickling: Any = types.ModuleType("notebook_accel_export")  # torch takes its pickler from a module
     contents = _DataContents()
-    pickling.Pickler = _pickler(name_of, contents)  # type: ignore[attr-defined]
+    pickling.Pickler = _pickler(name_of, contents)
     try:
         with path.open("wb") as file:
             torch.save(dict(values), file, pickle_module=pickling)
@@ -288,7 +273,12 @@ def _save(path: pathlib.Path, values: Mapping[str, Any], name_of: Callable[[Any]
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, the error names the value
         roots = {f'global "{name}"': value for name, value in values.items()}
-        raise unpicklable.explain(roots, error, lambda obj: _failure(obj, name_of), _ADVICE) from None
+        advice = "make it inside the cell, or leave it out of what the cell uses"
+
+        def pickle_alone(obj: Any) -> None:
+            pickling.Pickler(io.BytesIO(), protocol=2).dump(obj)
+
+        raise unpicklable.explain(roots, error, pickle_alone, advice) from None
     return contents
 
 
@@ -319,11 +309,3 @@ def _pickler(name_of: Callable[[Any], str], contents: _DataContents) -> type[Any
             return reduced
 
     return ExportPickler
-
-
-def _failure(obj: Any, name_of: Callable[[Any], str]) -> Exception | None:
-    try:
-        _pickler(name_of, _DataContents())(io.BytesIO(), protocol=2).dump(obj)
-    except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises is the reason we look for
-        return error
-    return None

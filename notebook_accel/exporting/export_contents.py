@@ -28,8 +28,9 @@ _OF_PYTHON_TOO = {"exit", "quit"}
 class ScriptContents:
     """The parts of a script besides the cell, which is in plain Python.
 
+    Methods raise a ``CellError`` if a definition has no source, or its source can't be in a script.
+
     Attributes:
-        own: Names that the script defines before the cell runs, so that it doesn't need the notebook's.
         imports: Import statements.
         literals: The texts of small values by name.
         definitions: Functions and classes by name.
@@ -41,7 +42,7 @@ class ScriptContents:
         self, cell: Cell, namespace: Mapping[str, Any], sources: NotebookSources, own: Collection[str] = ()
     ) -> None:
         self._cell = cell
-        self.own = own
+        self._own = own  # names that the script defines before the cell runs, so that it doesn't need the notebook's
         self._namespace = namespace
         self._sources = sources
         self._done: set[str] = set()
@@ -52,11 +53,7 @@ class ScriptContents:
         self.data: dict[str, Any] = {}
 
     def require(self, name: str) -> None:
-        """Add a name of the notebook, and the names that its definition needs.
-
-        Raises:
-            CellError: The definition has no source, or its source can't be in a script.
-        """
+        """Add a name of the notebook, and the names that its definition needs."""
         if name in self._done:
             return
         self._done.add(name)
@@ -123,10 +120,10 @@ class ScriptContents:
         """Add the names that a piece of source reads. ``label`` and ``offset`` give its cell and line in errors."""
         known_here = self._cell.assigns or frozenset()
         for name in names:
-            own = self._namespace.get(name, _NOTHING)
-            if name in _MODULE_NAMES or name in self.own:
+            if name in _MODULE_NAMES or name in self._own:
                 continue
-            if own is not _NOTHING and not cells.is_builtin(name, own) and name not in cells.OF_IPYTHON:
+            is_notebooks = name in self._namespace and not cells.is_builtin(name, self._namespace[name])
+            if is_notebooks and name not in cells.OF_IPYTHON:
                 self.require(name)
             elif name == "display" and hasattr(builtins, name):
                 self.imports["from IPython.display import display"] = None
@@ -147,11 +144,7 @@ class ScriptContents:
         return [*self.imports, *self._sources.submodules(reached), *self._sources.futures()]
 
     def name_of(self, obj: Any) -> str:
-        """Return the script's name for a function or class of the notebook, empty if it has no source.
-
-        Raises:
-            CellError: A name that the definition uses can't be exported.
-        """
+        """Return the script's name for a function or class of the notebook, empty if it has no source."""
         name: str = obj.__name__
         if name not in self._done and self._definition(name, obj) is None:
             return ""
@@ -187,7 +180,6 @@ class ScriptContents:
         return "\n\n\n".join([self.definitions[name].text, *(["\n".join(aliases)] if aliases else [])])
 
 
-_NOTHING = object()
 _MODULE_NAMES = {"__name__", "__doc__", "__file__", "__spec__", "__loader__", "__package__", "__builtins__"}
 _ASK_BEFORE = "ask in a cell of its own, and use the answer here: it is exported then"
 _USE_A_NAME = "give the value a name in a cell, and use that"
@@ -197,11 +189,7 @@ _DEFINE = "run the cell that makes it, or take it out; %pull it first if only a 
 def collect(
     cell: Cell, body: Body, namespace: Mapping[str, Any], history: Sequence[str], push: Sequence[str] = ()
 ) -> ScriptContents:
-    """Return the parts of a script for a cell in plain Python. ``push`` has further names that the script needs.
-
-    Raises:
-        CellError: A name can't be exported.
-    """
+    """Return the parts of a script for a cell in plain Python. ``push`` has further names that the script needs."""
     contents = ScriptContents(cell, namespace, NotebookSources(history, namespace), body.defines)
     statements = ast.parse(cell.source).body
     contents.require_all(cells.reads(statements), cell.label, 0, statements)

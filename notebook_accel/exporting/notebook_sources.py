@@ -20,30 +20,20 @@ from typing import Any
 
 from notebook_accel.exporting import plain_python
 from notebook_accel.exporting.plain_python import Statement
-from notebook_accel.payload import serialization
+from notebook_accel.payload import serialization, unpicklable
 
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """A statement of a cell that defines a function or a class, or assigns one to a name.
+    """A statement of a cell that defines a function or a class, or assigns one to a name."""
 
-    Attributes:
-        name: The name that the statement assigns.
-        text: The statement's text, with the comments above it.
-        node: The statement's tree.
-        label: The cell, as ``In[3]``.
-        number: The cell's number.
-        lines: The statement's lines in the cell.
-        modules: Modules that the text needs in addition.
-    """
-
-    name: str
-    text: str
+    name: str  # the name that the statement assigns
+    text: str  # with the comments above it
     node: ast.stmt
-    label: str
-    number: int
-    lines: range
-    modules: frozenset[str] = frozenset()
+    label: str  # the cell, as ``In[3]``
+    number: int  # of the cell
+    lines: range  # the statement's lines in the cell
+    modules: frozenset[str] = frozenset()  # modules that the text needs in addition
 
     @property
     def place(self) -> tuple[int, int]:
@@ -160,11 +150,7 @@ class NotebookSources:
 
     def of_class(self, kind: type) -> Definition | None:
         """Return the statement that defined a class."""
-        own = [
-            function.__code__
-            for function in _methods(kind)
-            if function.__qualname__.startswith(f"{kind.__qualname__}.")
-        ]
+        own = [each.__code__ for each in _methods(kind) if each.__qualname__.startswith(f"{kind.__qualname__}.")]
         found = {code: cell for code in own if (cell := self._cell_of(code)) is not None}
         for cell in list(found.values())[:1] or reversed(self._cells):
             for statement in reversed(cell.statements):
@@ -250,14 +236,10 @@ def _is_assigned(node: ast.Assign, name: str) -> bool:
 
 def _methods(kind: type) -> Iterator[types.FunctionType]:
     """Yield the functions in a class, unwrapped."""
-    for member in vars(kind).values():
-        parts = [member.fget, member.fset, member.fdel] if isinstance(member, property) else [member]
-        for part in parts:
-            function = getattr(part, "__func__", part)
-            if callable(function):
-                function = inspect.unwrap(function)
-            if isinstance(function, types.FunctionType):
-                yield function
+    for member in unpicklable.class_members(kind):
+        function = inspect.unwrap(member) if callable(member) else member
+        if isinstance(function, types.FunctionType):
+            yield function
 
 
 def _matches(node: ast.ClassDef, kind: type) -> bool:

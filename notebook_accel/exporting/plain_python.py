@@ -24,21 +24,13 @@ from notebook_accel.launching.kernel import cell as cells
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """A top-level statement, or several that share a line.
-
-    Attributes:
-        nodes: Their trees.
-        text: Their text, with the comments that stand directly above.
-        first_line: The line on which the first one begins, decorators included; from 1.
-        last_line: The line on which the last one ends.
-        above: Blank lines and comments between the previous statement and the text.
-    """
+    """A top-level statement, or several that share a line."""
 
     nodes: tuple[ast.stmt, ...]
-    text: str
-    first_line: int
-    last_line: int
-    above: str
+    text: str  # with the comments that stand directly above
+    first_line: int  # the line on which the first one begins, decorators included; from 1
+    last_line: int  # the line on which the last one ends
+    above: str  # blank lines and comments between the previous statement and the text
 
 
 def statements(source: str) -> list[Statement]:
@@ -116,10 +108,7 @@ def plain(source: str, label: str, known: Collection[str], first_line: int = 1) 
     """Return the source with IPython's calls replaced by plain Python, and the modules that this adds.
 
     ``known`` has the global names, which a command's ``$name`` and ``{expression}`` may use. ``first_line`` is the line
-    of the cell on which the source begins.
-
-    Raises:
-        CellError: A call has no equivalent in plain Python.
+    of the cell on which the source begins. Raises a ``CellError`` for a call without an equivalent.
     """
     lines = [line.encode() for line in source.splitlines(keepends=True)]
     needed: set[str] = set()
@@ -237,9 +226,6 @@ class Body:
         defines: The names of these functions and classes.
         guarded: The text of the main program, not indented.
         arguments: The arguments, from ``args``, of the function that the cell ends by defining, if it ``calls`` one.
-
-    Raises:
-        CellError: The number of arguments is only known at run time.
     """
 
     def __init__(self, source: str, calls: str = "", args: str | None = None) -> None:

@@ -16,17 +16,10 @@ from notebook_accel.launching.kernel import cell as cells
 
 
 def check(name: str, value: Any, found: Definition, namespace: Mapping[str, Any], assigned: Definition | None) -> None:
-    """Check that a definition still makes the function or class that the notebook has under this name.
+    """Raise a ``CellError`` if a definition no longer makes the function or class that the notebook has.
 
-    Args:
-        name: The notebook's name for the object.
-        value: The function or class.
-        found: Its definition.
-        namespace: The notebook's variables.
-        assigned: The latest statement that has assigned the name, if there is one.
-
-    Raises:
-        CellError: It was changed after its definition, or the definition uses a variable that was.
+    ``name`` and ``value`` are the notebook's, and ``found`` is the definition. ``assigned`` is the latest statement
+    that has assigned the name, if there is one.
     """
     kind = "class" if isinstance(value, type) else "function"
     for reason, fix in (
@@ -41,12 +34,9 @@ def check(name: str, value: Any, found: Definition, namespace: Mapping[str, Any]
 def check_decorator(
     name: str, value: Any, decorator: ast.expr, found: Definition, namespace: Mapping[str, Any]
 ) -> None:
-    """Check that a decorator which the notebook defines changes none of the variables that the script keeps.
+    """Raise a ``CellError`` if a decorator changes a variable that the script keeps, and would change a second time.
 
     ``name`` and ``value`` are of the decorated object, and ``found`` is the decorator's definition.
-
-    Raises:
-        CellError: The script would make the change a second time.
     """
     for changed in _changes(found.node, is_wrapper=hasattr(value, "__wrapped__")):
         if isinstance(namespace.get(changed), (list, dict, set, int)):

@@ -15,7 +15,10 @@ import os
 import struct
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from notebook_accel.payload.tensor_memory import Block, Whole
 
 _PREFIX = struct.Struct("!QQQ")  # bytes of the head, bytes of the pickle, number of buffers
 _SPAN = struct.Struct("!QQ")  # a buffer's offset in the file and its length
@@ -28,17 +31,6 @@ _F_ADD_SEALS = 1033
 _NO_MORE_SEALS, _NO_SHRINKING, _NO_GROWING, _NO_WRITING = 1, 2, 4, 8
 
 
-class Buffer(Protocol):
-    """Memory to write to a file."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Length, holes included."""
-
-    def pieces(self) -> Sequence[tuple[int, memoryview]]:
-        """Return the offsets and bytes to write."""
-
-
 class FileContents(NamedTuple):
     """A file's pickle and buffers, as views of one private mapping."""
 
@@ -47,11 +39,7 @@ class FileContents(NamedTuple):
 
 
 def memory_file(name: str) -> int:
-    """Create an anonymous memory file, and return its descriptor. The file lives as long as a descriptor or mapping.
-
-    Raises:
-        OSError: There are too many open files, or this system has no memory files.
-    """
+    """Create an anonymous memory file, and return its descriptor. The file lives as long as a descriptor or mapping."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
     descriptor = int(ctypes.CDLL(None, use_errno=True).memfd_create(name.encode(), _MFD_CLOEXEC | _MFD_ALLOW_SEALING))
@@ -67,12 +55,8 @@ def make_unwritable(descriptor: int) -> None:
     fcntl.fcntl(descriptor, _F_ADD_SEALS, _NO_MORE_SEALS | _NO_SHRINKING | _NO_GROWING | _NO_WRITING)
 
 
-def write(descriptor: int, head: bytes, pickle: memoryview, buffers: Sequence[Buffer]) -> int:
-    """Fill an empty memory file, and return its length in bytes, holes included.
-
-    Raises:
-        MemoryError: The system has not enough memory.
-    """
+def write(descriptor: int, head: bytes, pickle: memoryview, buffers: Sequence[Block | Whole]) -> int:
+    """Fill an empty memory file, and return its length in bytes, holes included. Raise a MemoryError without room."""
     position = _PREFIX.size + _SPAN.size * len(buffers) + len(head) + len(pickle)
     spans = []
     for buffer in buffers:
@@ -91,11 +75,7 @@ def write(descriptor: int, head: bytes, pickle: memoryview, buffers: Sequence[Bu
 
 
 def fill(descriptor: int, data: memoryview) -> None:
-    """Copy another file's content, from ``whole``, into an empty memory file.
-
-    Raises:
-        MemoryError: The system has not enough memory.
-    """
+    """Copy another file's content, from ``whole``, into an empty memory file. Raise a MemoryError if it has no room."""
     with _raising_memory_errors():
         write_at(descriptor, data, 0)
 
@@ -125,9 +105,8 @@ def read(descriptor: int) -> FileContents:
     head_bytes, pickle_bytes, count = _PREFIX.unpack_from(mapped)
     spans = [_SPAN.unpack_from(mapped, _PREFIX.size + index * _SPAN.size) for index in range(count)]
     start = _PREFIX.size + count * _SPAN.size + head_bytes
-    return FileContents(
-        mapped[start : start + pickle_bytes], [mapped[offset : offset + length] for offset, length in spans]
-    )
+    buffers = [mapped[offset : offset + length] for offset, length in spans]
+    return FileContents(mapped[start : start + pickle_bytes], buffers)
 
 
 def _map_privately(descriptor: int) -> memoryview:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import io
@@ -19,7 +20,6 @@ import operator
 import os
 import pickle
 import sys
-import threading
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,40 +41,27 @@ _LARGE_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Pickled:
-    """A pickle and its buffers.
-
-    Attributes:
-        data: The pickle.
-        buffers: Its out-of-band buffers, in order.
-        by_value: The functions and classes that the pickle holds by value. What the receiver sends back refers to them
-            by their index here.
-        sizes_bytes: Each root's size, by its label. Objects that two roots share count for the first.
-        memoized: The objects in the pickle except numbers, strings and tuples, if ``SharedPickling`` asks for them, in
-            the order in which pickle met them: the best order to enter cycles in.
-    """
+    """A pickle and its out-of-band buffers, in order."""
 
     data: memoryview
     buffers: tuple[Block | Whole, ...]
+    # The functions and classes that the pickle holds by value. What the receiver sends back refers to them by index.
     by_value: tuple[Any, ...]
-    sizes_bytes: Mapping[str, int]
+    sizes_bytes: Mapping[str, int]  # of the roots, by label; objects that two roots share count for the first
+    # The objects in the pickle except numbers, strings and tuples, if ``SharedPickling`` asks for them, in the order in
+    # which pickle met them: the best order to enter cycles in.
     memoized: tuple[Any, ...] = ()
 
 
 class SharedPickling:
-    """The state that several pickles for one receiver share, so that common objects are sent once.
-
-    Attributes:
-        blocks: The memory of the pickles' tensors and arrays.
-        namespaces: cloudpickle's stand-ins for the namespaces of functions.
-        links: References to objects in other pickles, by the objects' ids. ``loads_linked`` resolves them.
-        keeps_memo: Whether to record the objects in each pickle.
-    """
+    """The state that several pickles for one receiver share, so that common objects are sent once."""
 
     def __init__(self, *, device_tensors_to_cpu: bool, keeps_memo: bool = False) -> None:
         self.blocks = Blocks(device_tensors_to_cpu=device_tensors_to_cpu)
-        self.namespaces: dict[int, Any] = {}
+        self.namespaces: dict[int, Any] = {}  # cloudpickle's stand-ins for the namespaces of functions
+        # References to objects in other pickles, by the objects' ids. ``loads_linked`` resolves them.
         self.links: Mapping[int, Any] = {}
-        self.keeps_memo = keeps_memo
+        self.keeps_memo = keeps_memo  # whether to record the objects in each pickle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,15 +101,18 @@ def pickle_by_value(
     Raises:
         PayloadError: An object can't be pickled. The message has the path to the object.
     """
-    numbers = {id(origin): number for number, origin in _numbered(origins)}
-    options = _Options(namespace, numbers, device_tensors_to_cpu, wholes or {})
+    options = _Options(namespace, _numbers(origins), device_tensors_to_cpu, wholes or {})
     pickler = _LinkingPickler(options, shared) if shared and shared.links else _Pickler(options, shared)
     try:
         pickler.dump_with(value, roots)
     except _TooLargeError:
         raise unpicklable.too_large(pickler.output.sizes_bytes, host_memory.available_bytes(), is_all=False) from None
     except Exception as error:  # noqa: BLE001 - whatever it is, the error names the object
-        raise unpicklable.explain(roots, error, lambda obj: _failure(obj, options), advice) from None
+
+        def pickle_alone(obj: Any) -> None:
+            _Pickler(options).dump_with(None, {"": obj})  # as deep in the pickle as a root
+
+        raise unpicklable.explain(roots, error, pickle_alone, advice) from None
     by_value = tuple(obj for _, obj in pickler.by_value)
     output = pickler.output
     memoized = pickler.memoized() if shared is not None and shared.keeps_memo else ()
@@ -134,8 +124,7 @@ def find_sharded(value: Any, *, origins: Origins = ()) -> list[Any]:
 
     Reshards gathered blocks of ``fully_shard``. Returns nothing for an object that can't be pickled.
     """
-    options = _Options(None, {id(origin): number for number, origin in _numbered(origins)}, True, {})
-    finder = _Finder(options)
+    finder = _Finder(_Options(None, _numbers(origins), device_tensors_to_cpu=True, wholes={}))
     try:
         finder.dump_with(value, {})
     except Exception:  # noqa: BLE001 - pickling in earnest reports it
@@ -144,10 +133,9 @@ def find_sharded(value: Any, *, origins: Origins = ()) -> list[Any]:
 
 
 def dump(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
-    """Write a head and a pickle into an empty file, and return its length.
+    """Write a head and a pickle into an empty file, and return its length. Raise a ``PayloadError`` if it has no room.
 
-    Raises:
-        PayloadError: There is not enough memory or, for the file of a detached run, not enough disk space.
+    The file is in memory or, for a detached run, on a disk.
     """
     needed = len(pickled.data) + sum(buffer.used_bytes for buffer in pickled.buffers)
     if needed > _LARGE_BYTES and needed > host_memory.available_bytes():
@@ -164,10 +152,8 @@ def dump(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
 def load(descriptor: int, *, namespace: dict[str, Any] | None = None, origins: Origins = ()) -> Opened:
     """Return the objects in a file, their buffers mapped privately. The descriptor may be closed afterwards.
 
-    Args:
-        descriptor: The memory file.
-        namespace: The namespace that replaces the sender's. Without one, functions get a dict of their own.
-        origins: Objects that the sender may refer to: those that this side sent by value or has numbered.
+    ``namespace`` replaces the sender's; without one, functions get a dict of their own. ``origins`` are the objects
+    that the sender may refer to: those that this side sent by value or has numbered.
     """
     contents = memory_files.read(descriptor)
     with _receiving({} if namespace is None else namespace, origins):
@@ -230,8 +216,7 @@ class _Mark:
 class _PickleOutput:
     """The pickle so far, its out-of-band buffers, and each root's share of both.
 
-    Separate from the pickler, whose buffer callback would otherwise be its own method: a reference cycle that keeps all
-    pickled memory alive.
+    If the pickler's buffer callback were its own method, the reference cycle would keep all pickled memory alive.
     """
 
     def __init__(self, blocks: Blocks) -> None:
@@ -316,7 +301,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             reduced = sharded_tensors.reduce(obj, self._options.wholes, pickle.HIGHEST_PROTOCOL)
         if reduced is not NotImplemented:
             return reduced
-        reduced = reduce_definition(obj)
+        reducer = _REDUCERS.get(type(obj))
+        reduced = NotImplemented if reducer is None or can_be_imported(obj) else reducer(obj)
         is_definition = reduced is not NotImplemented
         if not is_definition:
             is_slotted = issubclass(type(obj), type) and "__slots__" in vars(obj)
@@ -351,15 +337,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 class _Finder(_Pickler):
-    """A pickler that collects sharded tensors and leaves out all other tensors.
-
-    Attributes:
-        found: The sharded tensors, in order, by their ids.
-    """
+    """A pickler that collects sharded tensors and leaves out all other tensors."""
 
     def __init__(self, options: _Options) -> None:
         super().__init__(options)
-        self.found: dict[int, Any] = {}
+        self.found: dict[int, Any] = {}  # the sharded tensors, in order, by their ids
 
     def reducer_override(self, obj: Any) -> Any:
         if sharded_tensors.is_sharded_tensor(obj):
@@ -399,50 +381,30 @@ class _Namespace:
         return _receiver_namespace, ()
 
 
-class _Receiving(threading.local):
-    namespace: dict[str, Any]
-    origins: Origins
-
-
-_now_receiving = _Receiving()
+_now_receiving: contextvars.ContextVar[tuple[dict[str, Any], Origins]] = contextvars.ContextVar("now_receiving")
 
 
 @contextlib.contextmanager
 def _receiving(namespace: dict[str, Any], origins: Origins) -> Iterator[None]:
-    outer = dict(vars(_now_receiving))  # set if unpickling one object unpickles another
-    _now_receiving.namespace, _now_receiving.origins = namespace, origins
+    token = _now_receiving.set((namespace, origins))
     try:
         yield
     finally:
-        vars(_now_receiving).clear()
-        vars(_now_receiving).update(outer)
+        _now_receiving.reset(token)  # unpickling one object may have unpickled another
 
 
 def _receiver_namespace() -> dict[str, Any]:
-    return _now_receiving.namespace
+    return _now_receiving.get()[0]
 
 
-def _numbered(origins: Origins) -> Iterable[tuple[int, Any]]:
-    return origins.items() if isinstance(origins, Mapping) else enumerate(origins)
+def _numbers(origins: Origins) -> dict[int, int]:
+    """Return the receiver's numbers of the origins, by the origins' ids."""
+    numbered = origins.items() if isinstance(origins, Mapping) else enumerate(origins)
+    return {id(origin): number for number, origin in numbered}
 
 
 def _resolve_origin(index: int) -> Any:
-    return _now_receiving.origins[index]
-
-
-def _failure(obj: Any, options: _Options) -> Exception | None:
-    """Return the error that pickling the object alone raises, as deep in the pickle as a root."""
-    try:
-        _Pickler(options).dump_with(None, {"": obj})
-    except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises is the reason
-        return error
-    return None
-
-
-def reduce_definition(obj: Any) -> Any:
-    """Reduce a definition that travels by value; return ``NotImplemented`` for any other object."""
-    reducer = _REDUCERS.get(type(obj))
-    return NotImplemented if reducer is None or can_be_imported(obj) else reducer(obj)
+    return _now_receiving.get()[1][index]
 
 
 def can_be_imported(obj: Any) -> bool:
@@ -460,10 +422,6 @@ def _make_cached_property(func: Callable[[Any], Any], attrname: str | None) -> f
     made = functools.cached_property(func)
     made.attrname = attrname  # classes set it when they are defined
     return made
-
-
-def _by_name(obj: Any) -> Any:
-    return type(obj), (obj.__name__,)
 
 
 def _function(obj: Any) -> Any:
@@ -489,6 +447,7 @@ def _make_dispatching_method(func: Callable[..., Any], dispatcher: Any) -> funct
 _generic: Any = functools.singledispatch(_function)
 _DISPATCHING = _generic.__code__  # all generic functions have this code
 _LruCache = type(functools.lru_cache(_function))
+# How definitions that cloudpickle can't reduce, or reduces wrongly, travel by value.
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(_function): _function,
     _LruCache: lambda obj: (functools.lru_cache(**obj.cache_parameters()), (obj.__wrapped__,)),  # without its entries
@@ -496,11 +455,11 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
     # Without the methods bound so far, which Python 3.13 and later keep by weak references.
     functools.singledispatchmethod: lambda obj: (_make_dispatching_method, (obj.func, obj.dispatcher)),
     typing.NewType: lambda obj: (typing.NewType, (obj.__name__, obj.__supertype__)),
-    typing.ParamSpec: _by_name,
+    typing.ParamSpec: lambda obj: (typing.ParamSpec, (obj.__name__,)),
 }
 
 if sys.version_info >= (3, 11):
-    _REDUCERS[typing.TypeVarTuple] = _by_name
+    _REDUCERS[typing.TypeVarTuple] = lambda obj: (typing.TypeVarTuple, (obj.__name__,))
 if sys.version_info >= (3, 12):
 
     def _make_alias(name: str, value: Any, type_params: tuple[Any, ...]) -> Any:

@@ -57,16 +57,7 @@ def types() -> tuple[type, ...]:
 
 
 def reduce(obj: Any, wholes: Mapping[int, Any], protocol: int) -> Any:
-    """Reduce a sharded tensor, or a module that ``fully_shard`` has changed, for ``reducer_override``.
-
-    Args:
-        obj: The object, of one of the ``types``.
-        wholes: The whole copies, on the CPU, by the ids of the sharded tensors.
-        protocol: pickle's protocol.
-
-    Raises:
-        StaysError: The ranks haven't gathered the tensor.
-    """
+    """Reduce an object of one of the ``types``, for ``reducer_override``. ``wholes``: see ``pickle_by_value``."""
     return _reduce_tensor(obj, wholes) if is_sharded_tensor(obj) else _reduce_module(obj, protocol)
 
 

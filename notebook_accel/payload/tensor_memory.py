@@ -160,12 +160,9 @@ class Blocks:
         if _can_be_opened(root):
             file = self._files.setdefault(id(root), _MappedFile(root))
             return _array_in_file, (file, address - _address(root), *view, type(array) is type(root))
-        low, high = _reach(array.shape, array.strides, array.itemsize)
-        if root is array and type(root.base) is not self._tensor_type:
-            block = self._block(address + low, high - low, root)
-        else:
-            block = self._block_of(root)
+        block = self._block_of(root)
         start = address - block.address
+        low, high = _reach(array.shape, array.strides, array.itemsize)
         block.use(start + low, start + high)
         return _array, (block, start, *view)
 

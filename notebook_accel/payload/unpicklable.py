@@ -15,7 +15,7 @@ from notebook_accel.formatting import format_size
 _MOST_LISTED = 8
 _MOST_STEPS = 8  # of a path
 
-TryPickle = Callable[[Any], "Exception | None"]
+_TryPickle = Callable[[Any], "Exception | None"]
 
 
 class OnDeviceError(pickle.PicklingError):
@@ -35,15 +35,20 @@ class StaysError(pickle.PicklingError):
 STAYING: dict[type, Callable[[Any], NoReturn]] = {}
 
 
-def explain(roots: Mapping[str, Any], error: Exception, try_pickle: TryPickle, advice: str) -> PayloadError:
+def explain(roots: Mapping[str, Any], error: Exception, pickle_it: Callable[[Any], Any], advice: str) -> PayloadError:
     """Return the error that names the unpicklable object and the path to it.
 
-    Args:
-        roots: The objects to pickle, by the labels that messages use for them.
-        error: The error of pickling all objects together.
-        try_pickle: Function that pickles one object and returns the error, or ``None``.
-        advice: What the error advises to do instead.
+    ``roots`` are the objects by the labels of messages, ``error`` that of pickling all of them together. ``pickle_it``
+    pickles one object.
     """
+
+    def try_pickle(obj: Any) -> Exception | None:
+        try:
+            pickle_it(obj)
+        except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises is the reason
+            return error
+        return None
+
     visited: set[int] = set()
     for label, obj in roots.items():
         reason = try_pickle(obj)
@@ -128,7 +133,7 @@ _KINDS = {
 
 
 def _descend(
-    obj: Any, path: list[str], try_pickle: TryPickle, reason: Exception, visited: set[int]
+    obj: Any, path: list[str], try_pickle: _TryPickle, reason: Exception, visited: set[int]
 ) -> tuple[list[str], Any, Exception]:
     """Descend into unpicklable parts until all parts of one can be pickled. Return its path, itself and its error."""
     while True:
@@ -195,6 +200,13 @@ def global_names(code: types.CodeType) -> list[str]:
     """Return the names that a function's code, nested code included, looks up as globals or attributes."""
     inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in global_names(const)]
     return list(dict.fromkeys([*code.co_names, *inner]))
+
+
+def class_members(kind: type) -> Iterator[Any]:
+    """Yield the members of a class. Methods and properties come as the functions behind them."""
+    for member in vars(kind).values():
+        parts = [member.fget, member.fset, member.fdel] if isinstance(member, property) else [member]
+        yield from (getattr(part, "__func__", part) for part in parts)
 
 
 def _class_parts(obj: type) -> Iterator[tuple[str, Any]]:

@@ -31,21 +31,13 @@ _NAME, _SECRET = "session", "secret"
 
 @dataclasses.dataclass(eq=False)
 class JoinedRank:
-    """A rank that has joined.
-
-    Attributes:
-        rank: The rank's number.
-        connection: The connection to the rank.
-        pidfd: A descriptor of its process, valid even if the pid is reused.
-        kept: The rank's state from earlier kernels; ``None`` for a fresh process.
-        was_taken: Set once the rank's connection is served.
-    """
+    """A rank that has joined."""
 
     rank: int
     connection: Connection
-    pidfd: int
-    kept: messages.RetainedState | None = None
-    was_taken: Latch = dataclasses.field(default_factory=Latch)
+    pidfd: int  # a descriptor of its process, valid even if the pid is reused
+    kept: messages.RetainedState | None = None  # its state from earlier kernels; ``None`` for a fresh process
+    was_taken: Latch = dataclasses.field(default_factory=Latch)  # set once its connection is served
 
     def close(self) -> None:
         self.connection.close()
@@ -53,13 +45,9 @@ class JoinedRank:
 
 
 class Listener:
-    """The session's end of the socket that ranks join through.
+    """The session's end of the socket that ranks join through, in ``folder``.
 
-    Args:
-        run: The folder of a detached session; ``None`` makes a temporary folder.
-
-    Attributes:
-        folder: The socket's folder.
+    ``run`` is the folder of a detached session; ``None`` makes a temporary folder.
 
     Raises:
         LaunchError: The folder can't be made or written.
@@ -101,20 +89,16 @@ class Listener:
         if self._hold is not None:
             os.close(self._hold)
 
-    def accept(self) -> JoinedRank | None:
-        """Wait a moment for a rank that joins, and return it; ``None`` if none comes."""
-        try:
-            connected, _ = self._socket.accept()
-        except TimeoutError:
-            return None
-        return self._checked(connected)
-
     def _remove_files(self) -> None:
         for name in (_NAME, _SECRET):
             (self.folder / name).unlink(missing_ok=True)
 
-    def _checked(self, sock: socket.socket) -> JoinedRank | None:
-        """Check a new connection. Return the rank behind it; ``None`` if it is no rank of this session."""
+    def accept(self) -> JoinedRank | None:
+        """Wait a moment for a rank of this session that joins, and return it; ``None`` if none comes."""
+        try:
+            sock, _ = self._socket.accept()
+        except TimeoutError:
+            return None
         pid, uid = peer_of(sock)
         connection = Connection(sock)
         connection.set_receive_deadline(_HELLO_DEADLINE_S)
@@ -140,20 +124,12 @@ def _temporary_folder() -> tuple[pathlib.Path, int | None]:
 
 
 def read_secret(folder: str) -> bytes:
-    """Return the secret of the kernel that listens in the folder, or was the last to listen.
-
-    Raises:
-        OSError: No kernel has listened there.
-    """
+    """Return the secret of the kernel that listens in the folder, or was the last to listen; an OSError if none was."""
     return pathlib.Path(folder, _SECRET).read_bytes()
 
 
 def join_session(folder: str, hello: messages.Hello) -> Connection:
-    """Connect a rank to its session.
-
-    Raises:
-        OSError: Nobody listens.
-    """
+    """Connect a rank to its session. Raise an OSError if nobody listens."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection = Connection(sock)
     try:

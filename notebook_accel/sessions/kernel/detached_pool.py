@@ -32,13 +32,8 @@ _REPORT_PERIOD_S = 60.0
 class DetachedRankPool(RankPool):
     """All ranks of a session that outlives this process.
 
-    Args:
-        config: The options of a new session.
-        run: The folder of the session to attach to; ``None`` starts a new one.
-
-    Raises:
-        LaunchError: The ranks could not be started.
-        RunError: The session has ended, or belongs to another kernel.
+    Starts a new session with these options, or attaches to the one in the folder ``run``. Raises a ``RunError`` if that
+    has ended, or belongs to another kernel.
     """
 
     outlives_kernel = True
@@ -79,9 +74,6 @@ class DetachedRankPool(RankPool):
         else:
             self.leave()
 
-    def _end_with_kernel(self) -> None:
-        self.leave()
-
     @property
     def _closed_text(self) -> str:
         if self.job.done:
@@ -116,11 +108,7 @@ class DetachedRankPool(RankPool):
         return joined
 
     def _end_if_begun(self) -> None:
-        """End a session whose end an earlier kernel has started, before it was killed. Some ranks are gone already.
-
-        Raises:
-            RunError: The session was ended.
-        """
+        """End a session whose end an earlier kernel has started, before it was killed. Some ranks are gone already."""
         if any(rank.has_result for rank in self.job.ranks):
             self.job.stop()
             raise RunError(
@@ -170,11 +158,7 @@ class DetachedRankPool(RankPool):
 
 
 def find(which: str) -> RunFolder:
-    """Return the folder of a detached session that goes on, by its name or id.
-
-    Raises:
-        RunError: There is none, or another version has started it: the messages to ranks differ between versions.
-    """
+    """Return the folder of a detached session that goes on, by its name or id."""
     run = run_folders.find_session(which)
     if run is None:
         named = f" {which!r}" if which else ""
@@ -183,7 +167,7 @@ def find(which: str) -> RunFolder:
             fix="%distributed runs lists what there is; %distributed start --detach --name NAME starts one",
         )
     facts = run.facts
-    if facts.version != VERSION:
+    if facts.version != VERSION:  # the messages to ranks differ between versions
         raise RunError(
             f"The session {facts.name!r} can't be attached by notebook-accel {VERSION}.",
             why=f"notebook-accel {facts.version} has started it.",

@@ -22,11 +22,9 @@ _POLL_PERIOD_S = 0.02
 def first_failure(
     replies: Mapping[int, Reply], interrupted: Sequence[int], world_size: int, origins: Mapping[int, Any]
 ) -> RankFailedError:
-    """Return the error of the rank that failed first. At least one rank must have failed.
-
-    Interrupted ranks and ranks that lost a peer come last, since their errors follow from another rank's.
-    """
+    """Return the error of the rank that failed first. At least one rank must have failed."""
     failed = {rank: reply.failed for rank, reply in sorted(replies.items()) if reply.failed is not None}
+    # Interrupted ranks and ranks that lost a peer come last, since their errors follow from another rank's.
     first = min(failed, key=lambda rank: (rank in interrupted, failed[rank].lost_peer, failed[rank].time_s))
     error = raised_error(failed[first], first, world_size, origins)
     error.fix = _of_missing_name(replies[first].missing, replies) or error.fix
@@ -82,30 +80,23 @@ def death_error(job: Job, rank: int, *, was_killed: bool = False) -> RunError:
 
 def _end_error(job: Job) -> RunError:
     error = job.error
-    if isinstance(error, RunError):
-        error.fix = error.fix or "%distributed start, or a new Session"
-        return error
-    return RunError(
-        f"The session {job.name!r} has ended.", why=str(error or ""), fix="%distributed start, or a new Session"
-    )
+    if not isinstance(error, RunError):
+        error = RunError(f"The session {job.name!r} has ended.", why=str(error or ""))
+    error.fix = error.fix or "%distributed start, or a new Session"
+    return error
 
 
 class GroupRecovery:
     """Checks the ranks' process group after a failure, and replaces a broken one.
 
-    Args:
-        world_size: Number of ranks.
-        ask: Function that sends ranks a request without user code. Takes the request's type, the ranks and the fields;
-            returns the answers of the ranks that are still alive.
-
-    Attributes:
-        renewals: Number of abandoned groups.
+    ``ask`` sends ranks a request without user code. It takes the request's type, the ranks and the fields, and returns
+    the answers of the ranks that are still alive.
     """
 
     def __init__(self, world_size: int, ask: Callable[..., Mapping[int, Reply]]) -> None:
         self._world_size = world_size
         self._ask = ask
-        self.renewals = 0
+        self.renewals = 0  # number of abandoned groups
 
     def after(self, alive: Sequence[int], *, is_broken: bool) -> None:
         """Make a new group if the ranks have entered different collectives. Report what was lost with the old group.
@@ -115,26 +106,29 @@ class GroupRecovery:
         if not alive:
             return
         calls = [reply.group_calls for reply in self._ask(messages.InspectGroup, alive).values()]
-        if is_broken or len(alive) < self._world_size or any(of_rank != calls[0] for of_rank in calls):
-            # The first number tells whether this package made the group. Ranks that differ there can't share one.
-            origins = {None if of_rank is None else of_rank[0] for of_rank in calls}
-            had_one = origins != {None}
-            rejoins = had_one and len(origins) == 1 and len(alive) == self._world_size
-            # Twice, since the old group's end may have disturbed the first attempt.
-            rejoins = rejoins and (self._renew(alive, rejoins=True) or self._renew(alive, rejoins=True))
-            if not rejoins:
-                self.leave(alive)
-            if had_one and not rejoins:
-                sys.stderr.write(
-                    "[the ranks have no process group any more: make a new Accelerator() on all of them]\n"
-                )
+        is_whole = len(alive) == self._world_size
+        if is_whole and not is_broken and all(of_rank == calls[0] for of_rank in calls):
+            return
+        # The first number tells whether this package made the group. Ranks that differ there can't share one.
+        origins = {None if of_rank is None else of_rank[0] for of_rank in calls}
+        had_one = origins != {None}
+        if is_whole and had_one and len(origins) == 1 and self._renew(alive, rejoins=True):
+            return
+        self.leave(alive)
+        if had_one:
+            sys.stderr.write("[the ranks have no process group any more: make a new Accelerator() on all of them]\n")
 
     def leave(self, alive: Sequence[int]) -> None:
-        # Retry once: a rank that an interrupt leaves in the old group would wait there for ranks in another group.
-        _ = self._renew(alive, rejoins=False) or self._renew(alive, rejoins=False)
+        """Make these ranks leave their group."""
+        self._renew(alive, rejoins=False)
 
     def _renew(self, alive: Sequence[int], *, rejoins: bool) -> bool:
         """Make these ranks leave their group and, if ``rejoins``, form a new one. Return whether all have."""
+        # Retry once: the old group's end may disturb the first attempt, and a rank that an interrupt leaves in the old
+        # group would wait there for ranks in another group.
+        return self._try_to_renew(alive, rejoins=rejoins) or self._try_to_renew(alive, rejoins=rejoins)
+
+    def _try_to_renew(self, alive: Sequence[int], *, rejoins: bool) -> bool:
         self.renewals += 1
         replies = self._ask(messages.RenewGroup, alive, renewals=self.renewals, rejoins=rejoins)
         for rank, reply in replies.items():

@@ -90,24 +90,23 @@ class Interrupts:
         """Forget the kernel's last interrupt, which has had its effect, so that ``end`` doesn't raise it."""
         self._last = None
 
-    def hold(self) -> None:
-        """Hold back this thread's interrupts; in the main thread only if SIGINT has a Python handler."""
-        if threading.current_thread() is not threading.main_thread():
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[Interrupts]:
+        """Hold back this thread's interrupts in the body. See ``held``."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main:
             _of_thread.interrupts = self
         elif callable(handler := _handler_now()):
             self._handler = handler
             signal.signal(signal.SIGINT, self._arrive)
-
-    def release(self) -> None:
-        """Restore the state before ``hold``."""
-        if threading.current_thread() is not threading.main_thread():
-            _of_thread.interrupts = None
-        elif self._handler is not None and _handler_now() == self._arrive:
-            signal.signal(signal.SIGINT, self._handler)
-
-    def end(self) -> None:
-        """Raise the kernel's last interrupt, even if it was taken. Called if nothing else was raised."""
-        if self._last is not None:
+        try:
+            yield self
+        finally:
+            if not is_main:
+                _of_thread.interrupts = None
+            elif self._handler is not None and _handler_now() == self._arrive:
+                signal.signal(signal.SIGINT, self._handler)
+        if self._last is not None:  # even if it was taken
             raise self._last
 
     def _arrive(self, number: int, frame: types.FrameType | None) -> None:
@@ -148,10 +147,5 @@ def held(interrupts: Interrupts | None = None) -> Iterator[Interrupts]:
     if owner is not None:
         yield owner
         return
-    interrupts = interrupts or Interrupts()
-    interrupts.hold()
-    try:
-        yield interrupts
-    finally:
-        interrupts.release()
-    interrupts.end()
+    with (interrupts or Interrupts()).holding() as owner:
+        yield owner

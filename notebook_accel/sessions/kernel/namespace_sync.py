@@ -11,6 +11,7 @@ a tensor or a model's parameter was written to, which torch counts. Writes into 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -22,7 +23,7 @@ from typing import Any, TypeAlias
 from notebook_accel.errors import PayloadError
 from notebook_accel.launching.kernel import run_payload
 from notebook_accel.payload import memory_files, serialization
-from notebook_accel.payload.unpicklable import global_names
+from notebook_accel.payload.unpicklable import class_members, global_names
 from notebook_accel.protocol.session_messages import Delivery
 from notebook_accel.sessions import shared_parts
 from notebook_accel.sessions.kernel.fingerprints import Fingerprint, fingerprint, pickle_by_value, pickled_alone
@@ -31,53 +32,37 @@ from notebook_accel.sessions.ranks.namespace import SealedDelivery
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Notebook variables and objects that a request needs.
+    """Notebook variables and objects that a request needs."""
 
-    Attributes:
-        names: Notebook variables that the code uses.
-        by_force: Names whose values replace the ranks' own.
-        optional_names: Names that are left out if they can't be sent.
-        submodules: Modules to import.
-        call: A function with its arguments.
-    """
-
-    names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    by_force: Sequence[str] = ()
-    optional_names: Sequence[str] = ()
-    submodules: tuple[str, ...] = ()
-    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
+    names: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # variables that the code uses
+    by_force: Sequence[str] = ()  # names whose values replace the ranks' own
+    optional_names: Sequence[str] = ()  # names that are left out if they can't be sent
+    submodules: tuple[str, ...] = ()  # modules to import
+    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None  # a function with its arguments
 
 
 @dataclasses.dataclass(frozen=True)
 class Parcel:
-    """A sealed file for some ranks, which have earlier values of the variables in ``again``.
-
-    ``fingerprints`` are those of the variables, ``objects`` those of the objects that the delivery numbers.
-    """
+    """A sealed file for some ranks."""
 
     ranks: tuple[int, ...]
     delivery: Delivery
     descriptor: int
-    fingerprints: Mapping[str, Fingerprint]
-    objects: Mapping[int, Fingerprint | None]
-    again: tuple[str, ...]
+    fingerprints: Mapping[str, Fingerprint]  # of the variables
+    objects: Mapping[int, Fingerprint | None]  # of the objects that the delivery numbers
+    again: tuple[str, ...]  # the variables of which the ranks have earlier values
 
 
 @dataclasses.dataclass
 class _SentVariables:
-    """The variables of a rank.
+    """The variables of a rank."""
 
-    Attributes:
-        own: The names that the rank has bound itself.
-        fingerprints: Fingerprints of the variables that were sent to it; ``None`` for a value that an earlier notebook
-            has sent and this one doesn't have.
-        pulled: Fingerprints of the notebook's copies of these variables, which count as the rank's values too.
-        objects: Fingerprints of its objects by their numbers; ``None`` for functions and classes.
-    """
-
-    own: set[str] = dataclasses.field(default_factory=set)
+    own: set[str] = dataclasses.field(default_factory=set)  # names that the rank has bound itself
+    # Of the variables that were sent to it; ``None`` for a value that an earlier notebook has sent and this one lacks.
     fingerprints: dict[str, Fingerprint | None] = dataclasses.field(default_factory=dict)
+    # Of the notebook's copies of these variables, which count as the rank's values too.
     pulled: dict[str, Fingerprint] = dataclasses.field(default_factory=dict)
+    # Of its objects by their numbers; ``None`` for functions and classes.
     objects: dict[int, Fingerprint | None] = dataclasses.field(default_factory=dict)
 
     def has(self, name: str, value: Any) -> bool:
@@ -107,15 +92,14 @@ class NamespaceSync:
         """Take over ranks that have variables from an earlier notebook.
 
         The ranks' variables win over this notebook's present values; later changes here are sent. Functions and classes
-        of this notebook win.
-
-        Args:
-            names: Each rank's own names, and the names of values that the earlier notebook has sent.
+        of this notebook win. ``names`` has each rank's own names, and those that the earlier notebook has sent.
         """
         here = sys.modules["__main__"].__dict__
-        known = {name: _as_sent(here, name) for _, sent in names.values() for name in sent}
+        was_sent = {name for _, sent in names.values() for name in sent if name in here}
+        was_sent = {name for name in was_sent if not isinstance(here[name], (type, types.FunctionType))}
+        known = {name: fingerprint(here[name]) for name in was_sent}
         for rank, (own, sent) in names.items():
-            self._ranks[rank] = _SentVariables(set(own), {name: known[name] for name in sent})
+            self._ranks[rank] = _SentVariables(set(own), {name: known.get(name) for name in sent})
 
     def forget(self, rank: int) -> None:
         """Forget the variables of a rank whose process was replaced by a fresh one."""
@@ -138,31 +122,27 @@ class NamespaceSync:
     def pulled(self, values: Mapping[str, Any], names: Mapping[int, Collection[str]]) -> None:
         """Record that pulled values count as the ranks' own values of these names.
 
-        Args:
-            values: The notebook's values by name.
-            names: The names whose values, or whose parts, each rank has numbered as ``number_pulled`` says.
+        ``names`` has the names whose values, or whose parts, each rank has numbered as ``number_pulled`` says.
         """
         for name, value in values.items():
-            states = [self._ranks[rank] for rank, numbered in names.items() if name in numbered]
             has_tensors = bool(shared_parts.tensors(value))
-            was_sent = [state for state in states if name in state.fingerprints]
-            if not (has_tensors and states) and not was_sent:
+            states = [self._ranks[rank] for rank, numbered in names.items() if name in numbered]
+            states = [state for state in states if has_tensors or name in state.fingerprints]
+            if not states:
                 continue
             of_copy = fingerprint(value)
-            for state in was_sent:
-                state.pulled[name] = of_copy
-            for state in states if has_tensors else ():
-                state.objects.update(self._part_fingerprints(value, of_copy))
+            for state in states:
+                if name in state.fingerprints:
+                    state.pulled[name] = of_copy
+                if has_tensors:
+                    state.objects.update(self._part_fingerprints(value, of_copy))
 
     # Sending ---------------------------------------------------------------------------------------------------------
 
     def pack(self, inputs: Inputs, ranks: Sequence[int]) -> list[Parcel]:
         """Seal the inputs that these ranks don't have yet. Ranks that lack the same inputs share a file.
 
-        The caller closes the files.
-
-        Raises:
-            PayloadError: A value can't be sent.
+        The caller closes the files. Raises a ``PayloadError`` for a value that can't be sent.
         """
         made: list[Parcel] = []
         try:
@@ -191,98 +171,59 @@ class NamespaceSync:
             state.objects.update(parcel.objects)
 
     def _needs(self, inputs: Inputs, ranks: Sequence[int]) -> list[tuple[dict[str, Any], tuple[int, ...]]]:
+        """Return the names that must be sent, each time with the ranks that need exactly these."""
+        # A name that any rank has bound itself isn't sent unasked: otherwise some ranks would silently have their own
+        # value, others the notebook's.
+        own = {name for state in self._ranks for name in state.own}
         alike: dict[tuple[tuple[str, ...], frozenset[int]], list[int]] = {}
         for rank in ranks:
-            needed = self._needed_by(rank, inputs)
+            state = self._ranks[rank]
+            needed = tuple(
+                name
+                for name, value in inputs.names.items()
+                if name in inputs.by_force or (name not in own and not state.has(name, value))
+            )
             # A rank that has a model gets a reference to it. A restarted one beside it gets the model itself.
-            trained = self._models_of(rank) if needed or inputs.call is not None else frozenset()
+            trained = self._models_in(state) if needed or inputs.call is not None else frozenset()
             alike.setdefault((needed, trained), []).append(rank)
         return [({name: inputs.names[name] for name in names}, tuple(of)) for (names, _), of in alike.items()]
 
-    def _models_of(self, rank: int) -> frozenset[int]:
+    def _models_in(self, state: _SentVariables) -> frozenset[int]:
         """Return the numbers of the models and optimizers that a rank has. This looks at every object."""
-        objects = {number: self._object(number) for number in self._ranks[rank].objects}
-        kinds = (shared_parts.is_model, shared_parts.is_optimizer)
-        return frozenset(number for number, obj in objects.items() if any(is_kind(obj) for is_kind in kinds))
-
-    def _needed_by(self, rank: int, inputs: Inputs) -> tuple[str, ...]:
-        return tuple(
-            name
-            for name, value in inputs.names.items()
-            if name in inputs.by_force or (not self._is_own_somewhere(name) and not self._ranks[rank].has(name, value))
+        objects = {number: self._object(number) for number in state.objects}
+        return frozenset(
+            number for number, obj in objects.items() if shared_parts.is_model(obj) or shared_parts.is_optimizer(obj)
         )
 
-    def _is_own_somewhere(self, name: str) -> bool:
-        """Return whether any rank has bound this name itself.
-
-        Such a name isn't sent unasked: otherwise some ranks would silently have their own value, others the notebook's.
-        """
-        return any(name in state.own for state in self._ranks)
-
     def _parcel(self, inputs: Inputs, names: dict[str, Any], ranks: tuple[int, ...]) -> Parcel:
-        had = {name for name in names if any(name in self._ranks[rank].fingerprints for rank in ranks)}
-        forced = {id(part) for name in inputs.by_force if name in names for part in _replaced_parts(names[name])}
-        known = set.intersection(*({*self._ranks[rank].objects} for rank in ranks))
-        origins = {number: obj for number in known if (obj := self._object(number)) is not None}
-        numbers = {id(obj): number for number, obj in origins.items()}
-
-        def is_same(part: Any, check: Callable[[Fingerprint, Any], bool] = Fingerprint.matches) -> bool:
-            sent = [self._ranks[rank].objects[numbers[id(part)]] for rank in ranks]
-            return id(part) not in forced and all(each is None or check(each, part) for each in sent)
-
-        # A value that has changed, or that must replace the ranks' own, is sent itself. The ranks keep their tensors.
-        parts = {id(part): part for value in names.values() for part in shared_parts.parts(value)}
-        tensors = {id(part): part for value in names.values() for part in shared_parts.tensors(value).values()}
-        stale = forced | {
-            key
-            for key, part in parts.items()
-            if key in numbers and not is_same(part, Fingerprint.differs_at_most_in_tensors)
-        }
-        written = [
-            (part, None if is_same(part, Fingerprint.has_values_of) else part.data, part.requires_grad)
-            for key, part in tensors.items()
-            if key in numbers and key in stale
-        ]
-        origins = {number: obj for number, obj in origins.items() if id(obj) in tensors or id(obj) not in stale}
-        pickled, names = _pickled(names, written, inputs, origins)
-        sizes = pickled.sizes_bytes
+        states = [self._ranks[rank] for rank in ranks]
+        again = {name for name in names if any(name in state.fingerprints for state in states)}
+        known = set.intersection(*(set(state.objects) for state in states))
+        found = {number: obj for number in known if (obj := self._object(number)) is not None}
+        changes = _Changes(inputs, names, found, states)
+        pickled, names = _pickled(names, changes.written, inputs, changes.origins)
         fingerprints: dict[str, Fingerprint] = {}
         objects: dict[int, Fingerprint | None] = {}
         for name, value in names.items():
-            before = None if id(value) in stale else self._ranks[ranks[0]].objects.get(numbers.get(id(value), -1))
-            size_bytes = sizes.get(run_payload.variable_label(name), 0) if before is None else before.pickled_bytes
+            sent = changes.unchanged(value)
+            label = run_payload.variable_label(name)
+            size_bytes = pickled.sizes_bytes.get(label, 0) if sent is None else sent.pickled_bytes
             fingerprints[name] = Fingerprint(value, size_bytes)
             objects |= self._part_fingerprints(value, fingerprints[name])
-        descriptor = memory_files.memory_file("notebook-accel-names")
-        try:
-            serialization.dump(descriptor, pickled)
-            memory_files.make_unwritable(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
         is_kept = inputs.call is None  # of a call, ranks keep only the classes, whose instances may outlive the call
         by_value = [self._number(obj) if is_kept or isinstance(obj, type) else -1 for obj in pickled.by_value]
+        objects |= {number: None for number in by_value if number >= 0}
+        sources = run_payload.notebook_sources(pickled.by_value)
         delivery = Delivery(
             shared=[self._number(part) for value in names.values() for part in shared_parts.parts(value)],
             by_value=by_value,
             by_force=[name for name in inputs.by_force if name in names],
-            same_statistics=[
-                numbers[id(value)]
-                for value in names.values()
-                if id(value) in numbers
-                and shared_parts.is_optimizer(value)
-                and is_same(value, Fingerprint.has_statistics_of)
-            ],
-            forgotten=sorted(number for number in known if self._object(number) is None),
-            sources={
-                name: (source.label, source.text)
-                for name, source in run_payload.notebook_sources(pickled.by_value).items()
-            },
+            same_statistics=changes.same_statistics(names.values()),
+            forgotten=sorted(known - found.keys()),
+            sources={name: (source.label, source.text) for name, source in sources.items()},
         )
-        objects |= {number: None for number in by_value if number >= 0}
-        return Parcel(
-            ranks, delivery, descriptor, fingerprints, objects, tuple(sorted(had.difference(inputs.by_force)))
-        )
+        again.difference_update(inputs.by_force)
+        return Parcel(ranks, delivery, _sealed(pickled), fingerprints, objects, tuple(sorted(again)))
 
     def _part_fingerprints(self, value: Any, of_value: Fingerprint) -> dict[int, Fingerprint | None]:
         """Return the fingerprints of a value's parts by their numbers. ``of_value`` is that of the value."""
@@ -293,8 +234,7 @@ class NamespaceSync:
         }
 
     def _object(self, number: int) -> Any:
-        refer = self._objects.get(number)
-        return None if refer is None else refer()
+        return self._objects.get(number, lambda: None)()
 
     def _number(self, obj: Any) -> int:
         number = self._numbers.get(id(obj))
@@ -317,6 +257,62 @@ class NamespaceSync:
 
 # A tensor that the ranks have, its new values (``None``: the same), and whether it requires a gradient.
 _Written: TypeAlias = Sequence[tuple[Any, Any, bool]]
+
+
+class _Changes:
+    """The parts of variables that have changed since they were sent, or that must replace the ranks' own by force.
+
+    Such a part is sent itself; other parts that the ranks have are sent as references. The ranks keep their tensors:
+    those in ``written`` get new values. ``objects`` are what all these ranks have, and ``origins`` what is referred to.
+    """
+
+    def __init__(
+        self, inputs: Inputs, names: dict[str, Any], objects: dict[int, Any], states: Sequence[_SentVariables]
+    ) -> None:
+        self._states = states
+        self._numbers = {id(obj): number for number, obj in objects.items()}
+        self._forced = {id(part) for name in inputs.by_force if name in names for part in _replaced_parts(names[name])}
+        parts = {id(part): part for value in names.values() for part in shared_parts.parts(value)}
+        tensors = {id(part): part for value in names.values() for part in shared_parts.tensors(value).values()}
+        self._stale = self._forced | {
+            key
+            for key, part in parts.items()
+            if key in self._numbers and not self._is_same(part, Fingerprint.differs_at_most_in_tensors)
+        }
+        self.written: _Written = [
+            (part, None if self._is_same(part, Fingerprint.has_values_of) else part.data, part.requires_grad)
+            for key, part in tensors.items()
+            if key in self._numbers and key in self._stale
+        ]
+        self.origins = {
+            number: obj for number, obj in objects.items() if id(obj) in tensors or id(obj) not in self._stale
+        }
+
+    def unchanged(self, value: Any) -> Fingerprint | None:
+        """Return the fingerprint of a value that is sent as a reference."""
+        number = self._numbers.get(id(value))
+        return None if number is None or id(value) in self._stale else self._states[0].objects[number]
+
+    def same_statistics(self, values: Iterable[Any]) -> list[int]:
+        """Return the numbers of the optimizers whose statistics the ranks have."""
+        known = [value for value in values if id(value) in self._numbers and shared_parts.is_optimizer(value)]
+        return [self._numbers[id(each)] for each in known if self._is_same(each, Fingerprint.has_statistics_of)]
+
+    def _is_same(self, part: Any, check: Callable[[Fingerprint, Any], bool]) -> bool:
+        sent = [state.objects[self._numbers[id(part)]] for state in self._states]
+        return id(part) not in self._forced and all(each is None or check(each, part) for each in sent)
+
+
+def _sealed(pickled: serialization.Pickled) -> int:
+    """Return the descriptor of a memory file with the pickle."""
+    descriptor = memory_files.memory_file("notebook-accel-names")
+    try:
+        serialization.dump(descriptor, pickled)
+        memory_files.make_unwritable(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _pickled(
@@ -354,14 +350,6 @@ def _replaced_parts(value: Any) -> list[Any]:
     return [value] if shared_parts.is_optimizer(value) else [value, *shared_parts.tensors(value).values()]
 
 
-def _as_sent(namespace: Mapping[str, Any], name: str) -> Fingerprint | None:
-    """Return a fingerprint that marks a variable's present value as sent; ``None`` if it must be sent."""
-    value = namespace.get(name)
-    if name not in namespace or isinstance(value, (type, types.FunctionType)):
-        return None
-    return fingerprint(value)
-
-
 def with_dependencies(names: Iterable[str], namespace: Mapping[str, Any]) -> list[str]:
     """Return these names and, transitively, the names that the functions and classes among their values use."""
     found: dict[str, None] = {}
@@ -386,29 +374,17 @@ def _names_in(value: Any, namespace: Mapping[str, Any]) -> Iterator[str]:
         if value.__globals__ is namespace:
             yield from global_names(value.__code__)
         for cell in value.__closure__ or ():
-            contents = _contents(cell)
-            if isinstance(contents, types.FunctionType) and contents is not value:
-                yield from _names_in(contents, namespace)
+            with contextlib.suppress(ValueError):  # an empty cell
+                if isinstance(cell.cell_contents, types.FunctionType) and cell.cell_contents is not value:
+                    yield from _names_in(cell.cell_contents, namespace)
         wrapped = getattr(value, "__wrapped__", None)
         if wrapped is not None:
             yield from _names_in(wrapped, namespace)
     elif isinstance(value, type):
         for base in value.__mro__:
             if base.__module__ == "__main__":
-                for part in vars(base).values():
-                    for function in _functions_of(part):
-                        yield from _names_in(function, namespace)
+                for member in class_members(base):
+                    if isinstance(member, types.FunctionType):
+                        yield from _names_in(member, namespace)
     elif type(value).__module__ == "__main__":
         yield from _names_in(type(value), namespace)
-
-
-def _functions_of(part: Any) -> list[types.FunctionType]:
-    parts = [part.fget, part.fset, part.fdel] if isinstance(part, property) else [getattr(part, "__func__", part)]
-    return [part for part in parts if isinstance(part, types.FunctionType)]
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return None

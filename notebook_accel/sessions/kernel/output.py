@@ -185,13 +185,11 @@ class _CellProgress:
             self._show(is_end=False)
 
     def end(self, steps: Mapping[int, int]) -> None:
-        """Show the final counts, if any were shown before.
-
-        The ranks' last progress events may still be on the way: wait until they have brought the counts in ``steps``.
-        """
+        """Show the final counts, if any were shown before."""
         if not self._shown:
             return
         deadline_s = time.monotonic() + _LAST_DEADLINE_S
+        # The ranks' last progress events may still be on the way.
         while any(self._job.ranks[rank].steps != count for rank, count in steps.items() if count):
             if time.monotonic() > deadline_s:
                 break

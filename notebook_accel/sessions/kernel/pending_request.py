@@ -26,19 +26,14 @@ class PendingRequest(RankRequest):
     """A request to several ranks, and the wait for their answers.
 
     Args:
-        number: The request's number.
-        outgoing: The message for each rank, as for ``RankRequest``.
+        number: As for ``RankRequest``.
+        outgoing: As for ``RankRequest``.
         connections: The connections to the ranks.
         grace_s: Seconds that an interrupted rank may take to end before a message reports it.
         output: Shows the ranks' output and displays meanwhile; ``None`` to show nothing.
         console: Answers a rank's debugger.
         stacks: Function that takes a deadline in seconds and returns the ranks' stacks, to report ranks that wait in
             vain.
-
-    Attributes:
-        interrupted: Ranks that were interrupted, by the kernel or because another rank failed.
-        killed: Ranks that were killed because they ignored the interrupt.
-        interrupt: The first interrupt, or another exception that ended the wait.
     """
 
     def __init__(
@@ -62,9 +57,9 @@ class PendingRequest(RankRequest):
         self._inspection_s = _ALONE_S  # seconds from then to the next inspection of their stacks
         self._interrupt_s: float | None = None
         self._is_reported = False
-        self.interrupted: list[int] = []
-        self.killed: list[int] = []
-        self.interrupt: BaseException | None = None
+        self.interrupted: list[int] = []  # ranks, by the kernel or because another rank failed
+        self.killed: list[int] = []  # ranks that ignored the interrupt
+        self.interrupt: BaseException | None = None  # the first one, or another exception that ended the wait
 
     def ask(self) -> None:
         """Send the request and wait until every rank has answered or died. A second interrupt kills the pending ranks.
@@ -115,12 +110,11 @@ class PendingRequest(RankRequest):
     def _take_messages(self) -> None:
         while self.incoming:
             rank, message = self.incoming.popleft()
+            assert self.output is not None  # only user code sends these
             if isinstance(message, messages.Displayed):
-                if self.output is not None:
-                    self.output.display(rank, message.display)
+                self.output.display(rank, message.display)
             elif self._console is not None:
-                if self.output is not None:
-                    self.output.show_until(rank, message.log_bytes)
+                self.output.show_until(rank, message.log_bytes)
                 line = self._console.answer(message.text) if self.interrupt is None else ""
                 self._connections.tell(rank, messages.Input(number=self.number, line=line))
 
@@ -166,15 +160,11 @@ class PendingRequest(RankRequest):
 
 
 class Console:
-    """The user's end of a debugger: asks with ``input()``, which a kernel forwards to its front end.
-
-    Attributes:
-        refusal: The error to raise if the front end can't ask the user.
-    """
+    """The user's end of a debugger: asks with ``input()``, which a kernel forwards to its front end."""
 
     def __init__(self) -> None:
         self._has_ended = False
-        self.refusal: RunError | None = None
+        self.refusal: RunError | None = None  # the error to raise if the front end can't ask the user
 
     def answer(self, text: str) -> str:
         """Show a debugger's output and prompt. Return the typed line with its newline; empty at the end of input."""

@@ -28,27 +28,17 @@ _SEND_DEADLINE_S = 10.0
 
 @dataclasses.dataclass(eq=False)
 class RankRequest:
-    """A request to several ranks, and their answers so far.
+    """A request to several ranks, and their answers so far. It owns the descriptors of both."""
 
-    Attributes:
-        number: The request's number, which the replies repeat.
-        outgoing: The message for each rank, and its descriptors, which the request owns.
-        replies: The ranks' answers so far, in order of arrival.
-        values: Descriptors of the sealed values that came with the answers. The request owns them.
-        incoming: Messages that ranks sent before their answers, each with the rank, in order.
-        lost: Ranks that have died, or that the message couldn't reach.
-        was_asked: Whether the request was passed to ``RankConnections.ask``.
-        was_sent: Whether the request was sent, so that the ranks will answer.
-    """
-
-    number: int
-    outgoing: Mapping[int, tuple[bytes, Sequence[int]]]
-    replies: dict[int, messages.Reply] = dataclasses.field(default_factory=dict)
-    values: dict[int, int] = dataclasses.field(default_factory=dict)
+    number: int  # the replies repeat it
+    outgoing: Mapping[int, tuple[bytes, Sequence[int]]]  # the message for each rank, and its descriptors
+    replies: dict[int, messages.Reply] = dataclasses.field(default_factory=dict)  # in order of arrival
+    values: dict[int, int] = dataclasses.field(default_factory=dict)  # the descriptors that came with the replies
+    # Messages that ranks sent before their answers, each with the rank, in order.
     incoming: collections.deque[tuple[int, Displayed | Prompt]] = dataclasses.field(default_factory=collections.deque)
-    lost: set[int] = dataclasses.field(default_factory=set)
-    was_asked: bool = False
-    was_sent: bool = False
+    lost: set[int] = dataclasses.field(default_factory=set)  # ranks that have died, or that it couldn't reach
+    was_asked: bool = False  # it was passed to ``RankConnections.ask``
+    was_sent: bool = False  # the ranks will answer
     _news: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -66,12 +56,6 @@ class RankRequest:
     def notify(self) -> None:
         with contextlib.suppress(RuntimeError):  # the waiting thread hasn't taken the previous news yet
             self._news.release()
-
-    def close(self) -> None:
-        """Close the descriptors of values that were not used."""
-        for descriptor in self.values.values():
-            os.close(descriptor)
-        self.values.clear()
 
 
 class RankConnections:
@@ -103,9 +87,11 @@ class RankConnections:
         self._put(lambda: self._send_to(rank, messages.encode(message)))
 
     def drop(self, request: RankRequest) -> None:
-        """Forget a request. Answers that still arrive are discarded."""
+        """Forget a request, and close the files of its values. Answers that still arrive are discarded."""
         self._requests.pop(request.number, None)
-        request.close()
+        for descriptor in request.values.values():
+            os.close(descriptor)
+        request.values.clear()
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         """Send a rank a signal. It may arrive late, but always before anything sent to the rank afterwards."""
@@ -122,11 +108,7 @@ class RankConnections:
         return sorted(list(self._joined))  # noqa: C414 - the thread changes it, and list() copies it in one step
 
     def close(self, farewell: messages.Leave | None = None) -> None:
-        """End the thread and close the connections. Idle ranks then exit, except those of a detached session.
-
-        Args:
-            farewell: Message that tells a detached session's ranks to exit.
-        """
+        """End the thread and close the connections. Idle ranks then exit; a detached session's only on a farewell."""
         if not self._thread.is_alive():
             return
         if farewell is not None:

@@ -44,14 +44,7 @@ Answer: TypeAlias = tuple[messages.Reply, Any]
 
 
 class RankPool:
-    """All ranks of one session, and their state. The ranks end with this process.
-
-    Attributes:
-        job: The ranks' run.
-
-    Raises:
-        LaunchError: The ranks could not be started.
-    """
+    """All ranks of one session, whose run is ``job``, and their state. The ranks end with this process."""
 
     outlives_kernel = False
 
@@ -125,16 +118,10 @@ class RankPool:
 
     @property
     def is_whole(self) -> bool:
-        """True if all ranks are alive."""
         return len(self.alive) == self.job.world_size
 
     def chosen(self, ranks: Sequence[int] | None) -> list[int]:
-        """Return the given ranks in order, by default all.
-
-        Raises:
-            ConfigError: There is no such rank.
-            RunError: One of these ranks is dead.
-        """
+        """Return the given ranks in order, by default all. Raise if one of them is dead or doesn't exist."""
         self._refuse_ended()
         chosen = list(range(self.job.world_size)) if ranks is None else self._check_known(ranks)
         for rank in chosen:
@@ -156,11 +143,7 @@ class RankPool:
 
         While the ranks are busy, the request waits for its turn. ``note`` is called with the status of a background
         job; without it, a printed message names the code that the request waits for. Raises as ``Session.execute`` and
-        ``Session.pull`` do.
-
-        Raises:
-            PayloadError: An object that the ranks need can't be sent.
-            RunError: A rank is dead.
+        ``Session.pull`` do, and a ``RunError`` if a rank is dead.
         """
         self.chosen(ranks)  # refuse before waiting
         with self._turn(title, note):
@@ -182,11 +165,7 @@ class RankPool:
                 self._connections.drop(request)
 
     def debug(self, rank: int | None) -> None:
-        """Open a debugger at a rank's last error; by default on the rank that failed last.
-
-        Raises:
-            RunError: Nothing has failed on that rank, or the user can't type commands.
-        """
+        """Open a debugger at a rank's last error; by default on the rank that failed last. See ``Session.debug``."""
         if rank is None and self._failed_rank is None:
             raise RunError("Nothing has failed in this session yet, so there is nothing to debug.")
         [rank] = self.chosen([self._failed_rank or 0 if rank is None else rank])
@@ -215,12 +194,9 @@ class RankPool:
             if 0 not in self.alive or not is_free:
                 return None
             request = self._request(messages.LookUp, [0], text=text, describes=describes)
-            self._connections.ask(request)
-            deadline_s = time.monotonic() + (_LOOKUP_DEADLINE_S if timeout_s is None else timeout_s)
-            while request.pending and (left_s := deadline_s - time.monotonic()) > 0 and not interrupts.has_pending:
-                request.wait(min(left_s, _POLL_PERIOD_S))
+            timeout_s = _LOOKUP_DEADLINE_S if timeout_s is None else timeout_s
+            self._ask_for(timeout_s, request, until=lambda: interrupts.has_pending)
             reply = request.replies.get(0)
-            self._connections.drop(request)
             return None if reply is None else reply.lines
 
     def restart(self, ranks: Sequence[int] | None) -> list[int]:
@@ -273,11 +249,14 @@ class RankPool:
 
     def _tell_where_to_wait(self, folder: str, name: str) -> None:
         """Send the ranks the folder where they wait for the next kernel; empty: end with this one. Uninterruptible."""
-        request = self._request(messages.Detach, self.alive, folder=folder, name=name)
+        self._ask_for(_END_DEADLINE_S, self._request(messages.Detach, self.alive, folder=folder, name=name))
+
+    def _ask_for(self, timeout_s: float, request: PendingRequest, until: Callable[[], bool] = lambda: False) -> None:
+        """Send a request, and wait for its answers for a limited time."""
         self._connections.ask(request)
-        deadline_s = time.monotonic() + _END_DEADLINE_S
-        while request.pending and time.monotonic() < deadline_s:
-            request.wait(_POLL_PERIOD_S)
+        deadline_s = time.monotonic() + timeout_s
+        while request.pending and (left_s := deadline_s - time.monotonic()) > 0 and not until():
+            request.wait(min(left_s, _POLL_PERIOD_S))
         self._connections.drop(request)
 
     def _close_here(self) -> None:
@@ -293,7 +272,10 @@ class RankPool:
         self.close()
 
     def _end_with_kernel(self) -> None:
-        self.close()
+        if self.outlives_kernel:
+            self.leave()
+        else:
+            self.close()
 
     def close_in_fork(self) -> None:
         """Close the descriptors in a fork of this process: to the ranks, whoever holds them is the session's kernel."""
@@ -325,16 +307,15 @@ class RankPool:
     # ----------------------------------------------------------------------------------------------------------------
 
     def _welcome(self, ranks: Sequence[int], check: Callable[[], None]) -> None:
-        """Wait until the given fresh ranks have joined.
-
-        Raises:
-            LaunchError: A rank has not joined in time.
-        """
+        """Wait until the given fresh ranks have joined. Raise a ``LaunchError`` if one has not joined in time."""
         assert self._listener is not None
         missing, deadline_s = set(ranks), time.monotonic() + _START_DEADLINE_S
         while missing:
             check()
-            self._check_start(ranks)
+            if self.job.done:
+                raise self.job.error or LaunchError("The session has ended before it began.")
+            for death in filter(None, map(self.job.death, ranks)):
+                raise death
             if time.monotonic() > deadline_s:
                 text = f"{len(missing)} of the session's ranks have not joined within {_START_DEADLINE_S:g} s."
                 raise LaunchError(text)
@@ -347,14 +328,6 @@ class RankPool:
         welcome = messages.Welcome(renewals=self._group_recovery.renewals)
         joined.connection.send(messages.encode(welcome))
         self._connections.add(joined)
-
-    def _check_start(self, ranks: Sequence[int]) -> None:
-        if self.job.done:
-            raise self.job.error or LaunchError("The session has ended before it began.")
-        for rank in ranks:
-            death = self.job.death(rank)
-            if death is not None:
-                raise death
 
     def _death_error(self, rank: int) -> RunError:
         return failures.death_error(self.job, rank, was_killed=rank in self._killed)
@@ -426,16 +399,14 @@ class RankPool:
         return request.replies
 
     def _ask_and_settle(self, request: PendingRequest) -> None:
-        """Send a request, and wait until none of its interrupts can hit the next request.
-
-        A rank may answer just before it is interrupted. A signal may arrive late, but always before anything written to
-        the connection afterwards; so each interrupted rank answers one more, empty request.
-        """
+        """Send a request, and wait until none of its interrupts can hit the next request."""
         with held() as interrupts:
             request.ask()
             if request.output is not None:  # user code has ended; its follow-up requests can't be interrupted
                 interrupts.close()
         self._killed.update(request.killed)
+        # A rank may answer just before it is interrupted. A signal may arrive late, but always before anything written
+        # to the connection afterwards; so each interrupted rank answers one more, empty request.
         interrupted = [rank for rank in request.interrupted if rank in self.alive]
         if interrupted:
             self._ask_quietly(messages.Settle, interrupted)
@@ -468,11 +439,7 @@ class RankPool:
         return failure
 
     def _values(self, request: PendingRequest, *, is_pull: bool) -> dict[int, Any]:
-        """Return the values that came with the answers, by rank.
-
-        Raises:
-            ResultError: A value can't be unpickled. The error carries the others.
-        """
+        """Return the values that came with the answers, by rank. Raise a ``ResultError`` if one can't be unpickled."""
         files = {rank: ResultFile(value, rank) for rank, value in sorted(request.values.items())}
         for file in files.values():
             file.unpickle(self.namespace_sync.origins)

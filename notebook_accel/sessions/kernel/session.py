@@ -121,12 +121,8 @@ class Session:
     ) -> SessionJob:
         """Return the job of a cell, to run or to start, with the notebook's present variables.
 
-        Args:
-            cell: The cell.
-            namespace: The notebook's variables.
-            ranks: The ranks to run on. Default: all.
-            push: Names whose values replace the ranks' own.
-            wants_value: Whether the results include the values themselves, not only their display.
+        ``push`` has names whose values replace the ranks' own. Without ``wants_value``, the results have only the
+        display of values.
         """
         captured = cell.captured(namespace, push)
         names = {name: namespace[name] for name in with_dependencies(captured, namespace)}

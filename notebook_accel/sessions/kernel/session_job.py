@@ -24,9 +24,7 @@ Ask: TypeAlias = Callable[..., Mapping[int, Answer]]
 
 
 class SessionJob(Handle):
-    """Code that runs in a session's ranks. ``run`` waits for its end; ``start`` leaves the wait to a thread.
-
-    The output appears under the cell that ran or started the code.
+    """Code that runs in a session's ranks. Its output appears under the cell that ran or started it.
 
     Args:
         name: The code's name, such as ``In[7]``.
@@ -90,11 +88,9 @@ class SessionJob(Handle):
         return self
 
     def start(self) -> SessionJob:
-        """Start the code. Return once its request is about to be sent, or waits for its turn.
+        """Start the code, and leave the wait to a thread. Return once its request is about to be sent, or waits.
 
-        Raises:
-            PayloadError: An object that the ranks need can't be sent.
-            KeyboardInterrupt: The kernel was interrupted meanwhile. The code is interrupted too.
+        Raises its error if it fails before that. An interrupt of the kernel meanwhile interrupts the code too.
         """
         context = contextvars.copy_context()  # so that the output appears under this cell
         name = f"notebook-accel-{self.name}"

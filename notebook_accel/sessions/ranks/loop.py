@@ -42,11 +42,9 @@ _NEXT_KERNEL_PERIOD_S = 0.3
 
 
 def serve(folder: str, *, is_detached: bool) -> None:
-    """Join the session and carry out its requests until the session is over or its kernel is gone.
+    """Join the session through its ``folder``, and carry out its requests until it is over.
 
-    Args:
-        folder: The folder of the session's socket.
-        is_detached: Whether to wait for another kernel when one is gone.
+    When the kernel is gone, ranks of a detached session wait for another one, and others end.
     """
     interruption.defer()
     nccl.let_ranks_survive()
@@ -87,18 +85,11 @@ class _SessionRank:
             name="", world_size=world_size, environment={}, working_directory="", sys_path=[], sources={}
         )
         share_with_workers(self._namespace, self._spec)
-        os.register_at_fork(after_in_child=self._close_in_fork)
-
-    def _close_in_fork(self) -> None:
-        """Close the current connection, which a DataLoader worker must not hold open."""
-        self._connection.close()
+        # A DataLoader worker must not hold the connection open. Which one that is changes with the kernel.
+        os.register_at_fork(after_in_child=lambda: self._connection.close())  # noqa: PLW0108
 
     def serve(self, connection: Connection) -> None:
-        """Carry out a kernel's requests until the session is over.
-
-        Raises:
-            ClosedError: The kernel has gone.
-        """
+        """Carry out a kernel's requests until the session is over. Raise a ``ClosedError`` when the kernel has gone."""
         self._connection = connection
         while True:
             for message in connection.receive():
@@ -107,19 +98,13 @@ class _SessionRank:
                     if isinstance(request, messages.Leave):
                         return
                     if isinstance(request, messages.Welcome):
-                        self._welcomed(request.renewals)
+                        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(request.renewals)
+                        self._kept = msgspec.structs.replace(self._kept or _FRESH, renewals=request.renewals)
                     elif not isinstance(request, messages.Input):  # meant for a debugger that has just ended
                         self._answer(request, message)
                 finally:
                     for descriptor in message.descriptors:
                         os.close(descriptor)
-
-    def _welcomed(self, renewals: int) -> None:
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(renewals)
-        kept = self._kept or messages.RetainedState(
-            own=[], sent=[], requests=0, renewals=0, group="sound", failed=None, title=""
-        )
-        self._kept = msgspec.structs.replace(kept, renewals=renewals)
 
     def outlive_kernel(self, folder: str, name: str = "") -> None:
         """From now on, wait in this folder for the next kernel when one is gone. ``name`` is the session's new name."""
@@ -144,15 +129,13 @@ class _SessionRank:
             group = "broken" if group == "broken" and isinstance(request, messages.InspectGroup) else "sound"
         elif "failed" in fields:
             group = "broken" if group == "broken" or fields["breaks_group"] else "unchecked"
-        is_users = type(request) in _USERS
-        self._kept = msgspec.structs.replace(
-            self._kept,
-            requests=request.number,
-            renewals=getattr(request, "renewals", self._kept.renewals),
-            group=group,
-            failed=_without_exception(fields.get("failed")) if is_users else self._kept.failed,
-            title=_title(request) if is_users else self._kept.title,
-        )
+        renewals = getattr(request, "renewals", self._kept.renewals)
+        self._kept = msgspec.structs.replace(self._kept, requests=request.number, renewals=renewals, group=group)
+        if type(request) in _USERS:
+            failed = fields.get("failed")
+            if failed is not None:
+                failed = msgspec.structs.replace(failed, exception=b"")  # the exception may have large values
+            self._kept = msgspec.structs.replace(self._kept, failed=failed, title=_title(request))
 
     def _answer(self, request: Any, message: Message) -> None:
         do = _HANDLERS[type(request)]
@@ -160,11 +143,7 @@ class _SessionRank:
             descriptors: list[int] = []
             # True until the delivery is opened, since an interrupt may come before that.
             self._lacks_delivery = getattr(request, "delivery", None) is not None
-            fields = self._run(
-                lambda: do(self, request, self._open_delivery(request, message)),
-                request.sent_s,
-                type(request) in _INTERRUPTIBLE,
-            )
+            fields = self._run(request, lambda: do(self, request, self._open_delivery(request, message)))
             if fields.get("breaks_group"):  # a GPU kernel may wait in the group for ever
                 nccl.abort_soon(_ABORT_PATIENCE_S)
                 reporting.reporter().forget_unread()
@@ -196,12 +175,12 @@ class _SessionRank:
         finally:
             reporting.reporter().send(events.Serving(cell=""))
 
-    def _run(self, act: Callable[[], dict[str, Any]], sent_s: float, is_interruptible: bool) -> dict[str, Any]:
+    def _run(self, request: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Carry out a request. Interrupts that arrived after it was sent are raised in the user's code."""
         modes = torch_state.Modes()
         try:
-            interruption.discard_deferred(sent_s)
-            if is_interruptible:
+            interruption.discard_deferred(request.sent_s)
+            if type(request) in _INTERRUPTIBLE:
                 interruption.allow()
             fields = act()
             interruption.defer()
@@ -219,7 +198,10 @@ class _SessionRank:
     def _failed(self, error: BaseException) -> dict[str, Any]:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return {}
-        self._keep(error)
+        tb = failure.without_our_frames(error.__traceback__)
+        if tb is not None:  # kept for the debugger until the next error, as IPython does in the notebook
+            sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb
+            self._traceback = tb
         failed = failure.describe(error, self._spec, self._tracker.definitions)
         frames = traceback.walk_tb(error.__traceback__)
         breaks = isinstance(error, KeyboardInterrupt) or failed.lost_peer
@@ -228,13 +210,6 @@ class _SessionRank:
             "missing": getattr(error, "name", None) or "" if isinstance(error, NameError) else "",
             "breaks_group": breaks or any(frame.f_code.co_name == _BACKWARD for frame, _ in frames),
         }
-
-    def _keep(self, error: BaseException) -> None:
-        """Keep an error and its frames for the debugger until the next error, as IPython does in the notebook."""
-        tb = failure.without_our_frames(error.__traceback__)
-        if tb is not None:
-            sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb
-            self._traceback = tb
 
     def _sealed(self, fields: dict[str, Any], opened: contextlib.ExitStack) -> tuple[dict[str, Any], list[int]]:
         values, gathered = fields.pop("values"), fields.pop("gathered", None) or gathering.Gathered()
@@ -387,11 +362,7 @@ _HANDLERS: dict[type, Any] = {
 
 _USERS = {messages.Execute, messages.Call, messages.Pull, messages.Debug}
 _INTERRUPTIBLE = {*_USERS, messages.RenewGroup}
-
-
-def _without_exception(failed: events.Failed | None) -> events.Failed | None:
-    """Return a failure without the exception itself, which may have large values."""
-    return None if failed is None else msgspec.structs.replace(failed, exception=b"")
+_FRESH = messages.RetainedState(own=[], sent=[], requests=0, renewals=0, group="sound", failed=None, title="")
 
 
 def _title(request: Any) -> str:

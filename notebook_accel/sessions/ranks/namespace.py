@@ -40,18 +40,14 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class NamespaceTracker:
-    """Distinguishes a rank's own variables from those that came from the notebook.
-
-    Attributes:
-        objects: Objects from the notebook that later deliveries can refer to, by number.
-    """
+    """Distinguishes a rank's own variables from those that came from the notebook."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self._namespace = namespace
         self._given = set(namespace)  # names that every rank has from its start
         self._taken: dict[str, Any] = {}
         self._own: set[str] = set()
-        self.objects: dict[int, Any] = {}
+        self.objects: dict[int, Any] = {}  # from the notebook, by the numbers by which later deliveries refer to them
         self._tensor_numbers: dict[int, dict[str, int]] = {}  # of each model, by its number and their names
 
     @property
@@ -96,13 +92,9 @@ class NamespaceTracker:
         return call
 
     def count_as_pulled(self, numbers: Mapping[str, Sequence[int]]) -> list[str]:
-        """Give the parts of variables the numbers of the notebook's copies of them.
+        """Give the parts of variables, by the variables' names, the numbers of the notebook's copies of them.
 
-        Args:
-            numbers: Numbers for the parts of each variable, by its name.
-
-        Returns:
-            The names of the variables that the rank has, with as many parts.
+        Return the names of the variables that the rank has, with as many parts.
         """
         done = []
         for name in numbers.keys() & self._namespace.keys():
@@ -139,8 +131,7 @@ class NamespaceTracker:
     def hand_over(self) -> tuple[list[str], list[str]]:
         """Forget a kernel's numbers of objects, since the next kernel uses others.
 
-        Returns:
-            The rank's own names, and the names of the notebook's values other than modules.
+        Return the rank's own names, and the names of the notebook's values other than modules.
         """
         self.objects.clear()
         self._tensor_numbers.clear()
@@ -203,15 +194,15 @@ def _pickled_definitions(namespace: dict[str, Any]) -> serialization.Pickled:
 def completions(namespace: Mapping[str, Any], text: str) -> list[str]:
     """Complete the dotted name at the end of ``text``. Return whole names: ``model.weight`` for ``model.w``."""
     found = _DOTTED.search(text)
-    path = found[0] if found is not None else ""
-    owner, dot, begun = path.rpartition(".")
+    owner, dot, begun = (found[0] if found is not None else "").rpartition(".")
     if not dot:
         return sorted(name for name in namespace if name.startswith(begun) and (begun or not name.startswith("_")))
     obj = _resolve(namespace, owner)
     if obj is _MISSING:
         return []
-    names = [name for name in _dir(obj) if name.startswith(begun) and (begun or not name.startswith("_"))]
-    return [f"{owner}.{name}" for name in sorted(names)]
+    found_there: list[object] = list(dir(obj))  # the user's __dir__ may return anything
+    names = [name for name in found_there if isinstance(name, str) and name.startswith(begun)]
+    return [f"{owner}.{name}" for name in sorted(names) if begun or not name.startswith("_")]
 
 
 def description(namespace: Mapping[str, Any], path: str) -> list[str]:
@@ -260,8 +251,3 @@ def _attribute(obj: Any, name: str) -> Any:
     if isinstance(found, property) or (hasattr(type(found), "__get__") and not callable(found)):
         return _MISSING
     return getattr(obj, name, _MISSING) if callable(found) else found
-
-
-def _dir(obj: Any) -> list[str]:
-    names: list[object] = list(dir(obj))  # the user's __dir__ may return anything
-    return [name for name in names if isinstance(name, str)]
