@@ -14,8 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from notebook_accel.environment import RankPlace
-from notebook_accel.protocol.agent_messages import AboutNodes, Broken, Failure
+from notebook_accel.protocol.agent_messages import AboutNodes, Broken, Failure, Place
 
 
 class _ElasticMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -32,16 +31,11 @@ class StartRanks(_OfAttempt, frozen=True, kw_only=True):
     """Start all ranks of this node, none of which exists.
 
     Descriptor: the listening socket of the ranks' store, if the global rank 0 is one of them.
-
-    Attributes:
-        places: Each rank's place and further environment variables.
-        restarts: Number of restarts so far that a failure caused.
-        cause: The failure that caused this restart, if it was on another node.
     """
 
-    places: list[tuple[RankPlace, dict[str, str]]]
-    restarts: int
-    cause: Failure | None = None
+    places: list[Place]
+    restarts: int  # number of restarts so far that a failure caused
+    cause: Failure | None = None  # the failure that caused this restart, if it was on another node
 
 
 class StopRanks(_OfAttempt, frozen=True, kw_only=True):
@@ -49,37 +43,23 @@ class StopRanks(_OfAttempt, frozen=True, kw_only=True):
 
 
 class Over(_ElasticMessage, frozen=True, kw_only=True):
-    """The elastic process ends and starts nothing more.
+    """The elastic process ends and starts nothing more."""
 
-    Attributes:
-        has_succeeded: True if every rank on all nodes has finished, so that the ranks here may exit.
-        refusal: The reason why the run couldn't be started, if that ends it.
-        failure: The failure on another node, if that ends it.
-    """
-
-    has_succeeded: bool = False
-    refusal: Broken | None = None
-    failure: Failure | None = None
+    has_succeeded: bool = False  # every rank on all nodes has finished, so that the ranks here may exit
+    refusal: Broken | None = None  # the reason why the run couldn't be started, if that ends it
+    failure: Failure | None = None  # the failure on another node, if that ends it
 
 
 class RanksStand(_OfAttempt, frozen=True, kw_only=True):
-    """The ranks of this node are being started, or have done more steps.
+    """The ranks of this node are being started, or have done more steps."""
 
-    Attributes:
-        steps: Steps of the slowest and of the fastest rank, ``None`` if they count none yet.
-    """
-
-    steps: tuple[int, int] | None = None
+    steps: tuple[int, int] | None = None  # of the slowest and of the fastest rank; ``None`` if they count none yet
 
 
 class RanksEnded(_OfAttempt, frozen=True, kw_only=True):
-    """All ranks of this node are gone, and not all have finished.
+    """All ranks of this node are gone, and not all have finished."""
 
-    Attributes:
-        failure: The failure of the rank that failed first; ``None`` if they were stopped.
-    """
-
-    failure: Failure | None = None
+    failure: Failure | None = None  # the failure of the rank that failed first; ``None`` if they were stopped
 
 
 class Leave(_ElasticMessage, frozen=True, kw_only=True):

@@ -32,33 +32,19 @@ _MOST_TRACEBACK_CHARACTERS = 20_000
 
 @dataclasses.dataclass(eq=False)
 class _ElasticProcess:
-    """The agent's record of one elastic process.
-
-    Attributes:
-        run: The process's run.
-        line: The agent's end of the connection to the process.
-        pid: The pid, ``None`` before the fork and after the exit.
-        attempt: Number of the last attempt for which the process had ranks started, 0 before the first.
-        has_ranks: True if ranks were started whose end wasn't reported to the process.
-        knows_results: True if the process was told that all ranks have finished.
-        is_ending: True if the process has sent its last message or is being killed, so that its exit is expected.
-        wanted: The reason of a requested end of the run; empty if none was requested.
-        elsewhere: The failure on another node that ends the run.
-        must_go_s: The time of ``time.monotonic()`` at which the process is killed unless it has exited.
-        steps: The least and the most steps of the ranks, as last reported to the process.
-    """
+    """The agent's record of one elastic process."""
 
     run: Run
-    line: Connection
-    pid: int | None = None
-    attempt: int = 0
-    has_ranks: bool = False
-    knows_results: bool = False
-    is_ending: bool = False
-    wanted: messages.Reason = ""
-    elsewhere: messages.Failure | None = None
-    must_go_s: float | None = None
-    steps: tuple[int, int] | None = None
+    line: Connection  # to the process
+    pid: int | None = None  # ``None`` before the fork and after the exit
+    attempt: int = 0  # the last one for which the process had ranks started, 0 before the first
+    has_ranks: bool = False  # ranks were started whose end wasn't reported to the process
+    knows_results: bool = False  # it was told that all ranks have finished
+    is_ending: bool = False  # it has sent its last message or is being killed, so that its exit is expected
+    wanted: messages.Reason = ""  # the reason of a requested end of the run; empty if none was requested
+    elsewhere: messages.Failure | None = None  # the failure on another node that ends the run
+    must_go_s: float | None = None  # when the process is killed unless it has exited
+    steps: tuple[int, int] | None = None  # the least and the most steps of the ranks, as last reported to the process
 
     def tell(self, message: elastic_messages.ToElastic) -> None:
         self.line.queue(messages.encode(message))

@@ -36,39 +36,22 @@ _STEPS: dict[messages.How, tuple[signal.Signals, ...]] = {
 
 @dataclasses.dataclass
 class Rank:
-    """One rank of a run.
-
-    Attributes:
-        number: The rank's number.
-        connection: The connection on which the rank sends its events.
-        log: The log of its standard output and error.
-        dump: Descriptor of the file to which the rank writes its stacks on request.
-        pid: Its process, ``None`` until it was forked.
-        status: Its exit status, ``None`` while it lives.
-        said_started: True once the rank has reached the user's code.
-        said_finished: True once its result is written.
-        said_failed: True once the rank has reported an exception. It then ends by itself.
-        lost_peer: True if the exception only means that another rank has gone.
-        failure: The report of the exception, without the exception itself.
-        steps: Number of steps done, ``None`` if the rank counts none.
-        was_told_to_end: True if a signal was sent to the rank, or will be sent once its process exists.
-        must_exit_s: The time of ``time.monotonic()`` at which a rank that hasn't exited is killed; ``None``: never.
-    """
+    """One rank of a run."""
 
     number: int
-    connection: Connection
-    log: LogTail
-    dump: int
-    pid: int | None = None
-    status: int | None = None
-    said_started: bool = False
-    said_finished: bool = False
-    said_failed: bool = False
-    lost_peer: bool = False
-    failure: events.Failed | None = None
-    steps: int | None = None
-    was_told_to_end: bool = False
-    must_exit_s: float | None = None
+    connection: Connection  # on which the rank sends its events
+    log: LogTail  # of its standard output and error
+    dump: int  # descriptor of the file to which the rank writes its stacks on request
+    pid: int | None = None  # ``None`` until it was forked
+    status: int | None = None  # of its exit, ``None`` while it lives
+    said_started: bool = False  # it has reached the user's code
+    said_finished: bool = False  # its result is written
+    said_failed: bool = False  # true once the rank has reported an exception; it then ends by itself
+    lost_peer: bool = False  # true if the exception only means that another rank has gone
+    failure: events.Failed | None = None  # the report of the exception, without the exception itself
+    steps: int | None = None  # done so far, ``None`` if the rank counts none
+    was_told_to_end: bool = False  # a signal was sent to the rank, or will be once its process exists
+    must_exit_s: float | None = None  # when the rank is killed if it hasn't exited; ``None``: never
     _waiting_signal: signal.Signals | None = None
 
     @property
@@ -113,29 +96,17 @@ class Rank:
 
 @dataclasses.dataclass
 class Run:
-    """One run.
-
-    Attributes:
-        launch: The kernel's Launch message.
-        descriptors: The message's descriptors, kept until all ranks run; to the end if ranks may be restarted.
-        ranks: The ranks in order; empty until the run is started.
-        reason: Why the run is ending or has ended early; empty otherwise.
-        refusal: The message to the user if the run could not be started, otherwise ``None``.
-        store: The listening socket of the ranks' store, kept as long as the descriptors.
-        places: The ranks' places and further variables, for a part of a larger run.
-        restarts: How often the agent has restarted the ranks after a failure.
-        is_held: True while the run goes on even without a rank, because its elastic process may start some.
-    """
+    """One run."""
 
     launch: messages.Launch
-    descriptors: list[int]
-    ranks: list[Rank] = dataclasses.field(default_factory=list)
-    reason: messages.Reason = ""
-    refusal: messages.Broken | None = None
-    store: socket.socket | None = None
-    places: Sequence[tuple[RankPlace, dict[str, str]]] = ()
-    restarts: int = 0
-    is_held: bool = False
+    descriptors: list[int]  # of the message, kept until all ranks run; to the end if ranks may be restarted
+    ranks: list[Rank] = dataclasses.field(default_factory=list)  # the ranks in order; empty until the run is started
+    reason: messages.Reason = ""  # why the run is ending or has ended early; empty otherwise
+    refusal: messages.Broken | None = None  # the message to the user if the run could not be started
+    store: socket.socket | None = None  # the listening socket of the ranks' store, kept as long as the descriptors
+    places: Sequence[messages.Place] = ()  # the ranks' places and further variables, for a part of a larger run
+    restarts: int = 0  # how often the agent has restarted the ranks after a failure
+    is_held: bool = False  # the run goes on even without a rank, because its elastic process may start some
     _wanted: messages.Reason = ""
     _is_interrupted_at_start: bool = False
     _was_requeued: bool = False

@@ -22,31 +22,18 @@ _LOOK_PERIOD_S = 0.5
 
 @dataclasses.dataclass(eq=False)
 class TemplateProcess:
-    """The agent's record of one template.
-
-    Attributes:
-        connection: The agent's end of the connection to the template.
-        pid: The template's pid.
-        deadline_s: The time of ``time.monotonic()`` by which the template must be ready.
-        process: The process; ``None`` for a template that the kernel has forked and reaps.
-        pidfd: The pidfd of a template that the kernel has forked; otherwise -1.
-        is_ready: True once the template has reported that it can fork ranks.
-        refusal: The reported reason why the template can't be used; otherwise empty.
-        error: The system's error when the connection couldn't be read.
-        files: Each imported package's file, with its modification time in ns and inode at the import.
-        runs: The runs whose ranks the template forks.
-    """
+    """The agent's record of one template."""
 
     connection: Connection
     pid: int
-    deadline_s: float
-    process: subprocess.Popen[bytes] | None = None
-    pidfd: int = -1
-    is_ready: bool = False
-    refusal: str = ""
-    error: OSError | None = None
-    files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    runs: list[Run] = dataclasses.field(default_factory=list)
+    deadline_s: float  # the time of ``time.monotonic()`` by which the template must be ready
+    process: subprocess.Popen[bytes] | None = None  # ``None`` for a template that the kernel has forked and reaps
+    pidfd: int = -1  # of a template that the kernel has forked; otherwise -1
+    is_ready: bool = False  # it can fork ranks
+    refusal: str = ""  # why it can't be used; otherwise empty
+    error: OSError | None = None  # when the connection couldn't be read
+    files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)  # of the last ``Ready``
+    runs: list[Run] = dataclasses.field(default_factory=list)  # whose ranks it forks
 
     @property
     def is_stale(self) -> bool:

@@ -56,12 +56,7 @@ class MisfitError(Exception):
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's options and packages, which must be the same on all nodes, and its name.
-
-    Attributes:
-        host: The node's name.
-        restarts: Number of restarts of the node's ranks.
-    """
+    """A node's options and packages, which must be the same on all nodes, and its name."""
 
     num_nodes: str
     num_processes: int
@@ -70,7 +65,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
     notebook_accel: str
     host: str
-    restarts: int = 0
+    restarts: int = 0  # of the node's ranks, so far
 
     def misfit(self, other: Card) -> str:
         """Return in words how another node differs from this one; empty if both fit together."""
@@ -83,21 +78,13 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's status.
+    """A node's status."""
 
-    Attributes:
-        beat: Number of the report. As long as it rises, the node is alive.
-        state: The state of the node's ranks.
-        ranks: Number of the node's ranks.
-        steps: Steps of the slowest and of the fastest rank, if they count any.
-        failure: The failure of the rank that failed first.
-    """
-
-    beat: int
+    beat: int  # number of the report: as long as it rises, the node is alive
     state: Literal["starting", "running", "finished", "failed"]
     ranks: int
-    steps: tuple[int, int] | None = None
-    failure: Failure | None = None
+    steps: tuple[int, int] | None = None  # steps of the slowest and of the fastest rank, if they count any
+    failure: Failure | None = None  # of the rank that failed first
 
 
 _card = msgspec.msgpack.Decoder(Card)

@@ -247,21 +247,13 @@ class ClusterConnection:
 
 
 class _Link(Protocol):
-    """How this process is connected: as a driver or by Ray Client.
+    """How this process is connected: as a driver or by Ray Client."""
 
-    Attributes:
-        job_id: Ray's id of this connection.
-        head: The address of the cluster's head if Ray ends this process when the head is gone; else empty.
-        lock: A reentrant lock that calls and ``ray.shutdown()`` hold.
-        is_driver: True if Ray is in this process, so that actors' answers are in its memory.
-        lost_errors: The errors that mean a lost connection, except Ray's own ``RayError``.
-    """
-
-    job_id: str
-    head: str
-    lock: AbstractContextManager[Any]
-    is_driver: bool
-    lost_errors: tuple[type[Exception], ...]
+    job_id: str  # Ray's id of this connection
+    head: str  # the address of the cluster's head if Ray ends this process when the head is gone; else empty
+    lock: AbstractContextManager[Any]  # a reentrant lock that calls and ``ray.shutdown()`` hold
+    is_driver: bool  # Ray is in this process, so that actors' answers are in its memory
+    lost_errors: tuple[type[Exception], ...]  # the errors that mean a lost connection, except Ray's own ``RayError``
 
     def is_there(self) -> bool:
         """Return whether this process still has this connection."""

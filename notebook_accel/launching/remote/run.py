@@ -191,31 +191,18 @@ class AgentSlot:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class NodePart:
-    """The part of a run that is on one node: passes the messages of the node's agent on to the run.
-
-    Attributes:
-        run: The run.
-        agent: The node's agent.
-        id: The part's id, which the agent's messages carry.
-        address: The address at which other nodes reach the node.
-        ranks: The ranks on the node, as the whole run numbers them.
-        variables: Environment variables for these ranks only.
-        store_port: The port of the ranks' store, if this is the first part.
-        log_folder: Folder of the logs on the node; ``None`` if it could not be made.
-        dumps: The ranks' stacks, kept until those of the other nodes have come.
-        has_ended: True once the part has ended and sends no more messages.
-    """
+    """The part of a run that is on one node: passes the messages of the node's agent on to the run."""
 
     run: RemoteRun
     agent: RemoteAgent
-    id: str
-    address: str
-    ranks: range
-    variables: Mapping[str, str]
-    store_port: int
-    log_folder: pathlib.Path | None
-    dumps: list[RankDump] | None = None
-    has_ended: bool = False
+    id: str  # which the agent's messages carry
+    address: str  # at which other nodes reach the node
+    ranks: range  # the ranks on the node, as the whole run numbers them
+    variables: Mapping[str, str]  # environment variables for these ranks only
+    store_port: int  # the port of the ranks' store, if this is the first part
+    log_folder: pathlib.Path | None  # folder of the logs on the node; ``None`` if it could not be made
+    dumps: list[RankDump] | None = None  # the ranks' stacks, kept until those of the other nodes have come
+    has_ended: bool = False  # it sends no more messages
     on_death: OnDeath = "stop"
 
     @property
