@@ -1,7 +1,7 @@
 """Messages between kernel, agent and template. Descriptors travel beside a message, in the order stated.
 
 kernel -> agent      Prepare, Launch, Interrupt, Respawn, End, Release, Inspect, Profile, Detach, Quit
-agent -> kernel      Said, Inspected, Starting, AboutNodes, RunEnded, Broken, Idle, Detached
+agent -> kernel      Said, Inspected, Starting, RunEnded, Broken, Idle, Detached
 any kernel -> agent  Hello, then Interrupt, Respawn, End, Inspect, Profile; for a detached run
 agent -> any kernel  Attached, then the same messages as to the launching kernel
 agent -> template    Fork, ForkElastic
@@ -37,6 +37,12 @@ class _AgentMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pass
 
 
+class _OfRun(_AgentMessage, frozen=True, kw_only=True):
+    """A message about one run."""
+
+    job_id: str
+
+
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     """Where and how the nodes of a run meet."""
 
@@ -70,7 +76,7 @@ class Prepare(_AgentMessage, frozen=True, kw_only=True):
     idle_timeout_s: float  # seconds after the last run, or after this message, until the agent reports that it is idle
 
 
-class Launch(_AgentMessage, frozen=True, kw_only=True):
+class Launch(_OfRun, frozen=True, kw_only=True):
     """Start a run. ``log_folder`` may be empty. ``idle_timeout_s`` replaces the earlier one.
 
     The agent starts the ranks again after a failure, up to ``max_restarts`` times. With ``elastic``, this is one node's
@@ -84,7 +90,6 @@ class Launch(_AgentMessage, frozen=True, kw_only=True):
     listening socket of the ranks' store.
     """
 
-    job_id: str
     world_size: int
     port: int
     grace_s: float
@@ -100,42 +105,33 @@ class Launch(_AgentMessage, frozen=True, kw_only=True):
     saves: bool = False
 
 
-class Interrupt(_AgentMessage, frozen=True, kw_only=True):
+class Interrupt(_OfRun, frozen=True):
     """Raise KeyboardInterrupt in the ranks of a run. No stronger signal follows."""
 
-    job_id: str
 
-
-class Respawn(_AgentMessage, frozen=True, kw_only=True):
+class Respawn(_OfRun, frozen=True, kw_only=True):
     """Fork a dead rank once more."""
 
-    job_id: str
     rank: int
 
 
-class End(_AgentMessage, frozen=True, kw_only=True):
+class End(_OfRun, frozen=True, kw_only=True):
     """End a run by SIGINT, SIGTERM or SIGKILL. After the grace the agent sends the stronger signals by itself."""
 
-    job_id: str
     how: How
 
 
-class Release(_AgentMessage, frozen=True):
+class Release(_OfRun, frozen=True):
     """Release the ranks of a run here: every rank on all nodes has finished."""
 
-    job_id: str
 
-
-class Inspect(_AgentMessage, frozen=True):
+class Inspect(_OfRun, frozen=True):
     """Ask the ranks of a run for their stacks. One answer may serve several requests."""
 
-    job_id: str
 
-
-class Profile(_AgentMessage, frozen=True, kw_only=True):
+class Profile(_OfRun, frozen=True, kw_only=True):
     """Profile the next steps of the ranks of a run. Each rank answers with an event ``Profiled``."""
 
-    job_id: str
     number: str  # the request's number in the answers
     steps: int
     # The time of ``time.monotonic()`` after which ranks begin at their next step, so that all profile the same steps.
@@ -152,20 +148,18 @@ class PeersFinished(_AgentMessage, frozen=True, kw_only=True):
     ranks: list[int]
 
 
-class Detach(_AgentMessage, frozen=True, kw_only=True):
+class Detach(_OfRun, frozen=True, kw_only=True):
     """Detach the agent's only run, so that it goes on without the kernel.
 
     Descriptors: the lock of the run's folder, then each rank's result file.
     """
 
-    job_id: str
     folder: str
 
 
-class Detached(_AgentMessage, frozen=True, kw_only=True):
+class Detached(_OfRun, frozen=True, kw_only=True):
     """The answer to ``Detach``: the agent's last message to the kernel, unless ``why`` has the reason of a refusal."""
 
-    job_id: str
     why: str = ""
     sent_log_bytes: list[int] = []  # length of the part of each rank's log that the kernel has received
 
@@ -193,10 +187,9 @@ class Attached(_AgentMessage, frozen=True, kw_only=True):
     size_bytes: int
 
 
-class Said(_AgentMessage, frozen=True, kw_only=True):
+class Said(_OfRun, frozen=True, kw_only=True):
     """An encoded event of a rank."""
 
-    job_id: str
     rank: int
     event: msgspec.Raw
 
@@ -210,10 +203,9 @@ class RankDump(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""  # the stacks of its threads, in the format of Python's fault handler
 
 
-class Inspected(_AgentMessage, frozen=True, kw_only=True):
+class Inspected(_OfRun, frozen=True, kw_only=True):
     """The stacks of a run's ranks."""
 
-    job_id: str
     ranks: list[RankDump]
 
 
@@ -234,28 +226,18 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         return f"{who}: {self.what}" if who else self.what
 
 
-class Starting(_AgentMessage, frozen=True, kw_only=True):
+class Starting(_OfRun, frozen=True, kw_only=True):
     """All ranks of a run are started again or, on several nodes, for the first time. No earlier rank is left."""
 
-    job_id: str
     restarts: int  # number of restarts so far that a failure caused
     first_rank: int
     world_size: int  # number of ranks on all nodes
     cause: Failure | None = None  # the failure that caused this restart, if it was on another node
 
 
-class AboutNodes(_AgentMessage, frozen=True, kw_only=True):
-    """The status of a run's other nodes, one line for each, or the nodes for which this one waits."""
-
-    job_id: str
-    lines: list[str]
-    is_news: bool  # more has changed than their steps
-
-
-class RunEnded(_AgentMessage, frozen=True, kw_only=True):
+class RunEnded(_OfRun, frozen=True, kw_only=True):
     """Every process of the run is gone, and all its events and output were sent."""
 
-    job_id: str
     reason: Reason
     elsewhere: Failure | None = None  # the failure on another node that has ended the run, if there is one
     by: str = ""  # the attached kernel or command that has ended a detached run, in words; else empty
@@ -275,27 +257,24 @@ class Idle(_AgentMessage, frozen=True):
     """Nothing has run for the idle timeout: agent and template should end, unless a launch is on its way."""
 
 
-class Fork(_AgentMessage, frozen=True, kw_only=True):
+class Fork(_OfRun, frozen=True, kw_only=True):
     """Fork one rank.
 
-    Descriptors: payload, result file, connection, log, file for its stacks, and the store's listening socket if it
-    ``listens``.
+    Descriptors: payload, result file, connection, log, file for its stacks, and the store's listening socket if this is
+    rank 0.
     """
 
-    job_id: str
     rank: int  # its local rank, as in all messages of this run
     place: RankPlace  # its place among all ranks
-    listens: bool
     variables: dict[str, str] = {}  # its further environment variables
 
 
-class ForkElastic(_AgentMessage, frozen=True, kw_only=True):
+class ForkElastic(_OfRun, frozen=True, kw_only=True):
     """Fork a run's elastic process. Messages about it have the rank ``ELASTIC``.
 
     Descriptor: its connection to the agent.
     """
 
-    job_id: str
     options: ElasticOptions
     world_size: int  # number of ranks on this node
     grace_s: float  # seconds between SIGTERM and SIGKILL for ranks that are stopped
@@ -313,29 +292,26 @@ class Unusable(_AgentMessage, frozen=True, kw_only=True):
     why: str
 
 
-class Forked(_AgentMessage, frozen=True, kw_only=True):
+class Forked(_OfRun, frozen=True, kw_only=True):
     """The rank exists and leads a process group of its own, of the same number."""
 
-    job_id: str
     rank: int
     pid: int
 
 
-class NotForked(_AgentMessage, frozen=True, kw_only=True):
+class NotForked(_OfRun, frozen=True, kw_only=True):
     """The rank couldn't be forked. ``why`` is the system's message."""
 
-    job_id: str
     rank: int
     why: str
 
 
-class Exited(_AgentMessage, frozen=True, kw_only=True):
+class Exited(_OfRun, frozen=True, kw_only=True):
     """The rank is gone, and so is every process of its group.
 
     ``status`` is that of ``os.waitstatus_to_exitcode``; ``peak_bytes`` is its peak memory.
     """
 
-    job_id: str
     rank: int
     status: int
     peak_bytes: int
@@ -343,7 +319,7 @@ class Exited(_AgentMessage, frozen=True, kw_only=True):
 
 ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Release | Inspect | Profile | Detach | Quit
 Order: TypeAlias = Hello | Interrupt | Respawn | End | Inspect | Profile
-ToKernel: TypeAlias = Said | Inspected | Starting | AboutNodes | RunEnded | Broken | Idle | Detached
+ToKernel: TypeAlias = Said | Inspected | Starting | RunEnded | Broken | Idle | Detached
 ToTemplate: TypeAlias = Fork | ForkElastic
 ToRank: TypeAlias = Profile | PeersFinished
 FromTemplate: TypeAlias = Ready | Unusable | Forked | NotForked | Exited

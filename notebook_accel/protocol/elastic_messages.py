@@ -1,7 +1,7 @@
 """Messages between the agent and the elastic process of a run. Descriptors travel beside a message.
 
 agent -> elastic process    RanksStand, RanksEnded, RanksFinished, Leave
-elastic process -> agent    StartRanks, StopRanks, AboutNodes, Over
+elastic process -> agent    StartRanks, StopRanks, Over, and the event Nodes
 
 Both send at any time, so two messages can cross. Each message about ranks therefore has the number of the attempt, and
 its reader drops outdated messages, of another attempt than the present one. The agent answers every StartRanks with
@@ -14,7 +14,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from notebook_accel.protocol.agent_messages import AboutNodes, Broken, Failure, Place
+from notebook_accel.protocol.agent_messages import Broken, Failure, Place
+from notebook_accel.protocol.events import Nodes
 
 
 class _ElasticMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -72,7 +73,7 @@ class RanksFinished(_OfAttempt, frozen=True, kw_only=True):
     """Every rank of this node has its result and waits for its release."""
 
 
-FromElastic: TypeAlias = StartRanks | StopRanks | AboutNodes | Over
+FromElastic: TypeAlias = StartRanks | StopRanks | Nodes | Over
 ToElastic: TypeAlias = RanksStand | RanksEnded | RanksFinished | Leave
 
 for_agent: msgspec.msgpack.Decoder[FromElastic] = msgspec.msgpack.Decoder(FromElastic)

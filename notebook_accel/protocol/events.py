@@ -285,7 +285,10 @@ class Restarting(_Event, frozen=True, kw_only=True):
 
 
 class Nodes(_Event, frozen=True, kw_only=True):
-    """The status of the run's other nodes, one line for each, or the nodes for which this one waits."""
+    """The status of the run's other nodes, one line for each, or the nodes for which this one waits.
+
+    The elastic process sends this, or the job of a run on a cluster.
+    """
 
     lines: list[str]
     is_news: bool  # more has changed than their steps
