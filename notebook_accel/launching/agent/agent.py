@@ -148,7 +148,7 @@ class Agent:
         elif isinstance(told, messages.Profile):
             self._profile(told)
         elif isinstance(told, messages.Detach):
-            self._detach(told, message.descriptors)
+            self._detach(told, message)
         elif isinstance(told, messages.Release):
             if told.job_id in self._runs:
                 self._runs[told.job_id].release()
@@ -171,13 +171,15 @@ class Agent:
     def _quit(self) -> None:
         self._is_quitting = True
 
-    def _detach(self, told: messages.Detach, descriptors: list[int]) -> None:
+    def _detach(self, told: messages.Detach, message: Message) -> None:
         """Disconnect from the kernel if the run is going on and is the agent's only one."""
-        _, *results = descriptors  # the first is the folder's lock, held as long as this process lives
+        results = message.descriptors[1:]  # the first is the folder's lock, held as long as this process lives
         run = self._runs.get(told.job_id)
         attachments, why = None, ""
         if run is None:
             why = "it has ended"
+        elif not message.is_whole:
+            why = os.strerror(errno.EMFILE)
         elif self._waiting or len(self._runs) > 1:
             why = "another run of this notebook goes on"
         else:
@@ -188,7 +190,7 @@ class Agent:
         sent_log_bytes = [rank.log.position for rank in run.ranks] if run is not None else []
         self._tell_kernel(messages.Detached(job_id=told.job_id, why=why, sent_log_bytes=sent_log_bytes))
         if run is None or attachments is None:
-            close_all(descriptors)
+            close_all(message.descriptors)
             return
         assert isinstance(self._audience, Kernel)
         run.outlive_kernel(told.folder)
