@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
+import dataclasses
 import os
 import selectors
 import socket
@@ -26,7 +27,7 @@ _READ_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 250  # Linux refuses more than 253 in one message (SCM_MAX_FD)
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
 
-
+_LONGEST_WAIT_S = 86_400.0  # the system refuses an endless number
 _GONE = "the other end of a connection has gone"
 
 
@@ -34,21 +35,13 @@ class ClosedError(ConnectionError):
     """The other end has gone."""
 
 
+@dataclasses.dataclass(slots=True)
 class Message:
-    """One received frame.
+    """One received frame."""
 
-    Attributes:
-        body: The bytes that were sent.
-        descriptors: The descriptors that came with them, which now belong to the receiver.
-        is_whole: True if all descriptors are there; there are none if this process has no room for all of them.
-    """
-
-    __slots__ = ("body", "descriptors", "is_whole")
-
-    def __init__(self, body: bytes, descriptors: list[int], *, is_whole: bool = True) -> None:
-        self.body = body
-        self.descriptors = descriptors
-        self.is_whole = is_whole
+    body: bytes
+    descriptors: list[int]  # which came with it, and now belong to the receiver
+    is_whole: bool = True  # false if this process has no room for all descriptors; then there are none
 
 
 class Connection:
@@ -119,11 +112,13 @@ class Connection:
         """
         assert len(descriptors) <= _MOST_DESCRIPTORS
         header = _HEADER.pack(len(body), len(descriptors))
-        with self._lock:
+        with self._lock, _closed_errors():
             try:
                 self._write_outbox()
-                written = self._send_first(header, descriptors)
-                self._keep(header[written:] + body)
+                if descriptors:
+                    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+                    header = header[self._socket.sendmsg([header], [rights]) :]
+                self._keep(header + body)
                 self._write_outbox()
             except BlockingIOError as error:  # SO_SNDTIMEO has run out
                 raise TimeoutError("the other end of a connection doesn't read") from error
@@ -139,20 +134,12 @@ class Connection:
         Raises:
             ClosedError: The other end has gone.
         """
-        with self._lock:
+        with self._lock, _closed_errors():
             try:
                 self._write_outbox()
             except BlockingIOError:
                 return False
         return True
-
-    def _send_first(self, header: bytes, descriptors: Sequence[int]) -> int:
-        """Send the header with the descriptors, and return how many of its bytes were written."""
-        if not descriptors:
-            return 0
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-        with _closed_errors():
-            return self._socket.sendmsg([header], ancillary)
 
     def _keep(self, data: bytes) -> None:
         self._outbox.append(memoryview(data))
@@ -161,8 +148,7 @@ class Connection:
     def _write_outbox(self) -> None:
         while self._outbox:
             data = self._outbox[0]
-            with _closed_errors():
-                sent = self._socket.send(data)
+            sent = self._socket.send(data)
             self.queued_bytes -= sent
             if sent == len(data):
                 self._outbox.popleft()
@@ -189,18 +175,12 @@ class Connection:
             ClosedError: The other end has gone and everything that it sent has been returned.
         """
         try:
-            data = self._read()
+            with _closed_errors():
+                data, ancillary, flags, _ = self._socket.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return b""
         if not data:
             raise ClosedError(_GONE)
-        return data
-
-    def _read(self) -> bytes:
-        try:
-            data, ancillary, flags, _ = self._socket.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
-        except ConnectionResetError:
-            return b""
         # Linux ends a read after the first byte with descriptors, so these belong to one frame. If the process has too
         # many open files, Linux drops some or all of them.
         numbers = array.array("i")
@@ -241,9 +221,6 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
     """Return the process and the user that have connected a Unix socket's other end, or listen there."""
     process, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return process, user
-
-
-_LONGEST_WAIT_S = 86_400.0  # the system refuses an endless number
 
 
 class EventLoop:

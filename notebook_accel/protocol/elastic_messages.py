@@ -1,7 +1,7 @@
 """Messages between the agent and the elastic process of a run. Descriptors travel beside a message.
 
 agent -> elastic process    RanksStand, RanksEnded, RanksFinished, Leave
-elastic process -> agent    StartRanks, StopRanks, AboutNodes, Over
+elastic process -> agent    StartRanks, StopRanks, Over, and the event Nodes
 
 Both send at any time, so two messages can cross. Each message about ranks therefore has the number of the attempt, and
 its reader drops outdated messages, of another attempt than the present one. The agent answers every StartRanks with
@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from notebook_accel.environment import RankPlace
-from notebook_accel.protocol.agent_messages import AboutNodes, Broken, Failure
+from notebook_accel.protocol.agent_messages import Broken, Failure, Place
+from notebook_accel.protocol.events import Nodes
 
 
 class _ElasticMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -32,16 +32,11 @@ class StartRanks(_OfAttempt, frozen=True, kw_only=True):
     """Start all ranks of this node, none of which exists.
 
     Descriptor: the listening socket of the ranks' store, if the global rank 0 is one of them.
-
-    Attributes:
-        places: Each rank's place and further environment variables.
-        restarts: Number of restarts so far that a failure caused.
-        cause: The failure that caused this restart, if it was on another node.
     """
 
-    places: list[tuple[RankPlace, dict[str, str]]]
-    restarts: int
-    cause: Failure | None = None
+    places: list[Place]
+    restarts: int  # number of restarts so far that a failure caused
+    cause: Failure | None = None  # the failure that caused this restart, if it was on another node
 
 
 class StopRanks(_OfAttempt, frozen=True, kw_only=True):
@@ -49,37 +44,23 @@ class StopRanks(_OfAttempt, frozen=True, kw_only=True):
 
 
 class Over(_ElasticMessage, frozen=True, kw_only=True):
-    """The elastic process ends and starts nothing more.
+    """The elastic process ends and starts nothing more."""
 
-    Attributes:
-        has_succeeded: True if every rank on all nodes has finished, so that the ranks here may exit.
-        refusal: The reason why the run couldn't be started, if that ends it.
-        failure: The failure on another node, if that ends it.
-    """
-
-    has_succeeded: bool = False
-    refusal: Broken | None = None
-    failure: Failure | None = None
+    has_succeeded: bool = False  # every rank on all nodes has finished, so that the ranks here may exit
+    refusal: Broken | None = None  # the reason why the run couldn't be started, if that ends it
+    failure: Failure | None = None  # the failure on another node, if that ends it
 
 
 class RanksStand(_OfAttempt, frozen=True, kw_only=True):
-    """The ranks of this node are being started, or have done more steps.
+    """The ranks of this node are being started, or have done more steps."""
 
-    Attributes:
-        steps: Steps of the slowest and of the fastest rank, ``None`` if they count none yet.
-    """
-
-    steps: tuple[int, int] | None = None
+    steps: tuple[int, int] | None = None  # of the slowest and of the fastest rank; ``None`` if they count none yet
 
 
 class RanksEnded(_OfAttempt, frozen=True, kw_only=True):
-    """All ranks of this node are gone, and not all have finished.
+    """All ranks of this node are gone, and not all have finished."""
 
-    Attributes:
-        failure: The failure of the rank that failed first; ``None`` if they were stopped.
-    """
-
-    failure: Failure | None = None
+    failure: Failure | None = None  # the failure of the rank that failed first; ``None`` if they were stopped
 
 
 class Leave(_ElasticMessage, frozen=True, kw_only=True):
@@ -92,7 +73,7 @@ class RanksFinished(_OfAttempt, frozen=True, kw_only=True):
     """Every rank of this node has its result and waits for its release."""
 
 
-FromElastic: TypeAlias = StartRanks | StopRanks | AboutNodes | Over
+FromElastic: TypeAlias = StartRanks | StopRanks | Nodes | Over
 ToElastic: TypeAlias = RanksStand | RanksEnded | RanksFinished | Leave
 
 for_agent: msgspec.msgpack.Decoder[FromElastic] = msgspec.msgpack.Decoder(FromElastic)

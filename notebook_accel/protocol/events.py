@@ -10,6 +10,7 @@ different ranks can be ordered. The kernel converts the times of ranks on anothe
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -22,15 +23,10 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Started(_Event, frozen=True, kw_only=True):
-    """The rank is about to run the user's code.
-
-    Attributes:
-        pid: The rank's process id.
-        node: Number of its node in the run, from 0.
-    """
+    """The rank is about to run the user's code."""
 
     pid: int
-    node: int = 0
+    node: int = 0  # number of its node in the run, from 0
 
 
 _MOST_LINES = 100  # of several merged events
@@ -39,27 +35,16 @@ EVALUATION = "evaluation"
 
 
 class Progress(_Event, frozen=True, kw_only=True):
-    """The rank's progress.
+    """The rank's progress."""
 
-    Attributes:
-        step: Steps done in this epoch (or of this bar).
-        total: Steps of this epoch, ``None`` if unknown.
-        epoch: The running epoch, from 1; ``None`` if the source has no epochs.
-        epochs: Number of epochs, ``None`` if unknown.
-        steps: Steps since the rank was started, over all epochs and loaders. The rate comes from this.
-        label: Name of the counted thing, such as a bar's description; ``EVALUATION`` for a loop that doesn't train.
-        device: The device on which the rank computes, such as ``cpu`` or ``cuda:0``; empty if unknown yet.
-        compiling: True while the device's compiler works on the running step, so that its duration is unusual.
-    """
-
-    step: int
-    total: int | None = None
-    epoch: int | None = None
-    epochs: int | None = None
-    steps: int = 0
-    label: str = ""
-    device: str = ""
-    compiling: bool = False
+    step: int  # steps done in this epoch (or of this bar)
+    total: int | None = None  # steps of this epoch, ``None`` if unknown
+    epoch: int | None = None  # the running epoch, from 1; ``None`` if the source has no epochs
+    epochs: int | None = None  # number of epochs, ``None`` if unknown
+    steps: int = 0  # steps since the rank was started, over all epochs and loaders; the rate comes from this
+    label: str = ""  # name of the counted thing, such as a bar's description; or ``EVALUATION``
+    device: str = ""  # the device on which the rank computes, such as ``cpu`` or ``cuda:0``; empty if unknown yet
+    compiling: bool = False  # the device's compiler works on the running step, so that its duration is unusual
 
 
 PHASES = ("data", "copy", "forward", "backward", "communication", "optimizer", "evaluation", "other")
@@ -67,59 +52,33 @@ PHASES = ("data", "copy", "forward", "backward", "communication", "optimizer", "
 
 
 class SampledLine(msgspec.Struct, frozen=True):
-    """A line of the user's code that was running when the rank's main thread was sampled.
-
-    Attributes:
-        phase: The phase of the step.
-        activity: The work of a library: ``communication``, ``copy``, ``compiling`` or ``saving``; else empty.
-        place: The line, such as ``In[7], line 12``; empty if none of the user's code ran.
-        text: The line's text.
-        samples: Number of samples of this line.
-    """
+    """A line of the user's code that was running when the rank's main thread was sampled."""
 
     phase: str
-    activity: str
-    place: str
+    activity: str  # the work of a library: ``communication``, ``copy``, ``compiling`` or ``saving``; else empty
+    place: str  # the line, such as ``In[7], line 12``; empty if none of the user's code ran
     text: str
     samples: int
 
 
 class StepTimes(_Event, frozen=True, kw_only=True):
-    """Where the time of the rank's last steps went.
+    """Where the time of the rank's last steps went."""
 
-    Attributes:
-        steps: Number of training steps. An event has at least one.
-        seconds: The time of each phase in ``PHASES``. The times add up to the wall time since the last event.
-        evaluations: Number of evaluations that began.
-        collecting_s: Time of Python's garbage collections, in whichever phase they were.
-        compilations: Number of graphs that ``torch.compile`` has compiled.
-        rows: Mean number of rows of a batch, 0 if unknown.
-        smallest_batch: Fewest elements of a batch's first tensor, 0 if unknown.
-        largest_batch: Most elements of a batch's first tensor.
-        workers: Number of the loader's worker processes, ``None`` without a loader.
-        threads: Number of threads that torch computes with.
-        cores: Number of processor cores that this rank's processes can use, together with other ranks'.
-        gradient_bytes: Size of the gradients that ``DistributedDataParallel`` exchanges, 0 if unknown.
-        is_on_device: True if CUDA has measured the phases.
-        samples: Number of samples of the main thread.
-        lines: The lines sampled most often.
-    """
-
-    steps: int
-    seconds: dict[str, float]
+    steps: int  # number of training steps, at least one
+    seconds: dict[str, float]  # of each phase in ``PHASES``; they add up to the wall time since the last event
     evaluations: int = 0
-    collecting_s: float = 0.0
-    compilations: int = 0
-    rows: float = 0.0
-    smallest_batch: int = 0
-    largest_batch: int = 0
-    workers: int | None = None
-    threads: int = 0
-    cores: int = 0
-    gradient_bytes: int = 0
-    is_on_device: bool = False
-    samples: int = 0
-    lines: list[SampledLine] = []
+    collecting_s: float = 0.0  # time of Python's garbage collections, in whichever phase they were
+    compilations: int = 0  # number of graphs that ``torch.compile`` has compiled
+    rows: float = 0.0  # mean number of rows of a batch, 0 if unknown
+    smallest_batch: int = 0  # fewest elements of a batch's first tensor, 0 if unknown
+    largest_batch: int = 0  # most elements of a batch's first tensor
+    workers: int | None = None  # number of the loader's worker processes, ``None`` without a loader
+    threads: int = 0  # number of threads that torch computes with
+    cores: int = 0  # number of processor cores that this rank's processes can use, together with other ranks'
+    gradient_bytes: int = 0  # size of the gradients that ``DistributedDataParallel`` exchanges, 0 if unknown
+    is_on_device: bool = False  # CUDA has measured the phases
+    samples: int = 0  # of the main thread
+    lines: list[SampledLine] = []  # sampled most often
 
     def followed_by(self, later: StepTimes) -> StepTimes:
         """Return one event for the steps of this one and of a later one."""
@@ -152,79 +111,45 @@ SpanKind: TypeAlias = Literal["step", "phase", "operator", "collective", "kernel
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """A named interval of a profile.
-
-    Attributes:
-        kind: The kind of work.
-        name: Its name, such as ``aten::mm``.
-        begin_us: Its start in microseconds, from the start of the profile.
-        took_us: Its duration in microseconds.
-    """
+    """A named interval of a profile."""
 
     kind: SpanKind
-    name: str
-    begin_us: float
+    name: str  # its name, such as ``aten::mm``
+    begin_us: float  # from the start of the profile
     took_us: float
 
 
 class OperatorTime(msgspec.Struct, frozen=True, array_like=True):
-    """The time that an operator of the host, or a kernel of the device, took in all steps of a profile.
-
-    Attributes:
-        name: Its name.
-        calls: How often it ran.
-        self_us: Its own microseconds, without the operators that it called.
-        is_kernel: True for a kernel of the device.
-    """
+    """The time that an operator of the host, or a kernel of the device, took in all steps of a profile."""
 
     name: str
     calls: int
-    self_us: float
+    self_us: float  # its own microseconds, without the operators that it called
     is_kernel: bool = False
 
 
 class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that the tensors made by one line held when a profile's memory was at its peak.
+    """Memory that the tensors made by one line held when a profile's memory was at its peak."""
 
-    Attributes:
-        place: The user's line, such as ``In[7], line 12``; empty for tensors made before the profile.
-        text: The line's text.
-        size_bytes: The tensors' size.
-    """
-
-    place: str
+    place: str  # the user's line, such as ``In[7], line 12``; empty for tensors made before the profile
     text: str
     size_bytes: int
 
 
 class Profiled(_Event, frozen=True, kw_only=True):
-    """The rank's answer to a request for a profile of its next steps.
-
-    Attributes:
-        number: The number of the request.
-        why: The reason why there are fewer steps than were asked for; empty if there is none.
-        steps: Number of profiled steps, 0 if there are none.
-        age_s: Seconds from the start of the profile to this event.
-        spans: Its spans; of each kind only the longest.
-        operators: The operators and kernels that took most time.
-        lines: The lines of the user's code sampled most often.
-        samples: Number of samples of the main thread.
-        trace: Path of the trace on the rank's machine; empty if there is none.
-        peak_bytes: Peak memory of all tensors, if memory was asked for.
-        held: The lines whose tensors held most memory at the peak.
-    """
+    """The rank's answer to a request for a profile of its next steps."""
 
     number: str
-    why: str = ""
+    why: str = ""  # why there are fewer steps than were asked for; else empty
     steps: int = 0
-    age_s: float = 0.0
-    spans: list[Span] = []
-    operators: list[OperatorTime] = []
-    lines: list[SampledLine] = []
-    samples: int = 0
-    trace: str = ""
-    peak_bytes: int = 0
-    held: list[HeldMemory] = []
+    age_s: float = 0.0  # seconds from the start of the profile to this event
+    spans: list[Span] = []  # its spans; of each kind only the longest
+    operators: list[OperatorTime] = []  # the operators and kernels that took most time
+    lines: list[SampledLine] = []  # sampled most often
+    samples: int = 0  # of the main thread
+    trace: str = ""  # path of the trace on the rank's machine; empty if there is none
+    peak_bytes: int = 0  # peak memory of all tensors, if memory was asked for
+    held: list[HeldMemory] = []  # the lines whose tensors held most memory at the peak
 
 
 class Metrics(_Event, frozen=True, kw_only=True):
@@ -235,69 +160,40 @@ class Metrics(_Event, frozen=True, kw_only=True):
 
 
 class Output(_Event, frozen=True, kw_only=True):
-    """Whole lines that the rank wrote to its standard output or error, without the last newline.
-
-    Attributes:
-        text: The lines.
-        left_out: Number of earlier lines that are only in the rank's log, because a notebook couldn't take so many.
-    """
+    """Whole lines that the rank wrote to its standard output or error, without the last newline."""
 
     text: str
-    left_out: int = 0
+    left_out: int = 0  # earlier lines that are only in the rank's log, because a notebook couldn't take so many
 
 
 class Display(_Event, frozen=True, kw_only=True):
-    """An object that the rank displayed.
+    """An object that the rank displayed."""
 
-    Attributes:
-        data: A MIME bundle. Binary data is base64 text, as in Jupyter.
-        metadata: Jupyter's metadata, such as an image's width.
-        display_id: The id for later updates; empty if there is none.
-        is_update: True if it replaces the earlier display with that id.
-        log_bytes: Length of the rank's log at that time: lines before it come before the display.
-    """
-
-    data: dict[str, Any]
-    metadata: dict[str, Any] = {}
-    display_id: str = ""
-    is_update: bool = False
-    log_bytes: int = 0
+    data: dict[str, Any]  # a MIME bundle, with binary data as base64 text, as in Jupyter
+    metadata: dict[str, Any] = {}  # Jupyter's metadata, such as an image's width
+    display_id: str = ""  # the id for later updates; empty if there is none
+    is_update: bool = False  # it replaces the earlier display with that id
+    log_bytes: int = 0  # length of the rank's log at that time: lines before it come before the display
 
 
 class Memory(_Event, frozen=True, kw_only=True):
-    """Memory that the rank uses.
-
-    Attributes:
-        used_bytes: Bytes in use.
-        total_bytes: Bytes that the device or host has.
-        kind: The host's or the device's memory.
-        utilisation: Per cent of the last second in which the device computed, ``None`` where nothing measures it.
-    """
+    """Memory that the rank uses."""
 
     used_bytes: int
     total_bytes: int
     kind: Literal["host", "device"]
-    utilisation: float | None = None
+    utilisation: float | None = None  # per cent of the last second in which the device computed, where it is measured
 
 
 class ModelMemory(_Event, frozen=True, kw_only=True):
-    """The part of its memory that a rank's models take.
+    """The part of its memory that a rank's models take."""
 
-    Attributes:
-        parameters: Number of all parameters of the models.
-        held_parameters: Number of parameters that the rank holds; fewer where models are sharded.
-        parameter_bytes: Bytes of the parameters that the rank holds.
-        gradient_bytes: Bytes of their gradients, 0 before the first step.
-        optimizer_bytes: Bytes of the optimizers' state, 0 before the first step.
-        peak_bytes: Most bytes that the device has held of all tensors, 0 where nothing measures it.
-    """
-
-    parameters: int
-    held_parameters: int
+    parameters: int  # number of all parameters of the models
+    held_parameters: int  # number of parameters that the rank holds; fewer where models are sharded
     parameter_bytes: int
-    gradient_bytes: int = 0
-    optimizer_bytes: int = 0
-    peak_bytes: int = 0
+    gradient_bytes: int = 0  # bytes of their gradients, 0 before the first step
+    optimizer_bytes: int = 0  # bytes of the optimizers' state, 0 before the first step
+    peak_bytes: int = 0  # most bytes that the device has held of all tensors, 0 where nothing measures it
 
     @property
     def is_sharded(self) -> bool:
@@ -324,25 +220,15 @@ class ModelMemory(_Event, frozen=True, kw_only=True):
 
 
 class Failed(_Event, frozen=True, kw_only=True):
-    """The user's code raised.
+    """The user's code raised."""
 
-    Attributes:
-        kind: The exception's class name, such as ``ValueError``.
-        message: The exception's text.
-        traceback: The formatted traceback, the user's frames only.
-        line: The user's innermost line, such as ``In[7], line 12``; empty if there is none.
-        exception: The pickled exception; empty if it can't be pickled.
-        lost_peer: True if the exception only reports that another rank has gone, so the cause is elsewhere.
-        saved: True if the rank's result file has the variables to pull, with their values at the failure.
-    """
-
-    kind: str
+    kind: str  # the exception's class name, such as ``ValueError``
     message: str
-    traceback: str
-    line: str = ""
-    exception: bytes = b""
-    lost_peer: bool = False
-    saved: bool = False
+    traceback: str  # the formatted traceback, the user's frames only
+    line: str = ""  # the user's innermost line, such as ``In[7], line 12``; empty if there is none
+    exception: bytes = b""  # the pickled exception; empty if it can't be pickled
+    lost_peer: bool = False  # the exception only reports that another rank has gone: the cause is elsewhere
+    saved: bool = False  # the rank's result file has the variables to pull, with their values at the failure
 
 
 class Finished(_Event, frozen=True, kw_only=True):
@@ -352,75 +238,44 @@ class Finished(_Event, frozen=True, kw_only=True):
 
 
 class TimeLimitReached(_Event, frozen=True, kw_only=True):
-    """The rank was told to stop training, since the run's time limit is near.
+    """The rank was told to stop training, since the run's time limit is near."""
 
-    Attributes:
-        limit: The time limit in seconds since the epoch.
-    """
-
-    limit: float
+    limit: float  # the time limit in seconds since the epoch
 
 
 class MemoryShortage(msgspec.Struct, frozen=True, kw_only=True):
-    """The shortage of host memory in the seconds before a rank's end.
+    """The shortage of host memory in the seconds before a rank's end."""
 
-    Attributes:
-        free_bytes: The fewest free bytes.
-        limit_bytes: The limit.
-        is_machine: True if the limit is the machine's memory, false if it is the container's.
-        was_seen: True if the system has counted an out-of-memory kill.
-    """
-
-    free_bytes: int
+    free_bytes: int  # the fewest free bytes
     limit_bytes: int
-    is_machine: bool
-    was_seen: bool
+    is_machine: bool  # the limit is the machine's memory, not the container's
+    was_seen: bool  # the system has counted an out-of-memory kill
 
 
 class Ended(_Event, frozen=True, kw_only=True):
-    """The rank's process is gone. The agent sends this, since a killed rank can't.
+    """The rank's process is gone. The agent sends this, since a killed rank can't."""
 
-    Attributes:
-        exit_code: Its exit status, ``None`` if a signal ended it.
-        signal: The signal's number, ``None`` if it exited.
-        stopped: True if the agent sent the signal, to end the run.
-        peak_bytes: Its peak host memory, 0 if unknown.
-        shortage: The shortage of memory, if there was one.
-    """
-
-    exit_code: int | None = None
+    exit_code: int | None = None  # its exit status, ``None`` if a signal ended it
     signal: int | None = None
-    stopped: bool = False
-    peak_bytes: int = 0
+    stopped: bool = False  # the agent sent the signal, to end the run
+    peak_bytes: int = 0  # its peak host memory, 0 if unknown
     shortage: MemoryShortage | None = None
 
 
 class Silent(_Event, frozen=True, kw_only=True):
-    """The rank has done no step for long, and ranks wait for each other. The job sends this after reading stacks.
+    """The rank has done no step for long, and ranks wait for each other. The job sends this after reading stacks."""
 
-    Attributes:
-        since_s: Time of its last step.
-        at: Its position, such as ``In[7], line 12 in evaluate``; empty if unknown.
-        waits_in: The collective in which it waits for other ranks; empty if others wait for it.
-    """
-
-    since_s: float
-    at: str = ""
-    waits_in: str = ""
+    since_s: float  # time of its last step
+    at: str = ""  # its position, such as ``In[7], line 12 in evaluate``; empty if unknown
+    waits_in: str = ""  # the collective in which it waits for other ranks; empty if others wait for it
 
 
 class Restarting(_Event, frozen=True, kw_only=True):
-    """All ranks are started again because this one has failed. The job sends this.
+    """All ranks are started again because this one has failed. The job sends this."""
 
-    Attributes:
-        number: Number of this restart, from 1; 0 if no rank has failed, so that it doesn't count.
-        of: Most restarts of the run.
-        why: The reason, such as the rank that failed first and its exception.
-    """
-
-    number: int
-    of: int
-    why: str
+    number: int  # number of this restart, from 1; 0 if no rank has failed, so that it doesn't count
+    of: int  # most restarts of the run
+    why: str  # the reason, such as the rank that failed first and its exception
 
     @property
     def in_words(self) -> str:
@@ -432,12 +287,11 @@ class Restarting(_Event, frozen=True, kw_only=True):
 class Nodes(_Event, frozen=True, kw_only=True):
     """The status of the run's other nodes, one line for each, or the nodes for which this one waits.
 
-    Attributes:
-        is_news: True if more has changed than their steps.
+    The elastic process sends this, or the job of a run on a cluster.
     """
 
     lines: list[str]
-    is_news: bool
+    is_news: bool  # more has changed than their steps
 
 
 class Respawning(_Event, frozen=True, kw_only=True):
@@ -445,35 +299,22 @@ class Respawning(_Event, frozen=True, kw_only=True):
 
 
 class Numbered(_Event, frozen=True, kw_only=True):
-    """The place of this node's ranks among all ranks. The job sends it once the nodes have agreed.
-
-    Attributes:
-        first_rank: The number of this node's first rank.
-        world_size: The number of ranks on all nodes.
-    """
+    """The place of this node's ranks among all ranks. The job sends it once the nodes have agreed."""
 
     first_rank: int
-    world_size: int
+    world_size: int  # the number of ranks on all nodes
 
 
 class Working(_Event, frozen=True, kw_only=True):
-    """The ranks that have work from now on; the others wait for work. A session's job sends this.
+    """The ranks that have work from now on; the others wait for work. A session's job sends this."""
 
-    Attributes:
-        ranks: Their numbers on this node.
-    """
-
-    ranks: list[int]
+    ranks: list[int]  # their numbers on this node
 
 
 class Serving(_Event, frozen=True, kw_only=True):
-    """The rank of a detached session has begun or ended a request.
+    """The rank of a detached session has begun or ended a request."""
 
-    Attributes:
-        cell: The request in words, such as ``In[7]``; empty if the rank waits for one.
-    """
-
-    cell: str
+    cell: str  # the request in words, such as ``In[7]``; empty if the rank waits for one
 
 
 Event: TypeAlias = (
@@ -503,7 +344,8 @@ SAMPLES = (Progress, StepTimes, Metrics, Memory, Serving)
 """Events that are many and not urgent, of which only the newest matters."""
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+decode: Callable[[bytes], Event] = msgspec.msgpack.Decoder(Event).decode
+"""Decode an event. Raises ``msgspec.DecodeError`` if the bytes are none."""
 
 
 def encode(event: Event) -> bytes:
@@ -522,12 +364,3 @@ def _without_surrogates(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_surrogates(item) for item in value]
     return value
-
-
-def decode(data: bytes) -> Event:
-    """Decode an event.
-
-    Raises:
-        msgspec.DecodeError: The bytes are no event.
-    """
-    return _decoder.decode(data)

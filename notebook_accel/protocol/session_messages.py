@@ -22,25 +22,15 @@ class _SessionMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of the sealed file beside a message, with the numbers by which later messages refer to them.
+    """The contents of the sealed file beside a message, with the numbers by which later messages refer to them."""
 
-    Attributes:
-        shared: Numbers of the objects that are listed in the file, in order.
-        by_value: Numbers of the functions and classes that travel in it by value, in order; -1 for one that no later
-            message refers to.
-        by_force: Names whose values replace the rank's own.
-        same_statistics: Numbers of optimizers whose statistics, such as momenta, haven't changed in the notebook. They
-            get those of the rank's optimizers.
-        forgotten: Numbers of earlier objects that the notebook no longer has.
-        sources: Source texts by the file name in their code, each with its label for tracebacks.
-    """
-
-    shared: list[int] = []
-    by_value: list[int] = []
-    by_force: list[str] = []
+    shared: list[int] = []  # numbers of the objects that are listed in the file, in order
+    by_value: list[int] = []  # numbers of the functions and classes in it, in order; -1 for one without later use
+    by_force: list[str] = []  # names whose values replace the rank's own
+    # Numbers of optimizers whose statistics, such as momenta, haven't changed in the notebook: the rank's stay.
     same_statistics: list[int] = []
-    forgotten: list[int] = []
-    sources: dict[str, tuple[str, str]] = {}
+    forgotten: list[int] = []  # numbers of earlier objects that the notebook no longer has
+    sources: dict[str, tuple[str, str]] = {}  # texts by the file name in their code, each with a label for tracebacks
 
 
 class Welcome(_SessionMessage, frozen=True, kw_only=True):
@@ -63,16 +53,11 @@ class Execute(_Request, frozen=True, kw_only=True):
     """Run a cell in the rank's ``__main__``.
 
     Descriptors: the sealed names that the cell needs, if there is a ``delivery``.
-
-    Attributes:
-        source: The cell as plain Python.
-        label: Its name in tracebacks; the file name of its code.
-        wants_value: Whether to send back the value of its last expression itself, besides how it is shown.
     """
 
-    source: str
-    label: str
-    wants_value: bool = False
+    source: str  # the cell as plain Python
+    label: str  # its name in tracebacks; the file name of its code
+    wants_value: bool = False  # send back the value of the last expression itself, besides how it is shown
     delivery: Delivery | None = None
 
 
@@ -89,27 +74,17 @@ class Push(_Request, frozen=True, kw_only=True):
 
 
 class Pull(_Request, frozen=True, kw_only=True):
-    """Send back the values of names, whole where they are sharded over the ranks.
-
-    Attributes:
-        names: The names.
-        answering: The ranks that send values. All others only help to gather them.
-        gathers: Whether all ranks have the request, so that they can gather.
-    """
+    """Send back the values of names, whole where they are sharded over the ranks."""
 
     names: list[str]
-    answering: list[int]
-    gathers: bool
+    answering: list[int]  # the ranks that send values; all others only help to gather them
+    gathers: bool  # all ranks have the request, so that they can gather
 
 
 class CountAsPulled(_Request, frozen=True, kw_only=True):
-    """Give variables the numbers of the notebook's copies of them, which a pull has made.
+    """Give variables the numbers of the notebook's copies of them, which a pull has made."""
 
-    Attributes:
-        numbers: Numbers for the parts of each variable, by its name.
-    """
-
-    numbers: dict[str, list[int]]
+    numbers: dict[str, list[int]]  # numbers for the parts of each variable, by its name
 
 
 class LookUp(_Request, frozen=True, kw_only=True):
@@ -138,15 +113,10 @@ class InspectGroup(_Request, frozen=True, kw_only=True):
 
 
 class RenewGroup(_Request, frozen=True, kw_only=True):
-    """Leave the process group, which is broken.
+    """Leave the process group, which is broken."""
 
-    Attributes:
-        renewals: Number of groups given up, with this one. It is the prefix of the next group's keys in the store.
-        rejoins: Whether to form a new group now. Otherwise the next code that needs one forms it.
-    """
-
-    renewals: int
-    rejoins: bool = True
+    renewals: int  # number of groups given up, with this one: the prefix of the next group's keys in the store
+    rejoins: bool = True  # form a new group now; otherwise the next code that needs one forms it
 
 
 class Settle(_Request, frozen=True, kw_only=True):
@@ -168,40 +138,24 @@ class Leave(_SessionMessage, frozen=True):
 
 
 class RetainedState(msgspec.Struct, frozen=True, kw_only=True):
-    """State that a rank of a detached session has kept from the kernels that it has served before.
+    """State that a rank of a detached session has kept from the kernels that it has served before."""
 
-    Attributes:
-        own: Names that the rank has bound itself.
-        sent: Names that have values from an earlier notebook, without those of modules.
-        requests: Number of its last request.
-        renewals: Number of process groups given up so far.
-        group: ``unchecked`` if code has failed since the process group was last inspected; ``broken`` if the group
-            can't be trusted any more.
-        failed: The failure of its last request, which may have reached no kernel.
-        title: The last request in words.
-    """
-
-    own: list[str]
-    sent: list[str]
-    requests: int
-    renewals: int
+    own: list[str]  # names that the rank has bound itself
+    sent: list[str]  # names that have values from an earlier notebook, without those of modules
+    requests: int  # number of its last request
+    renewals: int  # number of process groups given up so far
+    # ``unchecked``: code has failed since the group was last inspected; ``broken``: it can't be trusted any more.
     group: Literal["sound", "unchecked", "broken"]
-    failed: Failed | None
-    title: str
+    failed: Failed | None  # the failure of its last request, which may have reached no kernel
+    title: str  # the last request in words
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's first message.
+    """A rank's first message."""
 
-    Attributes:
-        secret: The session's secret, from a file in a folder that only this user can open.
-        rank: The rank's number.
-        kept: The state from earlier kernels; ``None`` for a fresh process.
-    """
-
-    secret: bytes
+    secret: bytes  # the session's secret, from a file in a folder that only this user can open
     rank: int
-    kept: RetainedState | None = None
+    kept: RetainedState | None = None  # the state from earlier kernels; ``None`` for a fresh process
 
 
 class Displayed(_SessionMessage, frozen=True, kw_only=True):
@@ -212,51 +166,33 @@ class Displayed(_SessionMessage, frozen=True, kw_only=True):
 
 
 class Prompt(_SessionMessage, frozen=True, kw_only=True):
-    """The debugger waits for a line.
-
-    Attributes:
-        number: Number of its ``Debug``.
-        text: The debugger's output since the last line, with the prompt at its end.
-        log_bytes: Length of the rank's log so far.
-    """
+    """The debugger waits for a line."""
 
     number: int
-    text: str
-    log_bytes: int
+    text: str  # the debugger's output since the last line, with the prompt at its end
+    log_bytes: int  # length of the rank's log so far
 
 
 class Reply(_SessionMessage, frozen=True, kw_only=True):
     """The end of a request.
 
     Descriptors: the sealed value, if there is one.
-
-    Attributes:
-        number: Number of the request.
-        shown: The value as it is shown, by mime type; empty if there is none.
-        failed: The exception that ended the request, if any.
-        lacks_delivery: Whether the rank could not open the delivery of the request.
-        breaks_group: Whether the process group can't be trusted any more.
-        bound: Names that have become the rank's own since its last reply.
-        unbound: Names that were the rank's own and no longer are.
-        missing: The name that the rank doesn't have, if it failed with a NameError.
-        log_bytes: Length of the rank's log so far.
-        steps: Number of steps that the rank has counted so far.
-        group_calls: For ``InspectGroup``: number of calls in each process group; ``None`` without a group.
-        lines: The answer to a ``LookUp``, the names of a ``CountAsPulled`` that the rank has, the losses of a
-            ``RenewGroup``, or the reason why a ``Debug`` is refused.
     """
 
     number: int
-    shown: dict[str, str] = {}
-    failed: Failed | None = None
-    lacks_delivery: bool = False
-    breaks_group: bool = False
-    bound: list[str] = []
-    unbound: list[str] = []
-    missing: str = ""
-    log_bytes: int = 0
-    steps: int = 0
+    shown: dict[str, str] = {}  # the value as it is shown, by mime type; empty if there is none
+    failed: Failed | None = None  # the exception that ended the request, if any
+    lacks_delivery: bool = False  # the rank could not open the delivery of the request
+    breaks_group: bool = False  # the process group can't be trusted any more
+    bound: list[str] = []  # names that have become the rank's own since its last reply
+    unbound: list[str] = []  # names that were the rank's own and no longer are
+    missing: str = ""  # the name that the rank doesn't have, if it failed with a NameError
+    log_bytes: int = 0  # length of the rank's log so far
+    steps: int = 0  # number of steps that the rank has counted so far
+    # For ``InspectGroup``: number of calls in each process group; ``None`` without a group.
     group_calls: list[int] | None = None
+    # The answer to a ``LookUp``, the names of a ``CountAsPulled`` that the rank has, the losses of a ``RenewGroup``, or
+    # the reason why a ``Debug`` is refused.
     lines: list[str] = []
 
 

@@ -19,10 +19,11 @@ from collections.abc import Iterator
 import msgspec
 
 from notebook_accel.host_memory import MemoryWatch
+from notebook_accel.launching import logs
 from notebook_accel.launching.agent.audience import Attachments, Audience, Kernel
 from notebook_accel.launching.agent.elastic_runs import ElasticRuns
 from notebook_accel.launching.agent.inspection import Inspection
-from notebook_accel.launching.agent.runs import Rank, Run, fork_order, open_rank, reason_of
+from notebook_accel.launching.agent.runs import REASONS, Rank, Run, fork_order, open_rank
 from notebook_accel.launching.agent.templates import TemplateProcess, Templates
 from notebook_accel.launching.processes import close_all, end_with_parent, kill_group
 from notebook_accel.launching.run_folders import RunFolder
@@ -51,50 +52,46 @@ _FIXES = {errno.E2BIG: "shorten the longest environment variables, or sys.path: 
 
 
 class Agent:
-    """The event loop that connects the audience of runs with their templates and ranks.
+    """The event loop that connects the audience of runs with their templates and ranks."""
 
-    Args:
-        audience: The kernel, or the kernels that are attached to a detached run.
-        signals: A descriptor from which the agent reads the numbers of its own signals; -1 for none.
-    """
-
-    def __init__(self, audience: Audience, signals: int = -1) -> None:
+    def __init__(self, audience: Audience) -> None:
         self._audience = audience
         self._loop = EventLoop()
         self._runs: dict[str, Run] = {}
         self._waiting: list[Run] = []
         self._inspections: dict[str, Inspection] = {}
         self._templates = Templates(
-            self._loop,
+            loop=self._loop,
             became_ready=self._start_waiting,
             not_started=self._template_not_started,
             heard=self._heard_of_rank,
             lost=self._template_lost,
         )
         self._elastic = ElasticRuns(
-            self._loop,
+            loop=self._loop,
             ending_run_on_error=self._ending_run_on_error,
             start_ranks=self._start_ranks,
             tell_kernel=self._tell_kernel,
         )
         self._memory = MemoryWatch()
-        self._signals = signals
         self._is_leaving = False
         self._is_quitting = False
         self._idle_timeout_s: float | None = None
         self._busy_until_s = time.monotonic()
         audience.begin(self._loop, self._hear, self._quit)
-        if signals >= 0:
-            self._loop.watch(signals, self._read_signals)
 
     def serve(self) -> None:
         """Serve until the kernel has gone, or until every run has been stopped after a Quit or a SIGTERM."""
+        signals, raised = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(raised, warn_on_full_buffer=False)  # Python writes the numbers of this process's signals
+        signal.signal(signal.SIGTERM, lambda *_: None)  # the loop ends by itself, after it has stopped the runs
+        self._loop.watch(signals, lambda: self._read_signals(signals))
         try:
             while not self._has_done_its_work:
                 is_busy = self._runs or self._waiting or self._audience.is_leaving
                 self._loop.wait(_TICK_S if is_busy else self._idle_timeout_s)
                 self._tick(time.monotonic())
-                self._flush()
+                self._audience.flush()
         except ClosedError:
             pass
         finally:
@@ -151,22 +148,19 @@ class Agent:
         elif isinstance(told, messages.Profile):
             self._profile(told)
         elif isinstance(told, messages.Detach):
-            self._detach(told, message.descriptors)
+            self._detach(told, message)
         elif isinstance(told, messages.Release):
             if told.job_id in self._runs:
                 self._runs[told.job_id].release()
         else:
             self._leave("stopped")
 
-    def _read_signals(self) -> None:
-        if signal.SIGTERM in os.read(self._signals, 4096):
+    def _read_signals(self, signals: int) -> None:
+        if signal.SIGTERM in os.read(signals, 4096):
             self._leave("terminated")
 
     def _tell_kernel(self, message: msgspec.Struct) -> None:
         self._audience.tell(message)
-
-    def _flush(self) -> None:
-        self._audience.flush()
 
     def _leave(self, reason: messages.Reason) -> None:
         """Stop every run, with its grace period, and exit when the last one has ended."""
@@ -177,26 +171,28 @@ class Agent:
     def _quit(self) -> None:
         self._is_quitting = True
 
-    def _detach(self, told: messages.Detach, descriptors: list[int]) -> None:
+    def _detach(self, told: messages.Detach, message: Message) -> None:
         """Disconnect from the kernel if the run is going on and is the agent's only one."""
-        _, *results = descriptors  # the first is the folder's lock, held as long as this process lives
+        results = message.descriptors[1:]  # the first is the folder's lock, held as long as this process lives
         run = self._runs.get(told.job_id)
-        why = "" if run is not None else "it has ended"
-        if run is not None and (self._waiting or len(self._runs) > 1):
+        attachments, why = None, ""
+        if run is None:
+            why = "it has ended"
+        elif not message.is_whole:
+            why = os.strerror(errno.EMFILE)
+        elif self._waiting or len(self._runs) > 1:
             why = "another run of this notebook goes on"
-        attachments = None
-        if run is not None and not why:
+        else:
             try:
                 attachments = Attachments(RunFolder(pathlib.Path(told.folder)), None, run.launch.world_size, results)
             except OSError as error:
-                why = f"{error}"
+                why = str(error)
         sent_log_bytes = [rank.log.position for rank in run.ranks] if run is not None else []
         self._tell_kernel(messages.Detached(job_id=told.job_id, why=why, sent_log_bytes=sent_log_bytes))
-        if attachments is None:
-            close_all(descriptors)
+        if run is None or attachments is None:
+            close_all(message.descriptors)
             return
         assert isinstance(self._audience, Kernel)
-        assert run is not None
         run.outlive_kernel(told.folder)
         self._audience.leave()
         self._audience = attachments
@@ -244,7 +240,7 @@ class Agent:
                 self._rank_ended(run, rank, -signal.SIGKILL)
         if template.pidfd >= 0:
             return  # an adopted template: no other run waits for it
-        if not self._templates.is_one_coming:
+        if self._templates.current is None:
             broken = _TEMPLATE_LOST if template.is_ready else _TEMPLATE_FAILED
             if template.refusal:
                 broken = messages.Broken(text=_PRELOAD_REFUSED, why=template.refusal, fix=_WITHOUT_PRELOAD)
@@ -314,8 +310,8 @@ class Agent:
         self._tell_kernel(msgspec.structs.replace(broken, job_id=run.launch.job_id))
 
     def _start_waiting(self) -> None:
-        template = self._templates.ready
-        if template is None:
+        template = self._templates.current
+        if template is None or not template.is_ready:
             return
         waiting, self._waiting = self._waiting, []
         for run in waiting:
@@ -413,15 +409,14 @@ class Agent:
 
     def _run_ended(self, run: Run) -> None:
         del self._runs[run.launch.job_id]
+        elsewhere = self._elastic.forget(run)
         if run.refusal:
             self._refuse(run, run.refusal)
         else:
             run.close_descriptors()
-            elsewhere = self._elastic.failure_elsewhere(run)
             self._tell_kernel(messages.RunEnded(job_id=run.launch.job_id, reason=run.reason, elsewhere=elsewhere))
-        self._flush()  # a cell waits for this message; the cleanup below can come later
+        self._audience.flush()  # a cell waits for this message; the cleanup below can come later
         self._templates.release(run)
-        self._elastic.forget(run)
         run.ended()
 
     def _interrupt(self, job_id: str) -> None:
@@ -430,7 +425,7 @@ class Agent:
                 run.interrupt()
 
     def _end(self, told: messages.End, reason: messages.Reason | None = None) -> None:
-        reason = reason or reason_of(told.how)
+        reason = reason or REASONS[told.how]
         for run in [run for run in self._waiting if run.launch.job_id == told.job_id]:
             self._waiting.remove(run)
             run.close_descriptors()
@@ -439,7 +434,6 @@ class Agent:
             run = self._runs[told.job_id]
             run.end(told.how, reason)
             run.stop_restarting(reason)
-            self._elastic.end(run, reason)
             self._templates.end_unready_fork_for(run)
 
     def _inspect(self, told: messages.Inspect) -> None:
@@ -450,8 +444,10 @@ class Agent:
     def _profile(self, told: messages.Profile) -> None:
         run = self._runs.get(told.job_id)
         if run is not None:
+            folder = run.launch.log_folder
             for rank in run.alive:
-                rank.tell(msgspec.structs.replace(told, trace=run.trace_of(rank, told.number)))
+                trace = str(logs.trace_file(folder, told.number, rank.number)) if folder else ""
+                rank.tell(msgspec.structs.replace(told, trace=trace))
 
     # Events and output of ranks ------------------------------------------------------------------------------------
 
@@ -487,7 +483,6 @@ class Agent:
             rank.said_finished = True
             self._rank_finished(run)
         elif isinstance(event, events.Failed):
-            rank.said_failed, rank.lost_peer = True, event.lost_peer
             rank.failure = msgspec.structs.replace(event, exception=b"")
             run.rank_failed(rank)  # don't wait for its exit, which its threads and children may delay
         elif isinstance(event, events.Progress):
@@ -524,13 +519,4 @@ def main(kernel_descriptor: str, kernel_pid: str) -> None:
     """Run the agent. The kernel starts a new interpreter that calls this."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the kernel handles a terminal's Ctrl-C and tells the agent
     end_with_parent(int(kernel_pid))
-    kernel = Kernel(Connection.from_descriptor(int(kernel_descriptor)), int(kernel_pid))
-    Agent(kernel, signals_to_read()).serve()
-
-
-def signals_to_read() -> int:
-    """Return a descriptor from which this process's signal numbers can be read. SIGTERM has no other effect."""
-    signals, raised = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    signal.set_wakeup_fd(raised, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # the loop ends by itself, after it has stopped the runs
-    return signals
+    Agent(Kernel(Connection.from_descriptor(int(kernel_descriptor)), int(kernel_pid))).serve()

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 import msgspec
 
@@ -30,50 +30,17 @@ _LATEST_PERIOD_S = 1.0
 Hear = Callable[[messages.ToAgent, Message], None]
 
 
-class Audience(Protocol):
-    """The receivers of an agent's messages about its runs."""
-
-    @property
-    def queued_bytes(self) -> int:
-        """Number of bytes that are not sent yet."""
-
-    @property
-    def is_behind(self) -> bool:
-        """True if so many bytes are queued that the ranks' output should wait."""
-
-    @property
-    def is_leaving(self) -> bool:
-        """True if the agent should end once nothing is queued: its only run is over."""
-
-    def begin(self, loop: EventLoop, hear: Hear, quit_now: Callable[[], None]) -> None:
-        """Start to call ``hear`` for each message, and ``quit_now`` when nobody needs the agent any more."""
-
-    def tell(self, message: msgspec.Struct) -> None:
-        """Queue a message."""
-
-    def flush(self) -> None:
-        """Write as much of the queued messages as fits.
-
-        Raises:
-            ClosedError: The kernel has gone, and the agent must end with it.
-        """
-
-
 class Kernel:
-    """The audience of an ordinary agent: one kernel, with which the agent ends.
+    """The audience of an ordinary agent: one kernel, with which the agent ends."""
 
-    Args:
-        connection: The connection to the kernel.
-        pid: The kernel's process.
-    """
-
-    is_leaving = False
+    is_leaving = False  # true if the agent should end once nothing is queued, since its only run is over
 
     def __init__(self, connection: Connection, pid: int) -> None:
         self._connection = connection
         self._pid = pid
 
     def begin(self, loop: EventLoop, hear: Hear, quit_now: Callable[[], None]) -> None:
+        """Start to call ``hear`` for each message, and ``quit_now`` when nobody needs the agent any more."""
         self._loop, self._hear = loop, hear
         self._connection.set_blocking(False)
         loop.watch(self._connection.fileno(), self._read)
@@ -83,16 +50,24 @@ class Kernel:
 
     @property
     def queued_bytes(self) -> int:
+        """Number of bytes that are not sent yet."""
         return self._connection.queued_bytes
 
     @property
     def is_behind(self) -> bool:
+        """True if so many bytes are queued that the ranks' output should wait."""
         return self._connection.queued_bytes > _MOST_QUEUED_BYTES
 
     def tell(self, message: msgspec.Struct) -> None:
+        """Queue a message."""
         self._connection.queue(messages.encode(message))
 
     def flush(self) -> None:
+        """Write as much of the queued messages as fits.
+
+        Raises:
+            ClosedError: The kernel has gone, and the agent must end with it.
+        """
         try:
             self._loop.watch_writing(self._connection.fileno(), not self._connection.flush())
         except ClosedError:
@@ -121,14 +96,10 @@ class Attachments:
     """The audience of a detached run: all attached kernels, and a journal for those that attach later.
 
     The run goes on without any of them. The first is the launching kernel. Only it may launch, and the agent ends if
-    that kernel goes before it has launched the run.
+    that kernel goes before it has launched the run. A run that was detached while it went on has no ``launcher``, but
+    ``results``: the ranks' files, which are copied to the folder at the run's end, and closed.
 
-    Args:
-        folder: The run's folder.
-        launcher: The connection to the launching kernel; ``None`` for a run that was detached while it went on.
-        world_size: Number of ranks.
-        results: Result files of a run that was detached while it went on. They are copied to the folder at the run's
-            end, and closed.
+    The methods that ``Kernel`` has too do the same here.
     """
 
     is_behind = False  # the journal takes all output
@@ -274,23 +245,17 @@ class Attachments:
                 self._quit()
 
 
+Audience: TypeAlias = Kernel | Attachments
+
+
 class _Attachment:
-    """A peer that is attached to the run, or has connected to send an order.
-
-    Args:
-        connection: The connection to the peer.
-        sock: The peer's socket; ``None`` for the launching kernel.
-
-    Attributes:
-        who: The peer in words, once it has introduced itself.
-        follows: True if the peer gets the run's messages.
-    """
+    """A peer that is attached to the run, or has connected to send an order."""
 
     def __init__(self, connection: Connection, sock: socket.socket | None) -> None:
         self.connection = connection
-        self.who = ""
-        self.follows = False
-        self._socket = sock
+        self.who = ""  # the peer in words, once it has introduced itself
+        self.follows = False  # it gets the run's messages
+        self._socket = sock  # ``None`` for the launching kernel
         self._received = bytearray()
         self._queued_bytes = 0
         self._moved_s = time.monotonic()

@@ -6,7 +6,7 @@ import os
 import pathlib
 import signal
 
-from notebook_accel.launching.agent.agent import Agent, signals_to_read
+from notebook_accel.launching.agent.agent import Agent
 from notebook_accel.launching.agent.audience import Attachments
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol.channel import Connection
@@ -30,7 +30,7 @@ def main(launcher: str, folder: str, lock: str) -> None:
     connection = Connection.from_descriptor(int(launcher))
     os.set_inheritable(connection.fileno(), False)
     attachments = Attachments(run_folder, connection, run_folder.facts.world_size)
-    Agent(attachments, signals_to_read()).serve()
+    Agent(attachments).serve()
     attachments.close()
     if not attachments.is_launched:  # the kernel has gone before the launch
         run_folder.remove()

@@ -22,7 +22,7 @@ from notebook_accel.launching.agent.runs import Run
 from notebook_accel.launching.agent.templates import TemplateProcess
 from notebook_accel.launching.processes import kill_group, resume_if_stopped
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.protocol import elastic_messages
+from notebook_accel.protocol import elastic_messages, events
 from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message
 
 _LOOK_PERIOD_S = 0.5
@@ -32,33 +32,18 @@ _MOST_TRACEBACK_CHARACTERS = 20_000
 
 @dataclasses.dataclass(eq=False)
 class _ElasticProcess:
-    """The agent's record of one elastic process.
-
-    Attributes:
-        run: The process's run.
-        line: The agent's end of the connection to the process.
-        pid: The pid, ``None`` before the fork and after the exit.
-        attempt: Number of the last attempt for which the process had ranks started, 0 before the first.
-        has_ranks: True if ranks were started whose end wasn't reported to the process.
-        knows_results: True if the process was told that all ranks have finished.
-        is_ending: True if the process has sent its last message or is being killed, so that its exit is expected.
-        wanted: The reason of a requested end of the run; empty if none was requested.
-        elsewhere: The failure on another node that ends the run.
-        must_go_s: The time of ``time.monotonic()`` at which the process is killed unless it has exited.
-        steps: The least and the most steps of the ranks, as last reported to the process.
-    """
+    """The agent's record of one elastic process."""
 
     run: Run
-    line: Connection
-    pid: int | None = None
-    attempt: int = 0
-    has_ranks: bool = False
-    knows_results: bool = False
-    is_ending: bool = False
-    wanted: messages.Reason = ""
-    elsewhere: messages.Failure | None = None
-    must_go_s: float | None = None
-    steps: tuple[int, int] | None = None
+    line: Connection  # to the process
+    pid: int | None = None  # ``None`` before the fork and after the exit
+    attempt: int = 0  # the last one for which the process had ranks started, 0 before the first
+    has_ranks: bool = False  # ranks were started whose end wasn't reported to the process
+    knows_results: bool = False  # it was told that all ranks have finished
+    is_ending: bool = False  # it has sent its last message or is being killed, so that its exit is expected
+    elsewhere: messages.Failure | None = None  # the failure on another node that ends the run
+    must_go_s: float | None = None  # when the process is killed unless it has exited
+    steps: tuple[int, int] | None = None  # the least and the most steps of the ranks, as last reported to the process
 
     def tell(self, message: elastic_messages.ToElastic) -> None:
         self.line.queue(messages.encode(message))
@@ -75,42 +60,28 @@ class _ElasticProcess:
 
     def send_away(self, now_s: float) -> None:
         """Order the process to end the run, as was requested, and to tell the other nodes."""
-        self.run.reason = self.wanted or self.run.reason
+        self.run.reason = self.run.wanted or self.run.reason
         self.is_ending, self.must_go_s = True, now_s + _LEAVING_S
         self.tell(elastic_messages.Leave(why=f"The run was ended there ({self.run.reason})."))
 
 
+@dataclasses.dataclass(kw_only=True)
 class ElasticRuns:
-    """The runs that have an elastic process.
+    """The runs that have an elastic process."""
 
-    Args:
-        loop: The agent's event loop.
-        ending_run_on_error: Context manager in which a run's errors end that run only.
-        start_ranks: Function that starts all ranks of a run at their present places.
-        tell_kernel: Function that sends the kernel a message.
-    """
-
-    def __init__(
-        self,
-        loop: EventLoop,
-        *,
-        ending_run_on_error: Callable[[Run], contextlib.AbstractContextManager[None]],
-        start_ranks: Callable[[Run], object],
-        tell_kernel: Callable[[msgspec.Struct], None],
-    ) -> None:
-        self._loop = loop
-        self._ending_run_on_error = ending_run_on_error
-        self._start_ranks = start_ranks
-        self._tell_kernel = tell_kernel
-        self._all: dict[str, _ElasticProcess] = {}
-        self._next_look_s = 0.0
+    loop: EventLoop
+    ending_run_on_error: Callable[[Run], contextlib.AbstractContextManager[None]]
+    start_ranks: Callable[[Run], object]  # at their present places
+    tell_kernel: Callable[[msgspec.Struct], None]
+    _all: dict[str, _ElasticProcess] = dataclasses.field(default_factory=dict)  # by job
+    _next_look_s: float = 0.0
 
     def begin(self, run: Run, template: TemplateProcess) -> None:
         """Order the fork of a run's elastic process. The run is held until that process is gone."""
         ours, theirs = Connection.pair()
         ours.set_blocking(False)
         elastic = _ElasticProcess(run, ours)
-        self._loop.watch(ours.fileno(), lambda: self._read(elastic))
+        self.loop.watch(ours.fileno(), lambda: self._read(elastic))
         self._all[run.launch.job_id] = elastic
         run.is_held = True
         launch = run.launch
@@ -147,31 +118,22 @@ class ElasticRuns:
         if run.launch.job_id in self._all:
             self._gone(self._all[run.launch.job_id])
 
-    def end(self, run: Run, reason: messages.Reason) -> None:
-        """Record that a run's end was requested."""
-        if run.launch.job_id in self._all:
-            elastic = self._all[run.launch.job_id]
-            elastic.wanted = elastic.wanted or reason
-
     def tick(self, now_s: float) -> None:
         """Report the ranks' state to their elastic processes, and resume processes that were stopped by SIGSTOP."""
         is_time = now_s >= self._next_look_s
         if is_time:
             self._next_look_s = now_s + _LOOK_PERIOD_S
         for elastic in self._all.values():
-            with self._ending_run_on_error(elastic.run):
+            with self.ending_run_on_error(elastic.run):
                 self._look(elastic, now_s)
                 if is_time and elastic.pid is not None:
                     resume_if_stopped(elastic.pid)
                     _tell_steps(elastic)
 
-    def failure_elsewhere(self, run: Run) -> messages.Failure | None:
-        """Return the failure on another node that has ended a run; ``None`` if there was none."""
-        return self._all[run.launch.job_id].elsewhere if run.launch.job_id in self._all else None
-
-    def forget(self, run: Run) -> None:
-        """Forget a run that is over."""
-        self._all.pop(run.launch.job_id, None)
+    def forget(self, run: Run) -> messages.Failure | None:
+        """Forget a run that is over, and return the failure on another node that has ended it, if there was one."""
+        elastic = self._all.pop(run.launch.job_id, None)
+        return None if elastic is None else elastic.elsewhere
 
     def _look(self, elastic: _ElasticProcess, now_s: float) -> None:
         run = elastic.run
@@ -187,8 +149,7 @@ class ElasticRuns:
         if run.alive:
             return
         failure = _first_failure(run)
-        was_interrupted = any(rank.failure and rank.failure.kind == "KeyboardInterrupt" for rank in run.ranks)
-        if elastic.wanted or was_interrupted or run.reason not in ("", "failed") or run.refusal is not None:
+        if run.is_ending_for_good:
             elastic.send_away(now_s)
         elif elastic.has_ranks and not (elastic.knows_results and not run.reason):
             elastic.has_ranks, elastic.steps = False, None
@@ -196,13 +157,13 @@ class ElasticRuns:
             elastic.tell(elastic_messages.RanksEnded(attempt=elastic.attempt, failure=failure))
 
     def _read(self, elastic: _ElasticProcess) -> None:
-        with self._ending_run_on_error(elastic.run):
+        with self.ending_run_on_error(elastic.run):
             try:
                 while frames := elastic.line.receive():
                     for message in frames:
                         self._heard(elastic, message)
             except ClosedError:
-                self._loop.unwatch(elastic.line.fileno())
+                self.loop.unwatch(elastic.line.fileno())
                 elastic.must_go_s = elastic.must_go_s or time.monotonic() + _LEAVING_S
 
     def _heard(self, elastic: _ElasticProcess, message: Message) -> None:
@@ -212,7 +173,7 @@ class ElasticRuns:
         if isinstance(said, elastic_messages.StartRanks):
             if not message.is_whole:
                 run.refuse(messages.Broken(text=f"The ranks could not be started: {os.strerror(errno.EMFILE)}."))
-            if not (run.reason or elastic.wanted):
+            if not (run.reason or run.wanted):
                 self._start(elastic, said, listening.pop() if listening else None)
             elif not elastic.is_ending:
                 elastic.send_away(time.monotonic())
@@ -220,8 +181,9 @@ class ElasticRuns:
             # Without ranks there is nothing to stop: the report of their end is already on its way.
             if elastic.has_ranks and said.attempt == elastic.attempt:
                 run.end("stop", "failed")
-        elif isinstance(said, messages.AboutNodes):
-            self._tell_kernel(said)
+        elif isinstance(said, events.Nodes):
+            raw = msgspec.Raw(events.encode(said))
+            self.tell_kernel(messages.Said(job_id=run.launch.job_id, rank=0, event=raw))
         elif isinstance(said, elastic_messages.Over):
             elastic.is_ending, elastic.elsewhere = True, said.failure
             elastic.must_go_s = time.monotonic() + _LEAVING_S
@@ -240,7 +202,7 @@ class ElasticRuns:
         run = elastic.run
         run.begin_at(said.places, listening)
         elastic.attempt, elastic.has_ranks, elastic.knows_results = said.attempt, True, False
-        self._tell_kernel(
+        self.tell_kernel(
             messages.Starting(
                 job_id=run.launch.job_id,
                 restarts=said.restarts,
@@ -250,7 +212,7 @@ class ElasticRuns:
             )
         )
         elastic.tell(elastic_messages.RanksStand(attempt=said.attempt))
-        self._start_ranks(run)
+        self.start_ranks(run)
 
     def _gone(self, elastic: _ElasticProcess) -> None:
         elastic.pid = None
@@ -259,7 +221,7 @@ class ElasticRuns:
             elastic.run.end("kill", "elastic lost")
         elastic.is_ending = True
         elastic.run.is_held = False
-        self._loop.unwatch(elastic.line.fileno())
+        self.loop.unwatch(elastic.line.fileno())
         elastic.line.close()
 
 

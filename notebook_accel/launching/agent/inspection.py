@@ -30,12 +30,7 @@ class _Question:
 
 
 class Inspection:
-    """One request for the stacks of all ranks of a run. Never waits.
-
-    Args:
-        ranks: The ranks.
-        now_s: The time of ``time.monotonic()`` in seconds.
-    """
+    """One request for the stacks of all ranks of a run. Never waits."""
 
     def __init__(self, ranks: Sequence[Rank], now_s: float) -> None:
         self._began_s = now_s

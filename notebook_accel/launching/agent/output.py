@@ -30,12 +30,8 @@ _MOST_SCANNED_BYTES = 64 * _MIB  # at a time, so that the agent's event loop isn
 def open_log(folder: str, rank: int) -> tuple[int, str]:
     """Open a rank's log, which the rank writes and the agent reads.
 
-    Args:
-        folder: The run's log folder; empty if none could be made.
-        rank: The rank.
-
-    Returns:
-        The descriptor, and a message to the user if the log is in memory only, otherwise empty text.
+    Returns the descriptor, and a message to the user if the log is in memory only. ``folder`` is empty if none could be
+    made.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -54,11 +50,7 @@ def open_log(folder: str, rank: int) -> tuple[int, str]:
 
 
 class Allowance:
-    """A token bucket for a rank's output: a burst at once, then a limited number of bytes per second.
-
-    Args:
-        world_size: Number of ranks that share the run's allowance.
-    """
+    """A token bucket for a rank's share of a run's output: a burst at once, then limited bytes per second."""
 
     def __init__(self, world_size: int) -> None:
         self._most = max(_BURST_BYTES // world_size, 4 * _SMALLEST_SHARE_BYTES)
@@ -88,22 +80,17 @@ class Allowance:
 
 
 class LogTail:
-    """Follows one rank's log and sends its whole lines in order; if there are too many, only the last ones.
+    """Follows one rank's log, which it owns, and says its whole lines in order; if there are too many, only the last.
 
     A carriage return restarts a line, as on a terminal, so that a progress bar becomes one line: its last state.
-
-    Args:
-        descriptor: The log, which this object owns.
-        allowance: The rank's allowance.
-        say: Function that takes the lines, and the number of skipped lines before them.
     """
 
     def __init__(self, descriptor: int, allowance: Allowance, say: Callable[[events.Output], None]) -> None:
         self.descriptor = descriptor
         self._allowance = allowance
         self._say = say
-        # A restarted rank continues its log.
-        self._position = self._seen_size = self.size_bytes
+        # The first byte that was neither sent nor skipped. A restarted rank continues its log.
+        self.position = self._seen_size = self.size_bytes
         self._left_out = 0
         self._first_bytes = _FIRST_BYTES
         self._is_unreadable = False
@@ -111,11 +98,6 @@ class LogTail:
     def close(self) -> None:
         """Close the log."""
         close_all([self.descriptor])
-
-    @property
-    def position(self) -> int:
-        """Position of the first byte that was neither sent nor skipped."""
-        return self._position
 
     @property
     def size_bytes(self) -> int:
@@ -131,45 +113,35 @@ class LogTail:
         return None
 
     def read(self, now_s: float, size: int) -> None:
-        """Send the new lines, or leave them for a later call if the allowance is too small now.
-
-        Args:
-            now_s: The time of ``time.monotonic()`` in seconds.
-            size: The position in the log at which to stop.
-        """
+        """Send the new lines up to position ``size``, or leave them for a later call if the allowance is too small."""
         with self._reporting_read_errors():
-            if not self._is_unreadable:
-                self._read(now_s, size)
-
-    def _read(self, now_s: float, size: int) -> None:
-        self._allowance.fill(now_s)
-        if self.size_bytes < self._position:  # the user has truncated the file
-            self._position = 0
-        size = min(size, self.size_bytes)
-        if size <= self._position:
-            return
-        self._say_first_lines(size)
-        start = size - self._allowance.left_bytes
-        if start > self._position and not (self._allowance.is_worth_a_gap and self._pass_over(start)):
-            return
-        self._seen_size = size
-        self._say_lines(size)
+            if self._is_unreadable:
+                return
+            self._allowance.fill(now_s)
+            if self.size_bytes < self.position:  # the user has truncated the file
+                self.position = 0
+            size = min(size, self.size_bytes)
+            if size <= self.position:
+                return
+            self._say_first_lines(size)
+            start = size - self._allowance.left_bytes
+            if start > self.position and not (self._allowance.is_worth_a_gap and self._pass_over(start)):
+                return
+            self._seen_size = size
+            self._say_lines(size)
 
     def finish(self) -> None:
         """Send the last lines, even one without a newline. Call it when the rank is gone."""
         with self._reporting_read_errors():  # try even a log that couldn't be read before: its network may work again
-            self._finish()
-
-    def _finish(self) -> None:
-        size = self.size_bytes
-        self._say_first_lines(size)
-        start = size - max(self._allowance.left_bytes, _LAST_BYTES)
-        while not self._pass_over(start):
-            pass
-        self._say_lines(size)
-        rest = os.pread(self.descriptor, size - self._position, self._position)
-        if rest:
-            self._say_text([rest])
+            size = self.size_bytes
+            self._say_first_lines(size)
+            start = size - max(self._allowance.left_bytes, _LAST_BYTES)
+            while not self._pass_over(start):
+                pass
+            self._say_lines(size)
+            rest = os.pread(self.descriptor, size - self.position, self.position)
+            if rest:
+                self._say_text([rest])
 
     @contextlib.contextmanager
     def _reporting_read_errors(self) -> Iterator[None]:
@@ -185,29 +157,29 @@ class LogTail:
 
     def _say_first_lines(self, size: int) -> None:
         if self._first_bytes:
-            self._say_lines(min(size, self._position + self._first_bytes))
+            self._say_lines(min(size, self.position + self._first_bytes))
             self._first_bytes = 0
 
     def _pass_over(self, start: int) -> bool:
         """Skip a part of the lines before ``start``. Return True once all are skipped; until then, call it again."""
-        if start <= self._position:
+        if start <= self.position:
             return True
-        stop = min(start, self._position + _MOST_SCANNED_BYTES)
-        while self._position < stop:
-            chunk = os.pread(self.descriptor, min(_CHUNK_BYTES, stop - self._position), self._position)
+        stop = min(start, self.position + _MOST_SCANNED_BYTES)
+        while self.position < stop:
+            chunk = os.pread(self.descriptor, min(_CHUNK_BYTES, stop - self.position), self.position)
             if not chunk:  # the user has truncated the file
                 return True
             self._left_out += chunk.count(b"\n")
-            self._position += len(chunk)
+            self.position += len(chunk)
         if stop < start:
             return False
-        if os.pread(self.descriptor, 1, self._position - 1) != b"\n":
+        if os.pread(self.descriptor, 1, self.position - 1) != b"\n":
             self._left_out += 1  # skip the rest of the line that crosses ``start``, if its end is near
-            self._position += os.pread(self.descriptor, _LAST_BYTES, self._position).find(b"\n") + 1
+            self.position += os.pread(self.descriptor, _LAST_BYTES, self.position).find(b"\n") + 1
         return True
 
     def _say_lines(self, size: int) -> None:
-        data = os.pread(self.descriptor, size - self._position, self._position)
+        data = os.pread(self.descriptor, size - self.position, self.position)
         body, newline, rest = data.rpartition(b"\n")
         lines = body.split(b"\n") if newline else []
         if len(rest) > _LONGEST_LINE_BYTES:
@@ -215,7 +187,7 @@ class LogTail:
             rest = b""
         else:  # don't read again what a carriage return has overwritten
             rest = rest[max(rest.rstrip(b"\r").rfind(b"\r"), 0) :]
-        self._position += len(data) - len(rest)
+        self.position += len(data) - len(rest)
         if lines:
             self._say_text(lines)
 

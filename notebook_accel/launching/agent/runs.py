@@ -25,7 +25,7 @@ _LOOK_PERIOD_S = 0.05
 # A rank's death breaks its peers' connections, and they may report that before the agent has noticed the death.
 _CAUSE_DEADLINE_S = 1.0
 _EXIT_DEADLINE_S = 60.0  # from a run's last event to its last exit: an atexit function may upload something
-_REASONS: dict[messages.How, messages.Reason] = {"interrupt": "interrupted", "stop": "stopped", "kill": "stopped"}
+REASONS: dict[messages.How, messages.Reason] = {"interrupt": "interrupted", "stop": "stopped", "kill": "stopped"}
 _STRENGTH: dict[messages.How, int] = {"interrupt": 0, "stop": 1, "kill": 2}
 _STEPS: dict[messages.How, tuple[signal.Signals, ...]] = {
     "interrupt": (signal.SIGINT, signal.SIGTERM, signal.SIGKILL),
@@ -36,39 +36,20 @@ _STEPS: dict[messages.How, tuple[signal.Signals, ...]] = {
 
 @dataclasses.dataclass
 class Rank:
-    """One rank of a run.
-
-    Attributes:
-        number: The rank's number.
-        connection: The connection on which the rank sends its events.
-        log: The log of its standard output and error.
-        dump: Descriptor of the file to which the rank writes its stacks on request.
-        pid: Its process, ``None`` until it was forked.
-        status: Its exit status, ``None`` while it lives.
-        said_started: True once the rank has reached the user's code.
-        said_finished: True once its result is written.
-        said_failed: True once the rank has reported an exception. It then ends by itself.
-        lost_peer: True if the exception only means that another rank has gone.
-        failure: The report of the exception, without the exception itself.
-        steps: Number of steps done, ``None`` if the rank counts none.
-        was_told_to_end: True if a signal was sent to the rank, or will be sent once its process exists.
-        must_exit_s: The time of ``time.monotonic()`` at which a rank that hasn't exited is killed; ``None``: never.
-    """
+    """One rank of a run."""
 
     number: int
-    connection: Connection
-    log: LogTail
-    dump: int
-    pid: int | None = None
-    status: int | None = None
-    said_started: bool = False
-    said_finished: bool = False
-    said_failed: bool = False
-    lost_peer: bool = False
-    failure: events.Failed | None = None
-    steps: int | None = None
-    was_told_to_end: bool = False
-    must_exit_s: float | None = None
+    connection: Connection  # on which the rank sends its events
+    log: LogTail  # of its standard output and error
+    dump: int  # descriptor of the file to which the rank writes its stacks on request
+    pid: int | None = None  # ``None`` until it was forked
+    status: int | None = None  # of its exit, ``None`` while it lives
+    said_started: bool = False  # it has reached the user's code
+    said_finished: bool = False  # its result is written
+    failure: events.Failed | None = None  # the report of its exception, after which it ends by itself
+    steps: int | None = None  # done so far, ``None`` if the rank counts none
+    was_told_to_end: bool = False  # a signal was sent to the rank, or will be once its process exists
+    must_exit_s: float | None = None  # when the rank is killed if it hasn't exited; ``None``: never
     _waiting_signal: signal.Signals | None = None
 
     @property
@@ -113,30 +94,18 @@ class Rank:
 
 @dataclasses.dataclass
 class Run:
-    """One run.
-
-    Attributes:
-        launch: The kernel's Launch message.
-        descriptors: The message's descriptors, kept until all ranks run; to the end if ranks may be restarted.
-        ranks: The ranks in order; empty until the run is started.
-        reason: Why the run is ending or has ended early; empty otherwise.
-        refusal: The message to the user if the run could not be started, otherwise ``None``.
-        store: The listening socket of the ranks' store, kept as long as the descriptors.
-        places: The ranks' places and further variables, for a part of a larger run.
-        restarts: How often the agent has restarted the ranks after a failure.
-        is_held: True while the run goes on even without a rank, because its elastic process may start some.
-    """
+    """One run."""
 
     launch: messages.Launch
-    descriptors: list[int]
-    ranks: list[Rank] = dataclasses.field(default_factory=list)
-    reason: messages.Reason = ""
-    refusal: messages.Broken | None = None
-    store: socket.socket | None = None
-    places: Sequence[tuple[RankPlace, dict[str, str]]] = ()
-    restarts: int = 0
-    is_held: bool = False
-    _wanted: messages.Reason = ""
+    descriptors: list[int]  # of the message, kept until all ranks run; to the end if ranks may be restarted
+    ranks: list[Rank] = dataclasses.field(default_factory=list)  # the ranks in order; empty until the run is started
+    reason: messages.Reason = ""  # why the run is ending or has ended early; empty otherwise
+    refusal: messages.Broken | None = None  # the message to the user if the run could not be started
+    store: socket.socket | None = None  # the listening socket of the ranks' store, kept as long as the descriptors
+    places: Sequence[messages.Place] = ()  # the ranks' places and further variables, for a part of a larger run
+    restarts: int = 0  # how often the agent has restarted the ranks after a failure
+    wanted: messages.Reason = ""  # why nothing may be started again: the reason of a requested end
+    is_held: bool = False  # the run goes on even without a rank, because its elastic process may start some
     _is_interrupted_at_start: bool = False
     _was_requeued: bool = False
     _how: messages.How | None = None
@@ -156,11 +125,6 @@ class Run:
     def first_rank(self) -> int:
         """The number of this node's first rank among the ranks of all nodes."""
         return self.places[0][0].rank if self.places else 0
-
-    def trace_of(self, rank: Rank, number: str) -> str:
-        """Return the path for a rank's trace of the profile ``number``; empty without a log folder."""
-        folder = self.launch.log_folder
-        return str(logs.trace_file(folder, number, rank.number)) if folder else ""
 
     def awaits(self, number: int) -> bool:
         """Return whether a rank's fork was ordered and the rank has not exited."""
@@ -187,7 +151,7 @@ class Run:
         may_start_ranks = self.keeps or self.is_held or self._restarts_left > 0
         return may_start_ranks or any(not rank.said_started for rank in self.ranks)
 
-    def place_of(self, number: int) -> tuple[RankPlace, dict[str, str]]:
+    def place_of(self, number: int) -> messages.Place:
         """Return a rank's place among all ranks and its further environment variables."""
         if self.places:
             place, variables = self.places[number]
@@ -199,25 +163,26 @@ class Run:
 
     @property
     def _restarts_left(self) -> int:
-        return 0 if self._wanted else self.launch.max_restarts - self.restarts
+        return 0 if self.wanted else self.launch.max_restarts - self.restarts
 
     @property
     def is_to_restart(self) -> bool:
-        """True if the ranks, all gone, must be restarted: one has failed, and no one has asked to end the run.
+        """True if the ranks, all gone, must be restarted: one has failed, and nothing rules it out."""
+        has_failed = not all(rank.said_finished for rank in self.ranks)
+        return has_failed and self._restarts_left > 0 and not self.is_ending_for_good
 
-        KeyboardInterrupt in a rank counts as such a request.
-        """
-        if self._restarts_left <= 0 or self.refusal is not None or self.reason not in ("", "failed"):
-            return False
-        if any(rank.failure is not None and rank.failure.kind == "KeyboardInterrupt" for rank in self.ranks):
-            return False
-        return not all(rank.said_finished for rank in self.ranks)
+    @property
+    def is_ending_for_good(self) -> bool:
+        """True if the run can't go on, or was asked to end, also by a KeyboardInterrupt in a rank."""
+        if self.wanted or self.refusal is not None or self.reason not in ("", "failed"):
+            return True
+        return any(rank.failure is not None and rank.failure.kind == "KeyboardInterrupt" for rank in self.ranks)
 
     def stop_restarting(self, reason: messages.Reason) -> None:
         """Rule out further restarts. ``reason`` replaces a failure as the reason of the end."""
-        self._wanted = self._wanted or reason
+        self.wanted = self.wanted or reason
         if self.launch.max_restarts and self.reason == "failed":
-            self.reason = self._wanted
+            self.reason = self.wanted
 
     @property
     def is_over(self) -> bool:
@@ -239,8 +204,7 @@ class Run:
         for rank in self.alive:
             rank.close()
         self.ranks.clear()
-        if self.store is not None:
-            self.store.close()
+        self._close_store()
         self._release_logs()
 
     def reset_for_restart(self) -> None:
@@ -249,9 +213,7 @@ class Run:
         self.reason, self._how = "", None
         self._steps, self._next_step_s, self._cause_deadline_s = [], None, None
         self._is_interrupted_at_start = False
-        if self.store is not None:
-            self.store.close()
-            self.store = None
+        self._close_store()
 
     def started(self) -> None:
         """Start the clock of ``timeout_s``, unless it already runs, and hold the log folder."""
@@ -269,7 +231,7 @@ class Run:
         if self._how is not None and _STRENGTH[how] <= _STRENGTH[self._how]:
             return
         self._how = how
-        self.reason = self.reason or (reason or _REASONS[how])
+        self.reason = self.reason or (reason or REASONS[how])
         for rank in self.alive:
             if rank.said_finished:
                 rank.connection.shutdown()  # the rank only waits for its release
@@ -285,7 +247,7 @@ class Run:
         del self.descriptors[of_all:]
         self.begin_at(self.launch.places, listening.pop() if listening else None)
 
-    def begin_at(self, places: Sequence[tuple[RankPlace, dict[str, str]]], store: socket.socket | None) -> None:
+    def begin_at(self, places: Sequence[messages.Place], store: socket.socket | None) -> None:
         """Set the places and the store of the ranks that are about to be started."""
         self.places, self.store = places, store
         for result in self.descriptors[1:]:
@@ -306,7 +268,7 @@ class Run:
         """Send SIGINT to the ranks that run the user's code, without escalation."""
         self._is_interrupted_at_start = not self.ranks
         for rank in self.alive:
-            if not rank.said_finished and not rank.said_failed:
+            if not rank.said_finished and rank.failure is None:
                 rank.signal(signal.SIGINT)
 
     def rank_failed(self, rank: Rank) -> None:
@@ -316,7 +278,7 @@ class Run:
         """
         if self.keeps:
             rank.must_exit_s = time.monotonic() + _EXIT_DEADLINE_S
-        elif rank.lost_peer:
+        elif rank.failure is not None and rank.failure.lost_peer:
             self._cause_deadline_s = self._cause_deadline_s or time.monotonic() + _CAUSE_DEADLINE_S
         elif not self.reason:
             self._end_after_failure()
@@ -324,7 +286,7 @@ class Run:
     def _end_after_failure(self) -> None:
         """Stop the other ranks. The first one is interrupted before, if it has variables to save."""
         first = self.ranks[0]
-        is_running = first.status is None and first.said_started and not (first.said_failed or first.said_finished)
+        is_running = first.status is None and first.said_started and first.failure is None and not first.said_finished
         saves = self.launch.saves and is_running and self._restarts_left <= 0
         self.end("stop", "failed", interrupting=first if saves else None)
 
@@ -363,6 +325,9 @@ class Run:
         """Close the descriptors that came with the launch, and the store's socket."""
         close_all(self.descriptors)
         self.descriptors.clear()
+        self._close_store()
+
+    def _close_store(self) -> None:
         if self.store is not None:
             self.store.close()
             self.store = None
@@ -375,16 +340,11 @@ class Run:
     def _step(self, now_s: float, interrupting: Rank | None = None) -> None:
         number = self._steps.pop(0)
         for rank in self.alive:
-            if rank.said_failed and number != signal.SIGKILL:
+            if rank.failure is not None and number != signal.SIGKILL:
                 continue
             rank.was_told_to_end = rank.was_told_to_end or not rank.has_ended_by_itself
             rank.signal(signal.SIGINT if rank is interrupting else number)
         self._next_step_s = now_s + self.launch.grace_s if self._steps else None
-
-
-def reason_of(how: messages.How) -> messages.Reason:
-    """Return the reason of a run that is ended before it has started."""
-    return _REASONS[how]
 
 
 def open_rank(
@@ -392,14 +352,8 @@ def open_rank(
 ) -> tuple[Rank, Connection, str]:
     """Open the connection and the files that the agent and a rank share.
 
-    Args:
-        launch: The run's launch.
-        number: The rank.
-        say: Function that takes the rank's output.
-
-    Returns:
-        The rank, which owns the agent's ends; the rank's end of the connection, for the caller to close; and a message
-        to the user if the rank can't have a log file, otherwise an empty one.
+    Returns the rank, which owns the agent's ends; the rank's end of the connection, for the caller to close; and a
+    message to the user if the rank can't have a log file, otherwise an empty one.
 
     Raises:
         OSError: The system refuses another file or connection. Nothing is left open.
@@ -421,8 +375,6 @@ def fork_order(run: Run, rank: Rank, theirs: Connection) -> tuple[bytes, list[in
     payload, *results = run.descriptors
     place, variables = run.place_of(rank.number)
     listening = [run.store.fileno()] if run.store is not None and place.rank == 0 else []
-    fork = messages.Fork(
-        job_id=run.launch.job_id, rank=rank.number, place=place, listens=bool(listening), variables=variables
-    )
+    fork = messages.Fork(job_id=run.launch.job_id, rank=rank.number, place=place, variables=variables)
     files = [payload, results[rank.number], theirs.fileno(), rank.log.descriptor, rank.dump, *listening]
     return messages.encode(fork), files

@@ -22,31 +22,18 @@ _LOOK_PERIOD_S = 0.5
 
 @dataclasses.dataclass(eq=False)
 class TemplateProcess:
-    """The agent's record of one template.
-
-    Attributes:
-        connection: The agent's end of the connection to the template.
-        pid: The template's pid.
-        deadline_s: The time of ``time.monotonic()`` by which the template must be ready.
-        process: The process; ``None`` for a template that the kernel has forked and reaps.
-        pidfd: The pidfd of a template that the kernel has forked; otherwise -1.
-        is_ready: True once the template has reported that it can fork ranks.
-        refusal: The reported reason why the template can't be used; otherwise empty.
-        error: The system's error when the connection couldn't be read.
-        files: Each imported package's file, with its modification time in ns and inode at the import.
-        runs: The runs whose ranks the template forks.
-    """
+    """The agent's record of one template."""
 
     connection: Connection
     pid: int
-    deadline_s: float
-    process: subprocess.Popen[bytes] | None = None
-    pidfd: int = -1
-    is_ready: bool = False
-    refusal: str = ""
-    error: OSError | None = None
-    files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    runs: list[Run] = dataclasses.field(default_factory=list)
+    deadline_s: float = dataclasses.field(default_factory=lambda: time.monotonic() + _READY_DEADLINE_S)  # to be ready
+    process: subprocess.Popen[bytes] | None = None  # ``None`` for a template that the kernel has forked and reaps
+    pidfd: int = -1  # of a template that the kernel has forked; otherwise -1
+    is_ready: bool = False  # it can fork ranks
+    refusal: str = ""  # why it can't be used; otherwise empty
+    error: OSError | None = None  # when the connection couldn't be read
+    files: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)  # of the last ``Ready``
+    runs: list[Run] = dataclasses.field(default_factory=list)  # whose ranks it forks
 
     @property
     def is_stale(self) -> bool:
@@ -71,10 +58,6 @@ class TemplateProcess:
             close_all([self.pidfd])
 
 
-def _deadline_s(seconds: float) -> float:
-    return time.monotonic() + seconds
-
-
 def _identity(path: str) -> tuple[int, int] | None:
     try:
         status = os.stat(path)
@@ -83,56 +66,30 @@ def _identity(path: str) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_ino
 
 
+@dataclasses.dataclass(kw_only=True)
 class Templates:
-    """Starts templates, and ends those that no run needs any more.
+    """Starts templates, and ends those that no run needs any more."""
 
-    Args:
-        loop: The agent's event loop.
-        became_ready: Called when the template for new runs can fork ranks.
-        not_started: Called with the system's error when the template for new runs couldn't be started.
-        heard: Called with a template's message about a rank.
-        lost: Called when a template has gone, before it is dropped.
-    """
-
-    def __init__(
-        self,
-        loop: EventLoop,
-        *,
-        became_ready: Callable[[], None],
-        not_started: Callable[[OSError], None],
-        heard: Callable[[messages.Forked | messages.NotForked | messages.Exited], None],
-        lost: Callable[[TemplateProcess], None],
-    ) -> None:
-        self._loop = loop
-        self._became_ready = became_ready
-        self._not_started = not_started
-        self._heard = heard
-        self._lost = lost
-        self._current: TemplateProcess | None = None  # the one for new runs
-        self._all: list[TemplateProcess] = []  # the current one, and those whose last ranks still run
-        self._prepare: messages.Prepare | None = None
-        self._next_look_s = 0.0
-
-    @property
-    def ready(self) -> TemplateProcess | None:
-        """The template for new runs; ``None`` if there is none, or if it can't fork ranks yet."""
-        return self._current if self._current is not None and self._current.is_ready else None
-
-    @property
-    def is_one_coming(self) -> bool:
-        """True if there is a template for new runs, ready or not."""
-        return self._current is not None
+    loop: EventLoop
+    became_ready: Callable[[], None]  # called when the template for new runs can fork ranks
+    not_started: Callable[[OSError], None]  # called when the system refuses the template for new runs
+    heard: Callable[[messages.Forked | messages.NotForked | messages.Exited], None]
+    lost: Callable[[TemplateProcess], None]  # called when a template has gone, before it is dropped
+    current: TemplateProcess | None = None  # the one for new runs
+    _all: list[TemplateProcess] = dataclasses.field(default_factory=list)  # with those whose last ranks still run
+    _prepare: messages.Prepare | None = None
+    _next_look_s: float = 0.0
 
     def start(self, prepare: messages.Prepare) -> None:
         """Start a template for new runs, which replaces the current one."""
-        before, self._current = self._current, None
+        before, self.current = self.current, None
         if before is not None:
             self.drop_if_unused(before)
         self._prepare = prepare
         try:
-            self._current = self._started(prepare)
+            self.current = self._started(prepare)
         except OSError as error:
-            self._not_started(error)
+            self.not_started(error)
 
     def _started(self, prepare: messages.Prepare) -> TemplateProcess:
         with contextlib.ExitStack() as opened:
@@ -144,18 +101,18 @@ class Templates:
                 process = subprocess.Popen(
                     command, env=prepare.environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
                 )
-            template = TemplateProcess(ours, process.pid, _deadline_s(_READY_DEADLINE_S), process=process)
+            template = TemplateProcess(ours, process.pid, process=process)
             opened.pop_all()
         return self._add(template)
 
     def adopt(self, connection: Connection, pid: int, pidfd: int) -> TemplateProcess:
         """Take over a template that the kernel has forked for one run. It executes its orders once it is ready."""
-        return self._add(TemplateProcess(connection, pid, _deadline_s(_READY_DEADLINE_S), pidfd=pidfd))
+        return self._add(TemplateProcess(connection, pid, pidfd=pidfd))
 
     def _add(self, template: TemplateProcess) -> TemplateProcess:
         try:
             template.connection.set_send_deadline(_SEND_DEADLINE_S)
-            self._loop.watch(template.connection.fileno(), lambda: self._read(template))
+            self.loop.watch(template.connection.fileno(), lambda: self._read(template))
         except OSError:
             template.close()
             raise
@@ -164,7 +121,7 @@ class Templates:
 
     def start_if_needed(self) -> None:
         """Start a template like the last one if there is none for new runs, or if its imports are outdated."""
-        if self._current is None or self._current.is_stale:
+        if self.current is None or self.current.is_stale:
             assert self._prepare is not None, "a kernel prepares before it launches"
             self.start(self._prepare)
 
@@ -202,15 +159,15 @@ class Templates:
 
     def drop_if_unused(self, template: TemplateProcess) -> None:
         """End a template that isn't the one for new runs and whose last run has ended."""
-        if template is not self._current and not template.runs and template in self._all:
+        if template is not self.current and not template.runs and template in self._all:
             self._drop(template)
 
     def _drop(self, template: TemplateProcess) -> None:
         """End a template. Its ranks die with it, by their parent-death signal."""
-        self._loop.unwatch(template.connection.fileno())
+        self.loop.unwatch(template.connection.fileno())
         self._all.remove(template)
-        if template is self._current:
-            self._current = None
+        if template is self.current:
+            self.current = None
         template.close()
 
     def _read(self, template: TemplateProcess) -> None:
@@ -218,9 +175,9 @@ class Templates:
             frames = template.connection.receive()
         except OSError as error:
             template.error = None if isinstance(error, ClosedError) else error
-            if template is self._current:
-                self._current = None
-            self._lost(template)
+            if template is self.current:
+                self.current = None
+            self.lost(template)
             if template in self._all:
                 self._drop(template)
             return
@@ -229,9 +186,9 @@ class Templates:
             if isinstance(said, messages.Ready):
                 template.is_ready = True
                 template.files = said.files
-                if template is self._current:
-                    self._became_ready()
+                if template is self.current:
+                    self.became_ready()
             elif isinstance(said, messages.Unusable):
                 template.refusal = said.why
             else:
-                self._heard(said)
+                self.heard(said)

@@ -33,8 +33,7 @@ from notebook_accel.launching.elastic import nodes, rendezvous
 from notebook_accel.launching.elastic.nodes import GoneError, Guarded, NodeRound, NodeStatus, Patience
 from notebook_accel.launching.elastic.rendezvous import RefusedError
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.protocol import elastic_messages
-from notebook_accel.protocol.agent_messages import Meeting
+from notebook_accel.protocol import elastic_messages, events
 from notebook_accel.protocol.channel import ClosedError, Connection
 
 _MEETING_S = 60.0  # for the steps that follow immediately once all nodes are there
@@ -56,7 +55,6 @@ class Line:
     def __init__(self, connection: Connection, order: messages.ForkElastic) -> None:
         self._connection = connection
         self._connection.set_receive_deadline(order.options.monitor_interval_s)
-        self._job_id = order.job_id
         self._lines: list[str] = []
 
     def say(self, message: msgspec.Struct, descriptors: tuple[int, ...] = ()) -> None:
@@ -87,32 +85,28 @@ class Line:
         """Report the status of the other nodes if it has changed."""
         if lines != self._lines:
             self._lines = lines
-            self.say(messages.AboutNodes(job_id=self._job_id, lines=lines, is_news=is_news))
+            self.say(events.Nodes(lines=lines, is_news=is_news))
 
 
 class ElasticAgent(api.SimpleElasticAgent):
-    """Torch elastic's agent, which starts and stops this node's ranks through our own agent.
-
-    Attributes:
-        elsewhere: The last failure on another node that stopped the ranks here; ``None`` if there was none.
-    """
+    """Torch elastic's agent, which starts and stops this node's ranks through our own agent."""
 
     def __init__(self, spec: api.WorkerSpec, line: Line, order: messages.ForkElastic) -> None:
         super().__init__(spec)
-        self.elsewhere: messages.Failure | None = None
+        self.elsewhere: messages.Failure | None = None  # the last one on another node that stopped the ranks here
         self._line = line
         self._order = order
         self._meeting = order.options.meeting
         self._patience = Patience()
         self._nodes: NodeRound | None = None
-        self._here = NodeStatus(beat=0, state="starting", ranks=order.world_size)
+        self._here = NodeStatus(state="starting", ranks=order.world_size)
         self._failed_s = 0.0
         self._states: dict[int, str] = {}
         self._listening: socket.socket | None = None
         self._master = (self._meeting.host, 0)
         self._attempt = 0
         self._answer_due_s: float | None = None
-        self._ranks_are_running = False  # the ranks
+        self._ranks_are_running = False
         self._are_stopped = False  # because of another node, which is no failure of these ranks
 
     @property
@@ -145,22 +139,22 @@ class ElasticAgent(api.SimpleElasticAgent):
         if group_world_size < meeting.least:
             raise rendezvous.without_others(group_world_size, meeting)
         guarded = Guarded(store, self._patience, meeting.silence_s, "The node that leads the others")
-        self._meet(guarded, meeting, group_rank, group_world_size)
+        self._meet(guarded, group_rank, group_world_size)
         assign: Callable[..., list[api.Worker]] = super()._assign_worker_ranks
         try:
             return self._patience.call(lambda: assign(store, group_rank, group_world_size, spec), _MEETING_S)
         except (RuntimeError, TimeoutError) as error:
             raise GoneError("A node has gone while all were meeting.") from error
 
-    def _meet(self, store: Guarded, meeting: Meeting, rank: int, size: int) -> None:
+    def _meet(self, store: Guarded, rank: int, size: int) -> None:
         """Exchange cards, agree on the number of restarts so far, and learn the address of the ranks' store."""
-        spec = self._worker_group.spec
-        cards = self._shown_cards(store, meeting, rank, size)
+        meeting = self._meeting
+        cards = self._shown_cards(store, rank, size)
         soon_s = time.monotonic() + _MEETING_S
         if rank == 0:
             store.set(nodes.GO, str(max(card.restarts for card in cards.values())).encode())
         restarts = int(nodes.wait_for(store, nodes.GO, soon_s))
-        self._remaining_restarts = max(spec.max_restarts - restarts, 0)
+        self._remaining_restarts = max(self._worker_group.spec.max_restarts - restarts, 0)
         if rank == 0:
             here = environment.address_towards(meeting.host, meeting.port)
             self._listening = _listening(meeting.host if meeting.backend == "static" else here)
@@ -169,10 +163,11 @@ class ElasticAgent(api.SimpleElasticAgent):
         else:
             port, _, host = nodes.wait_for(store, "master", soon_s).decode().partition(" ")
             self._listening, self._master = None, (host, int(port))
-        self._here = NodeStatus(beat=0, state="starting", ranks=self._order.world_size)
+        self._here = NodeStatus(state="starting", ranks=self._order.world_size)
         self._nodes = NodeRound(store, rank, cards, meeting.silence_s)
 
-    def _shown_cards(self, store: Guarded, meeting: Meeting, rank: int, size: int) -> dict[int, nodes.Card]:
+    def _shown_cards(self, store: Guarded, rank: int, size: int) -> dict[int, nodes.Card]:
+        meeting = self._meeting
         card = nodes.Card(
             num_nodes=meeting.num_nodes,
             num_processes=self._order.world_size,
@@ -220,7 +215,7 @@ class ElasticAgent(api.SimpleElasticAgent):
                 self._line.say(start, (listening.fileno(),))
         self.elsewhere, self._ranks_are_running, self._are_stopped = None, True, False
         self._answer_due_s = time.monotonic() + _ANSWER_S
-        self._here = NodeStatus(beat=0, state="running", ranks=self._order.world_size)
+        self._here = NodeStatus(state="running", ranks=self._order.world_size)
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
     def _place(self, group: api.WorkerGroup, worker: api.Worker) -> tuple[RankPlace, dict[str, str]]:
@@ -253,10 +248,11 @@ class ElasticAgent(api.SimpleElasticAgent):
                     worker_group.spec.rdzv_handler.forget_store()
                 return api.RunResult(api.WorkerState.FAILED)
             self._look_around(self._nodes)
-        states = [status.state for _, _, status in self._others() if status is not None]
         if self.elsewhere is not None or self._has_failed_for_good():
             return api.RunResult(api.WorkerState.FAILED)
-        if self._here.state == "finished" and states.count("finished") == len(list(self._others())):
+        others = {} if self._nodes is None else self._nodes.others
+        states = [self._here.state, *("" if status is None else status.state for status in others.values())]
+        if all(state == "finished" for state in states):
             nothing = {worker.global_rank: None for worker in worker_group.workers}
             return api.RunResult(api.WorkerState.SUCCEEDED, nothing)
         return api.RunResult(api.WorkerState.HEALTHY)
@@ -289,13 +285,10 @@ class ElasticAgent(api.SimpleElasticAgent):
         stopped = messages.Failure(what=why, is_wanted=True)
         self._here = msgspec.structs.replace(self._here, state="failed", failure=stopped)
 
-    def _others(self) -> list[tuple[int, str, NodeStatus | None]]:
-        return [] if self._nodes is None else list(self._nodes.others)
-
     def _look_around(self, around: NodeRound) -> None:
         """Read the other nodes' status: adopt their failures, and report changes to the agent."""
         failures = []
-        for rank, _, status in around.others:
+        for rank, status in around.others.items():
             if status is not None and status.state == "failed" and status.failure is not None:
                 failures.append(msgspec.structs.replace(status.failure, where=around.name(rank)))
         is_only_lost = self._here.state == "failed" and self._here.failure is not None and self._here.failure.lost_peer
@@ -305,12 +298,11 @@ class ElasticAgent(api.SimpleElasticAgent):
             if failure.is_wanted:
                 self._remaining_restarts = 0
         states: dict[int, str] = {
-            rank: status.state if status is not None else "starting" for rank, _, status in around.others
+            rank: status.state if status is not None else "starting" for rank, status in around.others.items()
         }
         is_news, self._states = states != self._states, states
-        self._line.say_about_nodes(
-            [_in_words(around.name(rank), status) for rank, _, status in around.others], is_news=is_news
-        )
+        lines = [_in_words(around.name(rank), status) for rank, status in around.others.items()]
+        self._line.say_about_nodes(lines, is_news=is_news)
 
     def _has_failed_for_good(self) -> bool:
         """Return whether ranks here have failed, and other nodes had time to report a cause that lies with them."""
@@ -410,10 +402,10 @@ def _spec(order: messages.ForkElastic, line: Line) -> api.WorkerSpec:
     options, meeting = order.options, order.options.meeting
     handler: RendezvousHandler
     if meeting.backend == "static":
-        handler = rendezvous.Static(options, meeting, Patience(), line.say_that_it_waits)
+        handler = rendezvous.Static(options, Patience(), line.say_that_it_waits)
     else:
         line.say_that_it_waits(f"waiting for {meeting.num_nodes} nodes at {meeting.host}:{meeting.port}")
-        handler = rendezvous.dynamic(options, meeting, environment.address_towards(meeting.host, meeting.port))
+        handler = rendezvous.dynamic(options)
     return api.WorkerSpec(
         role=_ROLE,
         local_world_size=order.world_size,

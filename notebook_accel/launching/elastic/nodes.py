@@ -4,15 +4,15 @@ Before ranks start, each node writes a card. If two cards differ in a way that w
 on all nodes. From then on each node writes its status about once a second, which is also its heartbeat. Every wait here
 has a deadline.
 
-This module is independent of torch: a store is any object with ``set``, ``get`` and ``check``.
+This module is independent of torch.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -34,19 +34,6 @@ _NAMES = {
 }
 
 
-class Store(Protocol):
-    """The methods of torch's stores that are used here."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Set a key."""
-
-    def get(self, key: str) -> bytes:
-        """Return a key's value, and wait until it has one."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are there."""
-
-
 class GoneError(Exception):
     """A node has gone or doesn't answer. The text names it."""
 
@@ -56,12 +43,7 @@ class MisfitError(Exception):
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's options and packages, which must be the same on all nodes, and its name.
-
-    Attributes:
-        host: The node's name.
-        restarts: Number of restarts of the node's ranks.
-    """
+    """A node's options and packages, which must be the same on all nodes, and its name."""
 
     num_nodes: str
     num_processes: int
@@ -70,7 +52,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     torch: str
     notebook_accel: str
     host: str
-    restarts: int = 0
+    restarts: int = 0  # of the node's ranks, so far
 
     def misfit(self, other: Card) -> str:
         """Return in words how another node differs from this one; empty if both fit together."""
@@ -83,21 +65,13 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's status.
+    """A node's status."""
 
-    Attributes:
-        beat: Number of the report. As long as it rises, the node is alive.
-        state: The state of the node's ranks.
-        ranks: Number of the node's ranks.
-        steps: Steps of the slowest and of the fastest rank, if they count any.
-        failure: The failure of the rank that failed first.
-    """
-
-    beat: int
     state: Literal["starting", "running", "finished", "failed"]
     ranks: int
-    steps: tuple[int, int] | None = None
-    failure: Failure | None = None
+    beat: int = 0  # number of the report: as long as it rises, the node is alive
+    steps: tuple[int, int] | None = None  # steps of the slowest and of the fastest rank, if they count any
+    failure: Failure | None = None  # of the rank that failed first
 
 
 _card = msgspec.msgpack.Decoder(Card)
@@ -128,14 +102,7 @@ class Patience:
 
 
 class Guarded:
-    """A store whose calls have a deadline.
-
-    Args:
-        store: The store.
-        patience: The object that calls with a deadline.
-        deadline_s: Longest duration of a call in seconds.
-        where: The node that serves the store, as errors name it.
-    """
+    """A store of torch whose calls have a deadline. ``where`` names the node that serves it, for errors."""
 
     def __init__(self, store: Any, patience: Patience, deadline_s: float, where: str) -> None:
         self._store = store
@@ -153,14 +120,16 @@ class Guarded:
         self._call(lambda: self._store.set(key, value))
 
     def get(self, key: str) -> bytes:
+        """Return a key's value, and wait until it has one."""
         return self._call(lambda: bytes(self._store.get(key)))
 
     def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are there."""
         return self._call(lambda: bool(self._store.check(keys)))
 
 
 def show_cards(
-    store: Store, rank: int, size: int, card: Card, *, deadline_s: float, waits_for: Callable[[list[int]], None]
+    store: Guarded, rank: int, size: int, card: Card, *, deadline_s: float, waits_for: Callable[[list[int]], None]
 ) -> dict[int, Card]:
     """Write this node's card to the store of this round, and return all cards once they are there.
 
@@ -188,7 +157,7 @@ def show_cards(
         time.sleep(_POLL_S)
 
 
-def wait_for(store: Store, key: str, deadline_s: float) -> bytes:
+def wait_for(store: Guarded, key: str, deadline_s: float) -> bytes:
     """Return the value of a key that another node is about to set.
 
     Raises:
@@ -202,16 +171,12 @@ def wait_for(store: Store, key: str, deadline_s: float) -> bytes:
 
 
 class NodeRound:
-    """The status of each node in one round.
+    """The status of each node in one round, which has a store of its own.
 
-    Args:
-        store: The store of this round only.
-        rank: This node's number.
-        cards: The cards of all nodes.
-        silence_s: Seconds of silence after which a node counts as gone.
+    ``rank`` is this node's number, ``cards`` are those of all nodes, and a node counts as gone after ``silence_s``.
     """
 
-    def __init__(self, store: Store, rank: int, cards: dict[int, Card], silence_s: float) -> None:
+    def __init__(self, store: Guarded, rank: int, cards: dict[int, Card], silence_s: float) -> None:
         self._store = store
         self.rank = rank
         self._cards = cards
@@ -225,10 +190,9 @@ class NodeRound:
         }
 
     @property
-    def others(self) -> Iterator[tuple[int, str, NodeStatus | None]]:
-        """Number, host and status of each other node; the status is ``None`` before the first report."""
-        for rank, (status, _) in self._statuses.items():
-            yield rank, self._cards[rank].host, status
+    def others(self) -> dict[int, NodeStatus | None]:
+        """The status of each other node, ``None`` before its first report."""
+        return {rank: status for rank, (status, _) in self._statuses.items()}
 
     def name(self, rank: int) -> str:
         """Return a node's name for messages, such as ``node 1 (HOST)``."""
@@ -269,7 +233,7 @@ class NodeRound:
         leave(self._store, self.rank, self._cards, deadline_s, serves=serves)
 
 
-def leave(store: Store, rank: int, nodes: Iterable[int], deadline_s: float, *, serves: bool) -> None:
+def leave(store: Guarded, rank: int, nodes: Iterable[int], deadline_s: float, *, serves: bool) -> None:
     """Report that this node no longer needs the others.
 
     If this node ``serves`` the store, so that the store ends with it, wait until all others have reported the same, up

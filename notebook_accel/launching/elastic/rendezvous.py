@@ -48,18 +48,12 @@ class RefusedError(Exception):
 class Static(StaticTCPRendezvous):
     """The rendezvous of numbered nodes: node 0 serves the store, and the others connect to it.
 
-    Torch elastic's own static rendezvous doesn't count rounds, and listens on all addresses.
-
-    Args:
-        options: The run's options.
-        meeting: The options of the rendezvous.
-        patience: The object that calls stores with a deadline.
-        waits: Function that is called with a line that names the missing node.
+    Torch elastic's own static rendezvous doesn't count rounds, and listens on all addresses. ``waits`` is called with a
+    line that names the missing node.
     """
 
-    def __init__(
-        self, options: ElasticOptions, meeting: Meeting, patience: Patience, waits: Callable[[str], None]
-    ) -> None:
+    def __init__(self, options: ElasticOptions, patience: Patience, waits: Callable[[str], None]) -> None:
+        meeting = options.meeting
         super().__init__(
             meeting.host, meeting.port, meeting.node_rank, meeting.most, options.run_id, int(meeting.timeout_s)
         )
@@ -204,15 +198,16 @@ def without_others(size: int, meeting: Meeting) -> RefusedError:
     )
 
 
-def dynamic(options: ElasticOptions, meeting: Meeting, local_addr: str) -> RendezvousHandler:
+def dynamic(options: ElasticOptions) -> RendezvousHandler:
     """Return torch elastic's own rendezvous handler, for a number of nodes that may change."""
+    meeting = options.meeting
     parameters = RendezvousParameters(
         backend=meeting.backend,
         endpoint=f"{meeting.host}:{meeting.port}",
         run_id=options.run_id,
         min_nodes=meeting.least,
         max_nodes=meeting.most,
-        local_addr=local_addr,
+        local_addr=environment.address_towards(meeting.host, meeting.port),
         **meeting.settings,
     )
     with refusals(meeting):

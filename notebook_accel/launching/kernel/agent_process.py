@@ -169,8 +169,6 @@ class AgentLink(Generic[_Handle]):
             job.take_dumps(said.ranks)
         elif isinstance(said, messages.Starting):
             job.start(said)
-        elif isinstance(said, messages.AboutNodes):
-            job.deliver(0, events.Nodes(lines=said.lines, is_news=said.is_news))
         elif isinstance(said, messages.RunEnded):
             job.end(said.reason, elsewhere=said.elsewhere)
         elif isinstance(said, messages.Broken):

@@ -132,7 +132,7 @@ class _Forking:
             template.come_under(self._kernel_pid)
             _detach_from_kernel(keep={self._theirs.fileno(), self._log}, log=self._log)
             preloading.import_needed()
-            template.serve(self._theirs, self._inherited)
+            template.Template(self._theirs, self._inherited).serve()
             status = 0
         except SystemExit:
             status = 0

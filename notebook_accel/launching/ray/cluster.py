@@ -81,17 +81,11 @@ def read_options(pairs: Sequence[str]) -> RayOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A node that ranks were placed on.
+    """A node that ranks were placed on."""
 
-    Attributes:
-        id: Ray's id of the node.
-        address: The address at which other nodes reach the node.
-        bundles: The numbers of the placement group's bundles on the node, one per rank.
-    """
-
-    id: str
-    address: str
-    bundles: tuple[int, ...]
+    id: str  # Ray's id of the node
+    address: str  # at which other nodes reach it
+    bundles: tuple[int, ...]  # numbers of the placement group's bundles on the node, one per rank
 
 
 @dataclasses.dataclass(frozen=True)

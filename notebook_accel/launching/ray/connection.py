@@ -28,7 +28,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError, LaunchError, SupervisorLostError
@@ -50,12 +50,12 @@ _LEAVE_PERIOD_S = 0.01
 
 
 class ClusterConnection:
-    """A connection to a cluster, watched until it ends. See ``_Link`` for its attributes."""
+    """A connection to a cluster, watched until it ends. See ``_DriverLink`` for its attributes."""
 
     def __init__(self, ray: Any) -> None:
         self.ray = ray
         client = importlib.import_module("ray.util.client").ray
-        self._link: _Link = _ClientLink(ray, client) if client.is_connected() else _DriverLink(ray)
+        self._link: _ClientLink | _DriverLink = _ClientLink(ray, client) if client.is_connected() else _DriverLink(ray)
         self.job_id, self.lock, self.is_driver = self._link.job_id, self._link.lock, self._link.is_driver
         self._why_it_ended = ""
         self._users: set[object] = set()  # not a lock, which an interrupt of the main thread could leave taken
@@ -246,40 +246,21 @@ class ClusterConnection:
         self.leave()
 
 
-class _Link(Protocol):
-    """How this process is connected: as a driver or by Ray Client.
-
-    Attributes:
-        job_id: Ray's id of this connection.
-        head: The address of the cluster's head if Ray ends this process when the head is gone; else empty.
-        lock: A reentrant lock that calls and ``ray.shutdown()`` hold.
-        is_driver: True if Ray is in this process, so that actors' answers are in its memory.
-        lost_errors: The errors that mean a lost connection, except Ray's own ``RayError``.
-    """
-
-    job_id: str
-    head: str
-    lock: AbstractContextManager[Any]
-    is_driver: bool
-    lost_errors: tuple[type[Exception], ...]
-
-    def is_there(self) -> bool:
-        """Return whether this process still has this connection."""
-
-
 class _DriverLink:
-    is_driver = True
-    lost_errors: tuple[type[Exception], ...] = ()
+    is_driver = True  # Ray is in this process, so that actors' answers are in its memory
+    lost_errors: tuple[type[Exception], ...] = ()  # the errors that mean a lost connection, except Ray's ``RayError``
 
     def __init__(self, ray: Any) -> None:
         self._module = importlib.import_module("ray._private.worker")
         self._node = weakref.ref(self._module.global_worker.node)
+        # A reentrant lock that calls and ``ray.shutdown()`` hold.
         self.lock: AbstractContextManager[Any] = self._module._connect_or_shutdown_lock
         context = ray.get_runtime_context()
         self.job_id = str(context.get_job_id())
-        self.head = str(context.gcs_address)
+        self.head = str(context.gcs_address)  # when it is gone, Ray ends this process
 
     def is_there(self) -> bool:
+        """Return whether this process still has this connection."""
         worker = self._module.global_worker
         return bool(worker.connected) and worker.node is self._node()
 

@@ -220,11 +220,6 @@ class RayRun(RemoteRun):
         if placement is not None:
             self._cluster.release(placement.group)
 
-    def _explain(self, error: BaseException) -> NotebookAccelError:
-        return SupervisorLostError(
-            "The run was lost on the cluster.", why=f"{type(error).__name__}: {str(error).strip()}"
-        )
-
     def _can_restart(self) -> bool:
         return self._connection.is_there
 

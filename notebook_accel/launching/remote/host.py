@@ -32,15 +32,9 @@ _SEND_DEADLINE_S = 10.0
 
 
 class NodeFacts(NamedTuple):
-    """The versions, variables and import path of a node.
+    """The versions, variables and import path of a node."""
 
-    Attributes:
-        versions: Versions of Python, torch and this package, by name; empty if not installed.
-        variables: Environment variables for the ranks.
-        sys_path: The import path.
-    """
-
-    versions: dict[str, str]
+    versions: dict[str, str]  # versions of Python, torch and this package, by name; empty if not installed
     variables: dict[str, str]
     sys_path: list[str]
 

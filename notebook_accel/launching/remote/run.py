@@ -51,13 +51,9 @@ class AgentStream(Protocol):
         """Return a context manager that encloses all of a thread's use of the stream."""
 
     def read(self) -> tuple[float, bytes]:
-        """Wait a limited time for bytes from the agent.
+        """Wait a limited time for bytes from the agent. Raise if the agent, its node or the connection has gone.
 
-        Returns:
-            The node's ``time.monotonic()`` at its answer, and the bytes, empty if none have come.
-
-        Raises:
-            Exception: The agent, its node or the connection has gone.
+        Returns the node's ``time.monotonic()`` at its answer, and the bytes, empty if none have come.
         """
 
     def write(self, body: bytes) -> None:
@@ -166,12 +162,17 @@ class RemoteAgent(AgentLink["NodePart"]):
         try:
             return self._stream.loss(error, ranks)
         except Exception as other:  # noqa: BLE001 - an engine's library may raise anything
-            return SupervisorLostError("The run was lost on the cluster.", why=f"{type(other).__name__}: {other}")
+            return _run_lost_error(other)
 
     def _has_jobs(self) -> bool:
         with self._lock:
             self._is_reading = bool(self._jobs)
         return self._is_reading
+
+
+def _run_lost_error(error: BaseException) -> SupervisorLostError:
+    why = f"{type(error).__name__}: {str(error).strip()}"
+    return SupervisorLostError("The run was lost on the cluster.", why=why)
 
 
 class AgentSlot:
@@ -192,31 +193,18 @@ class AgentSlot:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class NodePart:
-    """The part of a run that is on one node: passes the messages of the node's agent on to the run.
-
-    Attributes:
-        run: The run.
-        agent: The node's agent.
-        id: The part's id, which the agent's messages carry.
-        address: The address at which other nodes reach the node.
-        ranks: The ranks on the node, as the whole run numbers them.
-        variables: Environment variables for these ranks only.
-        store_port: The port of the ranks' store, if this is the first part.
-        log_folder: Folder of the logs on the node; ``None`` if it could not be made.
-        dumps: The ranks' stacks, kept until those of the other nodes have come.
-        has_ended: True once the part has ended and sends no more messages.
-    """
+    """The part of a run that is on one node: passes the messages of the node's agent on to the run."""
 
     run: RemoteRun
     agent: RemoteAgent
-    id: str
-    address: str
-    ranks: range
-    variables: Mapping[str, str]
-    store_port: int
-    log_folder: pathlib.Path | None
-    dumps: list[RankDump] | None = None
-    has_ended: bool = False
+    id: str  # which the agent's messages carry
+    address: str  # at which other nodes reach the node
+    ranks: range  # the ranks on the node, as the whole run numbers them
+    variables: Mapping[str, str]  # environment variables for these ranks only
+    store_port: int  # the port of the ranks' store, if this is the first part
+    log_folder: pathlib.Path | None  # folder of the logs on the node; ``None`` if it could not be made
+    dumps: list[RankDump] | None = None  # the ranks' stacks, kept until those of the other nodes have come
+    has_ended: bool = False  # it sends no more messages
     on_death: OnDeath = "stop"
 
     @property
@@ -254,10 +242,7 @@ class NodePart:
 class RemoteRun(abc.ABC):
     """One run over several agents, which takes the orders of its job. A base class for engines.
 
-    Args:
-        job: The run's job.
-        result_files: The job's memory files, one per rank.
-        variables: Environment variables that the launch sets for the ranks.
+    ``result_files`` are the job's memory files, one per rank; ``variables`` are what the launch sets for the ranks.
     """
 
     def __init__(self, job: Job, result_files: Sequence[int], variables: Mapping[str, str]) -> None:
@@ -306,10 +291,6 @@ class RemoteRun(abc.ABC):
     @abc.abstractmethod
     def _close(self) -> None:
         """Kill what still runs, and release whatever was opened or reserved."""
-
-    @abc.abstractmethod
-    def _explain(self, error: BaseException) -> NotebookAccelError:
-        """Return the error that ends the run because of ``error``."""
 
     @abc.abstractmethod
     def _can_restart(self) -> bool:
@@ -403,7 +384,7 @@ class RemoteRun(abc.ABC):
                     restarts += 1
                     self._attempt(restarts)
             except BaseException as error:  # noqa: BLE001 - after any error, nobody may wait for ever
-                self._error = self._error or self._explain(error)
+                self._error = self._error or _run_lost_error(error)
             if self._error is not None:
                 self._error.__traceback__ = self._error.__context__ = None  # they would keep the engine's objects alive
         self.job.end(self._reason, self._error)
@@ -438,7 +419,7 @@ class RemoteRun(abc.ABC):
         except NotebookAccelError as error:
             self._error = error
         except Exception as error:  # noqa: BLE001 - an engine's library may raise anything, and the run can't go on
-            self._error = self._explain(error)
+            self._error = _run_lost_error(error)
         finally:
             parts, self._parts, self._is_launched = self._parts, (), False
             for part in parts:

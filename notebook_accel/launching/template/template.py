@@ -29,12 +29,10 @@ _ELASTIC_PROCESS = "notebook_accel.launching.elastic.elastic_agent"
 
 
 class Template:
-    """Forks ranks for one agent and reports their exits.
+    """Forks ranks for one agent and reports their exits. When the agent's connection closes, every rank is killed.
 
-    Args:
-        agent: The connection to the agent. When it closes, every rank is killed.
-        inherited: The ranks' function or cell, if this process is a fork of the kernel.
-        later: Steps that are done while no rank runs and no order waits.
+    A fork of the kernel has ``inherited`` the ranks' function or cell. The steps of ``later`` are done while no
+    rank runs and no order waits.
     """
 
     def __init__(
@@ -49,6 +47,8 @@ class Template:
 
     def serve(self) -> None:
         """Fork and reap ranks until the agent has gone."""
+        _leave_nothing_to_undo()
+        gc.disable()
         try:
             self._say_ready()
             while True:
@@ -179,13 +179,6 @@ def come_under(parent_pid: int) -> None:
     end_with_parent(parent_pid)  # by SystemExit, so that ``serve`` kills the ranks
 
 
-def serve(agent: Connection, inherited: worker.Inherited | None = None, later: Iterator[object] | None = None) -> None:
-    """Fork ranks until the agent has gone. See ``Template``."""
-    _leave_nothing_to_undo()
-    gc.disable()
-    Template(agent, inherited, later).serve()
-
-
 def _make_better() -> Iterator[object]:
     """Do one optional step at a time that makes ranks start faster."""
     for name in preloading.LATER:
@@ -214,5 +207,5 @@ def main(agent_descriptor: str, agent_pid: str, *preload: str) -> None:
         agent.send(messages.encode(messages.Unusable(why=str(error))))
         os._exit(1)
     gc.collect()
-    serve(agent, later=_make_better())
+    Template(agent, later=_make_better()).serve()
     os._exit(0)  # a normal exit takes long with torch loaded, and nothing here needs it

@@ -72,6 +72,31 @@ def test_kernel_hears_of_the_end_of_a_run_before_its_logs_are_tidied_up() -> Non
     assert done.stdout.startswith("[RunEnded(job_id='1'"), (done.stdout, done.stderr)
 
 
+_DETACH_WITHOUT_ROOM = """
+import os
+from notebook_accel.protocol.channel import Connection, Message
+from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.launching.agent import agent, runs
+
+launch = messages.Launch(
+    job_id="1", world_size=1, port=0, grace_s=60.0, timeout_s=None, log_folder="", idle_timeout_s=1
+)
+kernel, theirs = Connection.pair()
+kernel.set_receive_deadline(5.0)
+made = agent.Agent(agent.Kernel(theirs, os.getpid()))
+made._runs["1"] = runs.Run(launch, [])
+made._hear(messages.Detach(job_id="1", folder="/nowhere"), Message(b"", [], is_whole=False))
+made._audience.flush()
+print([messages.decode_for_kernel(frame.body).why for frame in kernel.receive()], [*made._runs])
+"""
+
+
+def test_agent_without_room_for_more_files_refuses_to_detach_and_goes_on() -> None:
+    command = [sys.executable, "-c", _DETACH_WITHOUT_ROOM]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "['Too many open files'] ['1']\n", done.stderr
+
+
 def test_end_of_a_short_run_is_not_kept_waiting_by_what_it_has_reported(
     launch: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:

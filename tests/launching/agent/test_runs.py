@@ -13,6 +13,7 @@ import pytest
 
 from notebook_accel.launching.agent.runs import Rank, Run, open_rank
 from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol import events
 from tests import processes
 
 LAUNCH = messages.Launch(
@@ -46,7 +47,7 @@ def run(child: subprocess.Popen[bytes]) -> Iterator[Run]:
 
 def lose_peer(run: Run) -> Rank:
     rank = run.ranks[0]
-    rank.said_failed = rank.lost_peer = True
+    rank.failure = events.Failed(kind="RuntimeError", message="", traceback="", lost_peer=True)
     run.rank_failed(rank)
     rank.status = 1
     run.rank_failed(rank)  # once more, when it has ended
@@ -57,7 +58,7 @@ def test_rank_that_lost_its_peer_lets_the_peer_say_why(run: Run, child: subproce
     lose_peer(run)
     run.tick(time.monotonic())
     assert run.reason == "" and not run.ranks[1].was_told_to_end
-    run.ranks[1].said_failed = True
+    run.ranks[1].failure = events.Failed(kind="ValueError", message="", traceback="")
     run.rank_failed(run.ranks[1])
     assert run.reason == "failed"
 

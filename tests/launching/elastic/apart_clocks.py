@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from notebook_accel.launching.elastic import rendezvous
-from notebook_accel.protocol.agent_messages import ElasticOptions, Meeting
+from notebook_accel.protocol.agent_messages import ElasticOptions
 
 _AHEAD = datetime.timedelta(seconds=60)
 _dynamic = rendezvous.dynamic
@@ -23,10 +23,10 @@ class _Ahead(datetime.datetime):
         return datetime.datetime.now(tz) + _AHEAD
 
 
-def _dynamic_with_clock(options: ElasticOptions, meeting: Meeting, local_addr: str) -> Any:
-    if options.run_id == "clocks apart" and meeting.node_rank == 0:
+def _dynamic_with_clock(options: ElasticOptions) -> Any:
+    if options.run_id == "clocks apart" and options.meeting.node_rank == 0:
         dynamic_rendezvous.datetime = _Ahead  # type: ignore[misc]
-    return _dynamic(options, meeting, local_addr)
+    return _dynamic(options)
 
 
 rendezvous.dynamic = _dynamic_with_clock

@@ -54,7 +54,7 @@ class Agent:
         self.told: list[msgspec.Struct] = []
         self._loop = EventLoop()
         self.runs = ElasticRuns(
-            self._loop,
+            loop=self._loop,
             ending_run_on_error=lambda _: contextlib.nullcontext(),
             start_ranks=self._start,
             tell_kernel=self.told.append,
@@ -69,7 +69,7 @@ class Agent:
         )  # fmt: skip
         template, theirs = Connection.pair()
         with contextlib.closing(template), contextlib.closing(theirs):
-            self.runs.begin(self.run, TemplateProcess(theirs, 0, 0.0))
+            self.runs.begin(self.run, TemplateProcess(theirs, 0))
             [ordered] = template.receive()
         order = messages.decode_for_template(ordered.body)
         assert isinstance(order, messages.ForkElastic)
@@ -183,7 +183,7 @@ def test_stop_of_present_ranks_ends_them(agent: Agent) -> None:
 def test_refused_start_is_answered() -> None:
     agent = Agent()
     try:
-        agent.runs.end(agent.run, "stopped")
+        agent.run.stop_restarting("stopped")
         line = Line(agent.theirs, agent.order)
         line.say(start(attempt=1))
         agent.read()

@@ -115,9 +115,6 @@ class Run(RemoteRun):
         for node in self._nodes:
             node.host.close(self._attempt_id, kill, self.job.config.idle_timeout_s)
 
-    def _explain(self, error: BaseException) -> NotebookAccelError:
-        return SupervisorLostError(repr(error))
-
     def _can_restart(self) -> bool:
         return True
 
