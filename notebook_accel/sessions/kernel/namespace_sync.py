@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import types
@@ -65,10 +66,9 @@ class _SentVariables:
     # Of its objects by their numbers; ``None`` for functions and classes.
     objects: dict[int, Fingerprint | None] = dataclasses.field(default_factory=dict)
 
-    def has(self, name: str, value: Any) -> bool:
-        """Return whether the rank has this value, unchanged, under this name."""
-        known = self.fingerprints.get(name), self.pulled.get(name)
-        return any(fingerprint is not None and fingerprint.matches(value) for fingerprint in known)
+    def known(self, name: str) -> list[Fingerprint]:
+        """Return the fingerprints of the values that the rank has under this name."""
+        return [known for known in (self.fingerprints.get(name), self.pulled.get(name)) if known is not None]
 
 
 class NamespaceSync:
@@ -175,13 +175,16 @@ class NamespaceSync:
         # A name that any rank has bound itself isn't sent unasked: otherwise some ranks would silently have their own
         # value, others the notebook's.
         own = {name for state in self._ranks for name in state.own}
+        # Ranks that got a value together share its fingerprint. Comparing it pickles the value.
+        is_same = functools.cache(lambda sent, name: sent.matches(inputs.names[name]))
         alike: dict[tuple[tuple[str, ...], frozenset[int]], list[int]] = {}
         for rank in ranks:
             state = self._ranks[rank]
             needed = tuple(
                 name
-                for name, value in inputs.names.items()
-                if name in inputs.by_force or (name not in own and not state.has(name, value))
+                for name in inputs.names
+                if name in inputs.by_force
+                or (name not in own and not any(is_same(sent, name) for sent in state.known(name)))
             )
             # A rank that has a model gets a reference to it. A restarted one beside it gets the model itself.
             trained = self._models_in(state) if needed or inputs.call is not None else frozenset()
