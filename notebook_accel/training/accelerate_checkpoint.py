@@ -6,12 +6,13 @@ so these files show the number of ranks. The format is that of Accelerate 0.20 t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pathlib
 import pickle
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,22 +27,14 @@ _SHARDED = ("pytorch_model_fsdp*", "pytorch_model/*_states.pt", "latest")  # of 
 
 
 class AccelerateCheckpoint:
-    """A checkpoint of Accelerate.
-
-    Args:
-        folder: The folder.
-        read_object: A function that reads a file of ``torch.save``; ``weights_only=False`` allows any object.
-
-    Attributes:
-        ranks: The number of ranks that have saved it.
+    """A checkpoint of Accelerate, which ``ranks`` ranks have saved.
 
     Raises:
         CheckpointError: The weights are sharded.
     """
 
-    def __init__(self, folder: pathlib.Path, read_object: Callable[..., Any]) -> None:
+    def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
-        self._read_object = read_object
         self.ranks = self._count(_RANDOM.format)
         sharded = [path.name for pattern in _SHARDED for path in folder.glob(pattern)]
         if sharded and not self._has_weights(0):
@@ -52,44 +45,34 @@ class AccelerateCheckpoint:
                 "`accelerate merge-weights`, and load these into the model",
             )
 
-    def manifest(self, kinds: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the number of saved objects of each kind, in the form of a checkpoint's manifest."""
-        models = itertools.takewhile(self._has_weights, itertools.count())
-        counts = {kind: self._count(lambda number, kind=kind: _file_of(kind, number)) for kind in kinds}  # type: ignore[misc]
-        return {"models": [*models], "counts": counts, "world_size": self.ranks}
+    def counts(self, kinds: Iterable[str]) -> dict[str, int]:
+        """Return the number of saved objects of each kind, and of models."""
+        models = next(number for number in itertools.count() if not self._has_weights(number))
+        counts = {kind: self._count(functools.partial(_file_of, kind)) for kind in kinds}
+        return {"model": models, **counts}
 
     def weights(self, number: int, own: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the weights of a model under the names of its own state dict.
+        """Return the weights of the model of this number, under the names of its ``own`` state dict.
 
         Accelerate leaves out all but one name of a tied tensor, and adds the wrappers' names to those of compiled
         models and of some wrapped ones.
-
-        Args:
-            number: The model's number in the order of ``prepare``.
-            own: The model's state dict.
         """
-        ending = _ending(number)
-        safe = (self._folder / f"model{ending}.safetensors").is_file()
-        name = f"model{ending}.safetensors" if safe else f"pytorch_model{ending}.bin"
-        read = model_files.read_weights(self._folder / name, safe=safe)
+        safe = (self._folder / model_files.weights_file(number, safe=True)).is_file()
+        read = model_files.read_weights(self._folder / model_files.weights_file(number, safe), safe=safe)
         saved = {_plain_name(key, own): value for key, value in read.items()}
-        kept = {_place(own[key]): key for key in saved if key in own}
-        tied = {key: saved[kept[_place(value)]] for key, value in own.items() if _place(value) in kept}
+        kept = {model_files.place_of(own[key]): key for key in saved if key in own}
+        places = {key: model_files.place_of(value) for key, value in own.items()}
+        tied = {key: saved[kept[place]] for key, place in places.items() if place in kept}
         return {**tied, **saved}
 
     def state(self, kind: str, number: int, *, weights_only: bool) -> Any:
         """Return the state of an optimizer, a scheduler, the loss scaler or a registered object."""
-        return self._read_object(self._folder / _file_of(kind, number), weights_only=weights_only)
+        return model_files.read_object(self._folder / _file_of(kind, number), weights_only=weights_only)
 
-    def own_state(self, backend: Backend, loaders: list[Any], num_steps: int) -> dict[str, Any]:
+    def own_state(self, backend: Backend, state: Any) -> dict[str, Any]:
         """Return the state that differs between ranks, in the form of a checkpoint of this package.
 
         Accelerate saves no position inside an epoch and no gradients, so loaders start an epoch, and a window starts.
-
-        Args:
-            backend: The backend of this rank.
-            loaders: The prepared loaders.
-            num_steps: The number of micro-batches in a window.
         """
         rank = backend.place.rank
         random = self._random_of(rank if rank < self.ranks else 0, backend.device)
@@ -97,17 +80,17 @@ class AccelerateCheckpoint:
             warnings.warn(
                 f"The checkpoint {self._folder} has positions inside an epoch that only torchdata reads: the epoch "
                 "begins anew. Fix: accelerator.skip_first_batches(loader, num_batches)",
-                stacklevel=4,
+                stacklevel=3,
             )
         return {
-            "loaders": [vars(ResumePoint(self._epoch_of(number, loader))) for number, loader in enumerate(loaders)],
-            "window": {"sync_gradients": True, "divisor": num_steps, "micro_batches": 0},
+            "loaders": [vars(ResumePoint(self._epoch_of(number, item))) for number, item in enumerate(state.loaders)],
+            "window": {"sync_gradients": True, "divisor": state.gradients.num_steps, "micro_batches": 0},
             "gradients": [],
             "random" if rank < self.ranks else "afresh": random,
         }
 
     def _random_of(self, rank: int, device: torch.device) -> dict[str, Any]:
-        saved = self._read_object(self._folder / _RANDOM.format(rank))
+        saved = model_files.read_object(self._folder / _RANDOM.format(rank))
         state = {"torch": saved["torch_manual_seed"], "python": saved["random_state"]}
         if "numpy_random_seed" in saved:
             state["numpy"] = saved["numpy_random_seed"]
@@ -127,8 +110,7 @@ class AccelerateCheckpoint:
         return epoch if isinstance(epoch, int) else following
 
     def _has_weights(self, number: int) -> bool:
-        names = (f"model{_ending(number)}.safetensors", f"pytorch_model{_ending(number)}.bin")
-        return any((self._folder / name).is_file() for name in names)
+        return any((self._folder / model_files.weights_file(number, safe)).is_file() for safe in (True, False))
 
     def _count(self, name_of: Callable[[int], str]) -> int:
         return next(number for number in itertools.count() if not (self._folder / name_of(number)).is_file())
@@ -137,26 +119,13 @@ class AccelerateCheckpoint:
 def _file_of(kind: str, number: int) -> str:
     if kind == "custom_checkpoint":
         return f"{kind}_{number}.pkl"
-    if kind == "scaler":
-        return f"scaler{_ending(number)}.pt"
-    return f"{kind}{_ending(number)}.bin"
-
-
-def _ending(number: int) -> str:
-    return f"_{number}" if number else ""
+    return model_files.numbered(kind, number, "pt" if kind == "scaler" else "bin")
 
 
 def _plain_name(name: str, own: Mapping[str, Any]) -> str:
     """Return a saved tensor's name without the names of wrappers, if the model has it under that name."""
     bare = name.replace("_orig_mod.", "").removeprefix("module.")
     return bare if name not in own and bare in own else name
-
-
-def _place(value: Any) -> Any:
-    """Return a key that is equal for two values only if they are one tensor under two names."""
-    if not isinstance(value, torch.Tensor) or not value.numel() or value.is_meta:
-        return id(value)
-    return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 class _Inert:

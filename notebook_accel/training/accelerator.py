@@ -52,7 +52,6 @@ from notebook_accel.training.fsdp_plugin import of_launch as fsdp_plugin_of_laun
 from notebook_accel.training.handlers import AutocastKwargs, ProfileKwargs
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard, join_uneven_inputs, skip_first_batches
-from notebook_accel.training.model_memory import ModelMemoryReports
 from notebook_accel.training.optimizers import AcceleratedOptimizer, AcceleratedScheduler
 from notebook_accel.training.parallelism import ParallelismConfig
 from notebook_accel.training.precision import LossScaler, Precision
@@ -187,7 +186,7 @@ class Accelerator(ProcessState):
         self.gradient_state = GradientState(plugin)
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self._memory_reports = ModelMemoryReports(self._backend.device)
+        self._memory_reports = memory_estimate.ModelMemoryReports(self._backend.device)
         self._prepared: list[tuple[Any, Any]] = []  # (original, prepared) pairs
         self._has_begun = False
         self._saving: checkpoint_saving.Saving | None = None
@@ -739,9 +738,11 @@ class Accelerator(ProcessState):
         return str(self._saving.folder)
 
     def _wait_for_checkpoint(self) -> None:
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.wait()
+        if self._saving is not None:
+            error = self._saving.wait()  # after an interrupt here, the next save waits for it again
+            self._saving = None
+            if error is not None:
+                raise error
 
     def load_state(
         self,

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
-import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -40,7 +39,7 @@ SHARDED_MODEL = "sharded_model"
 
 _SHOWN_TENSORS = 5
 
-_BeforeLoad = Sequence[Callable[[list[Any], str], None]]
+_Hooks = Sequence[Callable[[list[Any], str], None]]
 
 
 @dataclasses.dataclass
@@ -58,20 +57,24 @@ def state_of(model: torch.nn.Module) -> dict[str, Any]:
     """Return the state dict of a model as it was before ``prepare``, which may be sharded."""
     if fsdp.is_sharded(model):
         return fsdp.state_of(model)
-    state: dict[str, Any] = unwrap_model(model, keep_torch_compile=False).state_dict()
+    state: dict[str, Any] = _inner(model).state_dict()
     return state
+
+
+def _inner(model: torch.nn.Module) -> torch.nn.Module:
+    return unwrap_model(model, keep_torch_compile=False)
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a model's gradients by the names of their parameters."""
-    named = unwrap_model(model, keep_torch_compile=False).named_parameters()
+    named = _inner(model).named_parameters()
     return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
 
 def load(
     backend: Backend,
     state: CheckpointState,
-    hooks: _BeforeLoad,
+    hooks: _Hooks,
     choose: Callable[[], pathlib.Path],
     *,
     strict: bool = True,
@@ -80,28 +83,14 @@ def load(
     """Restore training from a checkpoint, and return its folder.
 
     Every rank reads and checks everything before any rank changes anything. The exception is the weights of sharded
-    models, which are read in place, since a rank may lack the memory for two copies.
-
-    Args:
-        backend: The backend of this rank.
-        state: The objects to load into.
-        hooks: Called with the models and the folder. Models that a hook removes from the list aren't loaded.
-        choose: A function that returns the folder; only rank 0 calls it.
-        strict: Require that the models have exactly the tensors that were saved.
-        weights_only: Read nothing that can run code. Registered objects may need ``False``.
+    models, which are read in place, since a rank may lack the memory for two copies. Only rank 0 calls ``choose``,
+    which returns the folder. Models that a hook removes from its list aren't loaded. Registered objects may need
+    ``weights_only=False``, which can run code.
 
     Raises:
         CheckpointError: There is no such checkpoint, it isn't whole, or it was saved from other objects.
     """
-
-    def begin() -> pathlib.Path | None:
-        if backend.place.rank != 0:
-            return None
-        folder = choose()
-        folders.recover(folder)
-        return folder
-
-    folder: pathlib.Path = on_all_ranks(backend, "find a checkpoint", begin)[0]
+    folder = choose_on_rank_0(backend, "find a checkpoint", choose, folders.recover)
     parts: list[_RankPart] = []  # not the action's value, which would be sent to the other ranks
     read = functools.partial(_read, backend, state, hooks, folder, strict=strict, weights_only=weights_only)
     on_all_ranks(backend, "read a checkpoint", lambda: parts.append(read()))
@@ -118,20 +107,21 @@ class _RankPart:
     states: list[tuple[Any, Any]]
     own: dict[str, Any]
     saved_ranks: int
-    read_in_place: Callable[[], None] = lambda: None
+    read_in_place: Callable[[], None]
 
 
 def _read(
     backend: Backend,
     state: CheckpointState,
-    hooks: _BeforeLoad,
+    hooks: _Hooks,
     folder: pathlib.Path,
     *,
     strict: bool,
     weights_only: bool,
 ) -> _RankPart:
-    is_of_accelerate = folders.is_of_accelerate(folder)
-    manifest = {} if is_of_accelerate else folders.read_manifest(folder)
+    saved: _Checkpoint | accelerate_checkpoint.AccelerateCheckpoint = (
+        accelerate_checkpoint.AccelerateCheckpoint(folder) if folders.is_of_accelerate(folder) else _Checkpoint(folder)
+    )
     if not (state.models or state.loaders or any(state.states.values())):
         raise CheckpointError(
             f"The checkpoint {folder} can't be loaded: nothing has been prepared.",
@@ -140,43 +130,84 @@ def _read(
     models = state.models[:]
     for hook in hooks:
         hook(models, str(folder))
-    if is_of_accelerate:
-        return _read_accelerates(backend, state, models, folder, strict=strict, weights_only=weights_only)
-    _check_counts(manifest, models, state, folder)
+    _check_counts(saved.counts(state.states), models, state, folder)
     files = sharded_files.ShardedFiles(folder)
     to_read: dict[str, torch.Tensor] = {}
     in_place: dict[str, torch.Tensor] = {}
     weights = []
-    for number, (model, fingerprint) in enumerate(zip(models, manifest["models"], strict=False)):
+    for number, model in enumerate(models):
         own = state_of(model)
-        saved = _read_weights(folder, number, manifest["files"])
-        saved = files.fitted(saved, _by_name(own), in_place, in_place=True)
-        if strict and fingerprint_of(own) != fingerprint:
-            raise _other_model_error(own, saved, folder)
-        weights.append((model, saved))
+        of_model = files.fitted(saved.weights(number, own), _by_name(own), in_place, in_place=True)
+        if strict and fingerprint_of(own) != fingerprint_of(of_model):
+            raise _other_model_error(own, of_model, folder)
+        weights.append((model, of_model))
     states = []
-    for name, items in state.states.items():
+    for kind, items in state.states.items():
         for number, item in enumerate(items):
-            saved = _read_object(folder / numbered(name, number), weights_only=weights_only)
-            states.append((item, files.fitted(saved, _counterpart_in(item), to_read)))
-    saved_ranks = manifest["world_size"]
-    own_state = _read_own_state(folder, saved_ranks, backend, has_shards=any(map(fsdp.is_sharded, models)))
-    parameters = [dict(unwrap_model(model, keep_torch_compile=False).named_parameters()) for model in models]
+            of_item = saved.state(kind, number, weights_only=weights_only)
+            states.append((item, files.fitted(of_item, _counterpart_in(item), to_read)))
+    own_state = saved.own_state(backend, state)
     own_state["gradients"] = [
-        files.fitted(of_model, _by_name(named), to_read)
-        for of_model, named in zip(own_state["gradients"], parameters, strict=False)
+        files.fitted(gradients, _by_name(dict(_inner(model).named_parameters())), to_read)
+        for model, gradients in zip(state.models, own_state["gradients"], strict=False)
     ]
     files.read(to_read)
-    return _RankPart(weights, states, own_state, saved_ranks, lambda: files.read(in_place))
+    return _RankPart(weights, states, own_state, saved.ranks, lambda: files.read(in_place))
 
 
-def _read_weights(folder: pathlib.Path, number: int, files: Mapping[str, int]) -> dict[str, Any]:
-    """Return a saved model's weights, with references to those that are sharded."""
-    if numbered(SHARDED_MODEL, number) in files:
-        weights: dict[str, Any] = _read_object(folder / numbered(SHARDED_MODEL, number))
-        return weights
-    safe = model_file(number, safe=True) in files
-    return model_files.read_weights(folder / model_file(number, safe), safe=safe)
+class _Checkpoint:
+    """A checkpoint that ``checkpoint_saving`` has written. ``AccelerateCheckpoint`` has the same attributes.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it isn't whole.
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder
+        self._manifest = folders.read_manifest(folder)
+        self.ranks: int = self._manifest["world_size"]
+
+    def counts(self, _: Iterable[str]) -> dict[str, int]:
+        """Return the number of saved objects of each kind."""
+        return {"model": len(self._manifest["models"]), **self._manifest["counts"]}
+
+    def weights(self, number: int, _: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a saved model's weights, with references to those that are sharded."""
+        files = self._manifest["files"]
+        sharded = model_files.numbered(SHARDED_MODEL, number)
+        if sharded in files:
+            weights: dict[str, Any] = model_files.read_object(self._folder / sharded)
+            return weights
+        safe = model_files.weights_file(number, safe=True) in files
+        return model_files.read_weights(self._folder / model_files.weights_file(number, safe), safe=safe)
+
+    def state(self, kind: str, number: int, *, weights_only: bool) -> Any:
+        """Return the state of an object, with references to tensors that are sharded."""
+        return model_files.read_object(self._folder / model_files.numbered(kind, number), weights_only=weights_only)
+
+    def own_state(self, backend: Backend, state: CheckpointState) -> dict[str, Any]:
+        """Return this rank's part of the state that differs between ranks, even if the number of ranks has changed.
+
+        An additional rank gets the data position of rank 0, and the entry ``"afresh"`` instead of ``"random"``.
+        """
+        rank = backend.place.rank
+        own = self._own_state_of(rank if rank < self.ranks else 0)
+        if rank >= self.ranks:
+            own["afresh"] = own.pop("random")
+        values = [gradient for gradients in own["gradients"] for gradient in gradients.values()]
+        is_spread = backend.place.world_size != self.ranks or any(map(fsdp.is_sharded, state.models))
+        if is_spread and all(isinstance(value, torch.Tensor) for value in values):
+            # Training continues from the mean over the saved ranks, however many ranks there are now.
+            parts = (self._own_state_of(other)["gradients"] for other in range(self.ranks))
+            own["gradients"] = functools.reduce(_added, parts)
+            for gradients in own["gradients"]:
+                for gradient in gradients.values():
+                    gradient.div_(self.ranks)
+        return own
+
+    def _own_state_of(self, rank: int) -> dict[str, Any]:
+        own: dict[str, Any] = model_files.read_object(self._folder / f"rank_{rank}.bin")
+        return own
 
 
 def _by_name(tensors: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], Any]:
@@ -205,55 +236,6 @@ def _counterpart_in(item: Any) -> Callable[[tuple[Any, ...]], Any]:
     return at
 
 
-def _read_accelerates(
-    backend: Backend,
-    state: CheckpointState,
-    models: list[torch.nn.Module],
-    folder: pathlib.Path,
-    *,
-    strict: bool,
-    weights_only: bool,
-) -> _RankPart:
-    """Return this rank's part of a checkpoint that Accelerate has saved."""
-    saved = accelerate_checkpoint.AccelerateCheckpoint(folder, _read_object)
-    _check_counts(saved.manifest(state.states), models, state, folder)
-    files = sharded_files.ShardedFiles(folder)  # without sharded files: whole tensors are read, then sharded
-    weights = []
-    for number, model in enumerate(models):
-        own = state_of(model)
-        of_model = saved.weights(number, own)
-        if strict and fingerprint_of(own) != fingerprint_of(of_model):
-            raise _other_model_error(own, of_model, folder)
-        weights.append((model, files.fitted(of_model, _by_name(own), {})))
-    states = [
-        (item, files.fitted(saved.state(name, number, weights_only=weights_only), _counterpart_in(item), {}))
-        for name, items in state.states.items()
-        for number, item in enumerate(items)
-    ]
-    own_state = saved.own_state(backend, state.loaders, state.gradients.num_steps)
-    return _RankPart(weights, states, own_state, saved.ranks)
-
-
-def _read_own_state(folder: pathlib.Path, saved_ranks: int, backend: Backend, *, has_shards: bool) -> dict[str, Any]:
-    """Return this rank's part of the state that differs between ranks, even if the number of ranks has changed.
-
-    An additional rank gets the data position of rank 0, and the entry ``"afresh"`` instead of ``"random"``.
-    """
-    rank, ranks = backend.place.rank, backend.place.world_size
-    own: dict[str, Any] = _read_object(folder / f"rank_{rank if rank < saved_ranks else 0}.bin")
-    if rank >= saved_ranks:
-        own["afresh"] = own.pop("random")
-    values = [gradient for gradients in own["gradients"] for gradient in gradients.values()]
-    if (ranks != saved_ranks or has_shards) and all(isinstance(value, torch.Tensor) for value in values):
-        # Training continues from the mean over the saved ranks, however many ranks there are now.
-        parts = (_read_object(folder / f"rank_{other}.bin")["gradients"] for other in range(saved_ranks))
-        own["gradients"] = functools.reduce(_added, parts)
-        for gradients in own["gradients"]:
-            for gradient in gradients.values():
-                gradient.div_(saved_ranks)
-    return own
-
-
 def _added(sums: list[dict[str, torch.Tensor]], gradients: list[dict[str, torch.Tensor]]) -> list[Any]:
     """Add another rank's gradients to each model's sums, by name. A rank has none for unused parameters."""
     for total, further in zip(sums, gradients, strict=True):
@@ -265,14 +247,14 @@ def _added(sums: list[dict[str, torch.Tensor]], gradients: list[dict[str, torch.
 def _apply(backend: Backend, state: CheckpointState, read: _RankPart, *, strict: bool) -> None:
     read.read_in_place()
     for model, saved in read.models:
-        unwrap_model(model, keep_torch_compile=False).load_state_dict(saved, strict=strict)
+        _inner(model).load_state_dict(saved, strict=strict)
     for item, saved in read.states:
         item.load_state_dict(saved)
     for loader, position in zip(state.loaders, read.own["loaders"], strict=False):  # some may be prepared later
         loader.load_state_dict(position)
     state.gradients.load_state_dict(read.own["window"])
     for model, gradients in zip(state.models, read.own["gradients"], strict=False):
-        for name, parameter in unwrap_model(model, keep_torch_compile=False).named_parameters():
+        for name, parameter in _inner(model).named_parameters():
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
     if "afresh" in read.own:
@@ -281,12 +263,24 @@ def _apply(backend: Backend, state: CheckpointState, read: _RankPart, *, strict:
         random_state.restore(read.own["random"], backend)
 
 
-def on_all_ranks(backend: Backend, what: str, action: Callable[[], Any]) -> list[Any]:
-    """Run an action on every rank, and return the values by rank.
+def choose_on_rank_0(
+    backend: Backend, what: str, choose: Callable[[], pathlib.Path], prepare: Callable[[pathlib.Path], None]
+) -> pathlib.Path:
+    """Return the folder that rank 0 chooses and prepares. All ranks call this."""
 
-    Raises:
-        CheckpointError: The action failed on a rank. The other ranks get the first failure's message.
-    """
+    def begin() -> pathlib.Path | None:
+        if backend.place.rank != 0:
+            return None
+        folder = choose()
+        prepare(folder)
+        return folder
+
+    folder: pathlib.Path = on_all_ranks(backend, what, begin)[0]
+    return folder
+
+
+def on_all_ranks(backend: Backend, what: str, action: Callable[[], Any]) -> list[Any]:
+    """Run an action on every rank through the default group; see ``agreed``."""
     verify_collective(backend, what)  # no rank saves while another one loads
     return agreed(what, action, functools.partial(collectives.gather_object, backend))
 
@@ -323,16 +317,15 @@ def _tell_new_ranks(saved: int, backend: Backend, folder: pathlib.Path) -> None:
 
 
 def _check_counts(
-    manifest: Mapping[str, Any], models: Iterable[Any], state: CheckpointState, folder: pathlib.Path
+    saved: Mapping[str, int], models: Sequence[Any], state: CheckpointState, folder: pathlib.Path
 ) -> None:
-    saved = {"model": len(manifest["models"]), **manifest["counts"]}
-    prepared = {"model": len(list(models)), **{name: len(items) for name, items in state.states.items()}}
-    for name, count in prepared.items():
+    prepared = {"model": len(models), **{kind: len(items) for kind, items in state.states.items()}}
+    for kind, count in prepared.items():
         # A run may prepare fewer objects, such as only the model, to evaluate it.
-        is_wrong = count != saved.get(name) if name == CUSTOM else count > saved.get(name, 0)
+        is_wrong = count != saved.get(kind) if kind == CUSTOM else count > saved.get(kind, 0)
         if is_wrong:
             raise CheckpointError(
-                f"The checkpoint {folder} has {saved.get(name, 0)} objects of kind {name!r}, this run has {count}.",
+                f"The checkpoint {folder} has {saved.get(kind, 0)} objects of kind {kind!r}, this run has {count}.",
                 fix="prepare and register the same objects in the same order as when it was saved",
             )
 
@@ -355,47 +348,7 @@ def _shape(state: Mapping[str, Any], name: str) -> str:
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else "missing" if value is None else "an object"
 
 
-def _read_object(path: pathlib.Path, *, weights_only: bool = True) -> Any:
-    try:
-        with torch.serialization.safe_globals(_numpy_globals()):
-            return torch.load(path, map_location="cpu", weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} holds more than tensors and plain values: {error}",
-            why="Reading it could run code.",
-            fix="load_state(..., load_kwargs={'weights_only': False}), if you trust the checkpoint",
-        ) from error
-    except (OSError, EOFError, RuntimeError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}", fix="use another checkpoint") from error
-
-
-def _numpy_globals() -> list[Any]:
-    """Return the names that a pickled NumPy scalar or array refers to, in NumPy 1 and 2.
-
-    A learning rate may be such a scalar. Unpickling one runs no foreign code.
-    """
-    try:
-        import numpy
-    except ImportError:
-        return []
-    kinds = {type(numpy.dtype(code)) for code in numpy.typecodes["All"] if code != "O"}
-    makers = {"scalar": numpy.float64(0).__reduce__()[0], "_reconstruct": numpy.zeros(0).__reduce__()[0]}
-    modules = ("numpy.core.multiarray", "numpy._core.multiarray")
-    named = [(maker, f"{module}.{name}") for module in modules for name, maker in makers.items()]
-    return [numpy.ndarray, numpy.dtype, *kinds, *named]
-
-
 def fingerprint_of(state: Mapping[str, Any]) -> str:
     """Return a hash of names and shapes. It is equal for two models if the weights of one fit the other."""
     lines = "\n".join(f"{name} {_shape(state, name)}" for name in sorted(state))
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def model_file(number: int, safe: bool) -> str:
-    """Return the name of the file of a whole model's weights."""
-    return numbered("model" if safe else "pytorch_model", number, "safetensors" if safe else "bin")
-
-
-def numbered(name: str, number: int, suffix: str = "bin") -> str:
-    """Return ``optimizer.bin``, ``optimizer_1.bin`` and so on, as Accelerate numbers them."""
-    return f"{name}.{suffix}" if number == 0 else f"{name}_{number}.{suffix}"

@@ -6,11 +6,11 @@ written their parts.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import pathlib
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,62 +28,47 @@ from notebook_accel.training.checkpoint import (
     SHARDED_MODEL,
     CheckpointState,
     agreed,
+    choose_on_rank_0,
     fingerprint_of,
     gradients_of,
-    model_file,
-    numbered,
     on_all_ranks,
     state_of,
 )
 from notebook_accel.training.trees import map_leaves
 
-_BeforeSave = Sequence[Callable[[list[Any], list[Any], str], None]]
+_Hooks = Sequence[Callable[[list[Any], list[Any], str], None]]
 
 
 class Saving:
-    """A checkpoint that is being saved or was saved.
-
-    Attributes:
-        folder: The checkpoint's folder.
-    """
+    """A checkpoint that is being saved or was saved in ``folder``."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._writing: concurrent.futures.Future[None] | None = None
 
     def run(self, write: Callable[[], None]) -> None:
         """Call ``write`` in a thread, which a rank waits for before it exits."""
+        executor = concurrent.futures.ThreadPoolExecutor(1, "notebook-accel-checkpoint")
+        self._writing = executor.submit(write)
+        executor.shutdown(wait=False)  # the thread ends when ``write`` has returned
 
-        def work() -> None:
-            try:
-                write()
-            except BaseException as error:  # noqa: BLE001  ``wait`` raises it
-                self._error = error
-
-        self._thread = threading.Thread(target=work, name="notebook-accel-checkpoint")
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Block until the checkpoint is complete.
-
-        Raises:
-            CheckpointError: A rank couldn't write its part.
-        """
-        if self._thread is not None:
-            self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise CheckpointError(
-                f"The checkpoint {self.folder}, which was saved while training went on, failed: {error}",
-                why="The last complete one is as it was.",
-            ) from error
+    def wait(self) -> CheckpointError | None:
+        """Block until the checkpoint is complete. Return the error if a rank couldn't write its part."""
+        cause = None if self._writing is None else self._writing.exception()
+        if cause is None:
+            return None
+        error = CheckpointError(
+            f"The checkpoint {self.folder}, which was saved while training went on, failed: {cause}",
+            why="The last complete one is as it was.",
+        )
+        error.__cause__ = cause
+        return error
 
 
 def save(
     backend: Backend,
     state: CheckpointState,
-    hooks: _BeforeSave,
+    hooks: _Hooks,
     choose: Callable[[], pathlib.Path],
     *,
     safe: bool = True,
@@ -92,49 +77,59 @@ def save(
 ) -> Saving:
     """Write a checkpoint. Its folder appears when it is complete on all ranks.
 
-    Args:
-        backend: The backend of this rank.
-        state: The objects to save.
-        hooks: Called with the models, their weights and the draft's folder; weights that a hook removes aren't saved.
-        choose: A function that returns the folder; only rank 0 calls it.
-        safe: Write weights as safetensors rather than in torch's own format.
-        in_background: Return once everything is copied to host memory, and write it in a thread.
-        completed: Called on rank 0 with the complete folder.
+    Only rank 0 calls ``choose``, which returns the folder, and ``completed`` with the complete folder. Hooks get the
+    draft's folder; weights that a hook removes aren't saved. With ``in_background``, return once everything is copied
+    to host memory, and write it in a thread.
 
     Raises:
         CheckpointError: A rank couldn't write its part. An earlier checkpoint of that name is kept.
     """
-    is_main = backend.place.rank == 0
-
-    def begin() -> pathlib.Path | None:
-        if not is_main:
-            return None
-        folder = choose()
-        folders.start_draft(folder)
-        return folder
-
-    folder: pathlib.Path = on_all_ranks(backend, "begin a checkpoint", begin)[0]
-    counts = {name: len(items) for name, items in state.states.items()}
-    job = _Job(folder, backend.place.rank, {"world_size": backend.place.world_size, "counts": counts}, safe, completed)
-    found: list[_Parts] = []
+    rank = backend.place.rank
+    folder = choose_on_rank_0(backend, "begin a checkpoint", choose, folders.start_draft)
+    draft = folders.draft_of(folder)
+    counts = {kind: len(items) for kind, items in state.states.items()}
+    manifest = {"world_size": backend.place.world_size, "counts": counts}
+    parts: list[_Parts] = []  # not the action's value, which would be sent to the other ranks
 
     def collect() -> dict[str, float]:
-        parts = _collect(backend, state, hooks, folders.draft_of(folder))
-        found.append(parts.copied(backend.place.rank) if in_background else parts)
+        collected = _collect(backend, state, hooks, draft)
+        parts.append(collected.copied(rank) if in_background else collected)
         return _norms_of_copies(state.models)
 
-    with job.abandoned_on_failure():
+    def complete() -> None:
+        if rank == 0:
+            folders.publish(folder, {**manifest, "models": parts[0].fingerprints})
+            completed(folder)
+
+    def write(on_all: Callable[[str, Callable[[], Any]], list[Any]], group: Any = None) -> None:
+        """Write this rank's part, and on rank 0 complete the checkpoint. ``on_all`` runs an action on all ranks."""
+        with _abandoned_on_failure(folder, rank):
+            on_all("write its part of a checkpoint", lambda: parts[0].write(draft, rank, safe=safe, group=group))
+            on_all("complete a checkpoint", complete)
+
+    with _abandoned_on_failure(folder, rank):
         norms = on_all_ranks(backend, "write its part of a checkpoint", collect)
-    if is_main:
+    if rank == 0:
         _warn_of_differences(norms)
     saving = Saving(folder)
     if in_background:
         group = backend.background_group()
         gather = functools.partial(_gather_in, group) if group is not None else list
-        saving.run(lambda: job.write(found[0], functools.partial(agreed, gather=gather), group))
+        saving.run(lambda: write(functools.partial(agreed, gather=gather), group))
     else:
-        job.write(found[0], functools.partial(on_all_ranks, backend))
+        write(functools.partial(on_all_ranks, backend))
     return saving
+
+
+@contextlib.contextmanager
+def _abandoned_on_failure(folder: pathlib.Path, rank: int) -> Iterator[None]:
+    """Delete the checkpoint's draft if the body raises."""
+    try:
+        yield
+    except BaseException:
+        if rank == 0:
+            folders.abandon(folder)
+        raise
 
 
 def _norms_of_copies(models: Sequence[torch.nn.Module]) -> dict[str, float]:
@@ -176,42 +171,6 @@ def _gather_in(group: Any, values: list[Any]) -> list[Any]:
 
 
 @dataclasses.dataclass
-class _Job:
-    """One rank's work of writing a checkpoint."""
-
-    folder: pathlib.Path
-    rank: int
-    manifest: dict[str, Any]
-    safe: bool
-    completed: Callable[[pathlib.Path], None]
-
-    def write(self, parts: _Parts, on_all: Callable[[str, Callable[[], Any]], list[Any]], group: Any = None) -> None:
-        """Write this rank's part, and on rank 0 complete the checkpoint. ``on_all`` runs an action on all ranks."""
-
-        def complete() -> None:
-            if self.rank == 0:
-                folders.publish(self.folder, {**self.manifest, "models": fingerprints})
-                self.completed(self.folder)
-
-        draft = folders.draft_of(self.folder)
-        with self.abandoned_on_failure():
-            fingerprints: list[str] = on_all(
-                "write its part of a checkpoint", lambda: parts.write(draft, self.rank, safe=self.safe, group=group)
-            )[0]
-            on_all("complete a checkpoint", complete)
-
-    @contextlib.contextmanager
-    def abandoned_on_failure(self) -> Iterator[None]:
-        """Delete the draft if the body raises."""
-        try:
-            yield
-        except BaseException:
-            if self.rank == 0:
-                folders.abandon(self.folder)
-            raise
-
-
-@dataclasses.dataclass
 class _Parts:
     """The contents of the files that a rank writes."""
 
@@ -229,23 +188,22 @@ class _Parts:
             weights, states = [], {}
         return dataclasses.replace(self, weights=weights, states=states, own=own, shares=self.shares.copied())
 
-    def write(self, draft: pathlib.Path, rank: int, *, safe: bool, group: Any = None) -> list[str]:
-        """Write the files, and return a fingerprint of each model. ``group`` is used to write sharded tensors."""
+    def write(self, draft: pathlib.Path, rank: int, *, safe: bool, group: Any) -> None:
+        """Write the files. Sharded tensors are written by all ranks of ``group``, or of the default group."""
         model_files.write_object(self.own, draft / f"rank_{rank}.bin")
         if rank == 0:
             for number, of_model in enumerate(self.weights):
                 if number in self.sharded_models:
-                    model_files.write_object(of_model, draft / numbered(SHARDED_MODEL, number))
+                    model_files.write_object(of_model, draft / model_files.numbered(SHARDED_MODEL, number))
                 else:
-                    model_files.write_weights(of_model, draft / model_file(number, safe), safe=safe)
+                    model_files.write_weights(of_model, draft / model_files.weights_file(number, safe), safe=safe)
             for name, of_one_kind in self.states.items():
                 for number, of_object in enumerate(of_one_kind):
-                    model_files.write_object(of_object, draft / numbered(name, number))
+                    model_files.write_object(of_object, draft / model_files.numbered(name, number))
         sharded_files.write(self.shares, draft, group)
-        return self.fingerprints
 
 
-def _collect(backend: Backend, state: CheckpointState, hooks: _BeforeSave, draft: pathlib.Path) -> _Parts:
+def _collect(backend: Backend, state: CheckpointState, hooks: _Hooks, draft: pathlib.Path) -> _Parts:
     """Collect this rank's part of a checkpoint."""
     own = _own_state(backend, state)
     weights = [backend.to_host(state_of(model)) for model in state.models]

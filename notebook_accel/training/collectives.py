@@ -18,8 +18,7 @@ import torch
 
 from notebook_accel import code_places
 from notebook_accel.errors import CollectiveError, ConfigError, TrainingError
-from notebook_accel.training.backends.backend import Backend
-from notebook_accel.training.backends.shared_samples import all_ranks
+from notebook_accel.training.backends.backend import Backend, all_ranks
 from notebook_accel.training.sharding import Tail
 from notebook_accel.training.trees import leaves_of, map_leaves
 

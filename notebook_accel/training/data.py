@@ -26,8 +26,7 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives, process_group, random_state
 from notebook_accel.training.backends import group_recovery
-from notebook_accel.training.backends.backend import Backend
-from notebook_accel.training.backends.shared_samples import shares_samples
+from notebook_accel.training.backends.backend import Backend, shares_samples
 from notebook_accel.training.dataset_views import EpochStream, LoaderStream, MarkedCollate, MarkedStream
 from notebook_accel.training.loader_position import EpochCounter, LoaderPosition
 from notebook_accel.training.loaders import (

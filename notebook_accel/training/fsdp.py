@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import re
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -19,7 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from notebook_accel.errors import ConfigError, TrainingError
-from notebook_accel.payload.sharded_tensors import is_sharded_tensor
+from notebook_accel.payload.sharded_tensors import is_sharded_module, is_sharded_tensor
 from notebook_accel.training import collectives
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -49,9 +48,7 @@ def was_fully_sharded(model: torch.nn.Module) -> bool:
 
 
 def _units(model: torch.nn.Module) -> Iterator[Any]:
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    kind = getattr(fsdp, "FSDPModule", None)
-    return iter(()) if kind is None else (module for module in model.modules() if isinstance(module, kind))
+    return filter(is_sharded_module, model.modules())
 
 
 def data_mesh(model: torch.nn.Module) -> Any:
@@ -108,9 +105,10 @@ def shard(
 ) -> list[torch.Tensor]:
     """Shard a model in place, with rank 0's weights, and return the parameters that stay whole.
 
+    The model may be on the meta device on ranks above 0, and tensor-parallel already on another dimension of the mesh.
+
     Args:
-        model: The model, on any device, or on the meta device on ranks above 0. Its parameters may be tensor-parallel
-            already, on another dimension of the mesh.
+        model: The model.
         backend: The backend of this rank.
         plugin: The settings.
         dtype: The type that the forward pass computes in, ``None`` for that of the parameters.
@@ -323,11 +321,7 @@ def share_weights(
 ) -> dict[str, torch.Tensor] | None:
     """Broadcast rank 0's weights, and tensor-parallel shards from the first replica.
 
-    Args:
-        model: The model.
-        backend: The backend of this rank.
-        mesh: The ``DeviceMesh`` of the ranks with equal tensor-parallel shards; ``None`` for a single replica.
-        sync: ``False`` broadcasts nothing, and only handles models without weights.
+    ``mesh`` has the ranks with equal tensor-parallel shards. ``sync=False`` only handles models without weights.
 
     Returns:
         ``None``, or if some rank's model has no weights (is on the meta device): the model's state on rank 0, ``{}`` on
@@ -381,6 +375,7 @@ def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 def _scatter(model: torch.nn.Module, full: dict[str, torch.Tensor], backend: Backend) -> None:
     """Fill a sharded model on the meta device with rank 0's ``full`` state."""
     made: dict[torch.Tensor, Any] = {}
+    parameters = dict(model.named_parameters())
     for name, tensor in _named_tensors(model):
         whole = full[name].data if backend.place.rank == 0 else torch.empty(tensor.shape, dtype=tensor.dtype)
         on_device = whole.to(backend.device).contiguous()
@@ -388,15 +383,11 @@ def _scatter(model: torch.nn.Module, full: dict[str, torch.Tensor], backend: Bac
             made[tensor] = torch.nn.Parameter(_distributed(on_device, tensor, source=0), tensor.requires_grad)
             continue
         backend.broadcast(on_device, 0)
-        made[tensor] = torch.nn.Parameter(on_device, tensor.requires_grad) if name in _parameters(model) else on_device
+        made[tensor] = torch.nn.Parameter(on_device, tensor.requires_grad) if name in parameters else on_device
     for module in model.modules():
         slots: dict[str, Any]
         for slots in (module._parameters, module._buffers):
             slots.update({name: made[tensor] for name, tensor in slots.items() if tensor is not None})
-
-
-def _parameters(model: torch.nn.Module) -> set[str]:
-    return {name for name, _ in model.named_parameters()}
 
 
 def _distributed(whole: torch.Tensor, like: Any, *, source: int | None = None) -> Any:
@@ -501,32 +492,24 @@ def _whole(value: Any) -> torch.Tensor:
 
 
 def whole_state(state: dict[str, Any], backend: Backend) -> dict[str, Any]:
-    """Gather a state's tensors on rank 0's CPU, and return ``{}`` on other ranks. All ranks call this.
-
-    Tensors are gathered one by one. A tensor with several names stays one object.
-
-    Args:
-        state: The state, in which a tensor with several names is one object.
-        backend: The backend of this rank.
-    """
-    gathered: dict[str, Any] = {}
-    first: dict[int, str] = {}
-    for name, value in state.items():
-        again = first.setdefault(id(value), name)
-        if again == name:
-            # A shard that is offloaded to the host is gathered through the device.
-            whole = _whole(value.detach().to(backend.device)) if is_sharded_tensor(value) else value
-        if backend.place.rank == 0:
-            gathered[name] = gathered[again] if again != name else on_host(whole)
-    return gathered
+    """Gather a state's tensors on rank 0's CPU, and return ``{}`` on other ranks. All ranks call this."""
+    gathered: dict[str, Any] = whole_tree(state, backend)
+    return gathered if backend.place.rank == 0 else {}
 
 
 def whole_tree(tree: Any, backend: Backend) -> Any:
-    """Gather nested tensors on rank 0's CPU, and return ``None`` leaves on other ranks. All ranks call this."""
+    """Gather nested tensors on rank 0's CPU, and return ``None`` leaves on other ranks. All ranks call this.
+
+    Tensors are gathered one by one. An object that is there several times stays one object.
+    """
+    made: dict[int, Any] = {}
 
     def gathered(leaf: Any) -> Any:
-        whole = _whole(leaf.detach().to(backend.device)) if is_sharded_tensor(leaf) else leaf
-        return on_host(whole) if backend.place.rank == 0 else None
+        if id(leaf) not in made:
+            # A shard that is offloaded to the host is gathered through the device.
+            whole = _whole(leaf.detach().to(backend.device)) if is_sharded_tensor(leaf) else leaf
+            made[id(leaf)] = on_host(whole) if backend.place.rank == 0 else None
+        return made[id(leaf)]
 
     return map_leaves(gathered, tree)
 

@@ -17,8 +17,7 @@ from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import Counter
 from notebook_accel.training import collectives, random_state
 from notebook_accel.training.accumulation import GradientState
-from notebook_accel.training.backends.backend import Backend, Uploader
-from notebook_accel.training.backends.shared_samples import all_ranks, shares_samples
+from notebook_accel.training.backends.backend import Backend, Uploader, all_ranks, shares_samples
 from notebook_accel.training.compiling import without_own_wrapper
 from notebook_accel.training.dataset_views import ReadRound, RoundDataset, RoundStream
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS, Deal, EpochCounter, LoaderPosition, ResumePoint

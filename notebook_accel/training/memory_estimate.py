@@ -1,4 +1,4 @@
-"""Estimates the memory that training a model needs, without allocating it."""
+"""Estimates the memory that training a model needs, without allocating it, and reports the memory that it takes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from notebook_accel.errors import ConfigError
 from notebook_accel.formatting import format_number, format_size
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
+from notebook_accel.reporting import reporter
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.model_files import size_bytes
@@ -24,6 +27,7 @@ __all__ = ["MemoryEstimate", "estimate_memory"]
 _DTYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DOUBLINGS = 9  # how often the number of ranks is doubled to find one that fits
 _GATHERED_BLOCKS = 2  # fully_shard gathers the next block while one computes
+_FOLLOWED_STEPS = 2  # the steps after which the memory is reported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +145,6 @@ def warn_of_large_models(
     """Warn, before models are sharded, if a rank's share of one and its optimizer's state won't fit on the device.
 
     Models without their optimizer in ``objects``, and models that are offloaded to the host, aren't checked.
-
-    Args:
-        objects: The objects to prepare, with models that aren't sharded yet.
-        ranks: Number of ranks over which a model will be sharded.
-        plugin: The settings of sharding.
-        mixed_precision: The precision of the ``Accelerator``.
-        device_bytes: The device's memory.
     """
     objects = list(objects)
     models = [] if plugin.cpu_offload else [item for item in objects if isinstance(item, torch.nn.Module)]
@@ -219,7 +216,7 @@ def _remedies(whole: _Whole, estimate: MemoryEstimate) -> Iterator[str]:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # of sparse ones too
 
 
 def _state_bytes(
@@ -241,7 +238,7 @@ def _state_bytes(
                 f"The state of {type(made).__name__} can't be estimated: its step needs more than shapes ({error}).",
                 fix="optimizer=torch.optim.AdamW, or another one whose state has the same size",
             ) from error
-    return _bytes(leaf for state in made.state.values() for leaf in _tensors(state))
+    return _bytes(itertools.chain.from_iterable(map(_tensors, made.state.values())))
 
 
 def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -255,3 +252,59 @@ def _largest_block_bytes(model: torch.nn.Module, dtype: torch.dtype | None) -> i
     parts = [list(block.parameters()) for block in blocks]
     parts.append([parameter for parameter in model.parameters() if parameter not in inside])
     return max(sum(p.numel() * (dtype or p.dtype).itemsize for p in part) for part in parts)
+
+
+class ModelMemoryReports:
+    """Reports the memory of an ``Accelerator``'s prepared models and optimizers, and keeps none of them alive.
+
+    Gradients and optimizer state exist only after a step. The second step is the first that has parameters, gradients
+    and optimizer state at once, so the device's peak memory is reported after it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def track(self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Report the memory now and after the first steps. Outside a launched rank, do nothing."""
+        if not reporter().is_connected:
+            return
+        before = len(self._models)
+        for model in models:
+            self._models.add(model)
+        for optimizer in optimizers:
+            if optimizer not in self._steps:
+                self._steps[optimizer] = 0
+                optimizer.register_step_post_hook(self._stepped)
+        if len(self._models) > before:
+            self._report(peak_bytes=0)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        steps = self._steps.get(optimizer, _FOLLOWED_STEPS)
+        if steps < _FOLLOWED_STEPS:
+            self._steps[optimizer] = steps + 1
+            self._report(peak_bytes=self._peak_bytes() if steps + 1 == _FOLLOWED_STEPS else 0)
+
+    def _peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+    def _report(self, peak_bytes: int) -> None:
+        parameters = {parameter for model in self._models for parameter in model.parameters()}
+        gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+        states = (state for optimizer in self._steps for state in optimizer.state.values())
+        reporter().report_model_memory(
+            parameters=sum(parameter.numel() for parameter in parameters),
+            held_parameters=sum(_held(parameter).numel() for parameter in parameters),
+            parameter_bytes=_bytes(map(_held, parameters)),
+            gradient_bytes=_bytes(map(_held, gradients)),
+            optimizer_bytes=_bytes(map(_held, itertools.chain.from_iterable(map(_tensors, states)))),
+            peak_bytes=peak_bytes,
+        )
+
+
+def _held(tensor: Any) -> torch.Tensor:
+    """Return this rank's share of a tensor: all of it, unless it is sharded."""
+    with torch.no_grad():
+        share: torch.Tensor = tensor.to_local() if is_sharded_tensor(tensor) else tensor
+    return share

@@ -22,6 +22,16 @@ _FORMAT = {"format": "pt"}  # without it Transformers refuses the file
 _SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
+def weights_file(number: int, safe: bool) -> str:
+    """Return the name of the file of a whole model's weights."""
+    return numbered("model" if safe else "pytorch_model", number, "safetensors" if safe else "bin")
+
+
+def numbered(name: str, number: int, suffix: str = "bin") -> str:
+    """Return ``optimizer.bin``, ``optimizer_1.bin`` and so on, as Accelerate numbers them."""
+    return f"{name}.{suffix}" if number == 0 else f"{name}_{number}.{suffix}"
+
+
 def write_weights(state: Mapping[str, Any], path: pathlib.Path, *, safe: bool) -> None:
     """Write a state dict to one file: safetensors, or torch's own format.
 
@@ -42,6 +52,41 @@ def write_object(value: Any, path: pathlib.Path) -> None:
     """Write an object by ``torch.save`` to a file that appears when it is complete."""
     with atomic_write(path) as draft:
         torch.save(value, draft)
+
+
+def read_object(path: pathlib.Path, *, weights_only: bool = True) -> Any:
+    """Return an object that ``write_object`` has written, on the CPU.
+
+    Raises:
+        CheckpointError: The file can't be read, or with ``weights_only`` reading it could run code.
+    """
+    try:
+        with torch.serialization.safe_globals(_numpy_globals()):
+            return torch.load(path, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values: {error}",
+            why="Reading it could run code.",
+            fix="load_state(..., load_kwargs={'weights_only': False}), if you trust the checkpoint",
+        ) from error
+    except (OSError, EOFError, RuntimeError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}", fix="use another checkpoint") from error
+
+
+def _numpy_globals() -> list[Any]:
+    """Return the names that a pickled NumPy scalar or array refers to, in NumPy 1 and 2.
+
+    A learning rate may be such a scalar. Unpickling one runs no foreign code.
+    """
+    try:
+        import numpy
+    except ImportError:
+        return []
+    kinds = {type(numpy.dtype(code)) for code in numpy.typecodes["All"] if code != "O"}
+    makers = {"scalar": numpy.float64(0).__reduce__()[0], "_reconstruct": numpy.zeros(0).__reduce__()[0]}
+    modules = ("numpy.core.multiarray", "numpy._core.multiarray")
+    named = [(maker, f"{module}.{name}") for module in modules for name, maker in makers.items()]
+    return [numpy.ndarray, numpy.dtype, *kinds, *named]
 
 
 def save(value: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
@@ -120,15 +165,21 @@ def _deduplicated(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], di
                 f"{name} of the model's state is {type(tensor).__name__}, and safetensors holds tensors only.",
                 fix="safe_serialization=False",
             )
-        storage = (tensor.device, tensor.untyped_storage().data_ptr())
-        place = (*storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and place in first:
-            aliases[name] = first[place]
+        kept = first.setdefault(place_of(tensor), name)
+        if kept != name:
+            aliases[name] = kept
             continue
-        first[place] = name
+        storage = (tensor.device, tensor.untyped_storage().data_ptr())
         distinct[name] = tensor.detach().clone() if storage in storages else tensor.detach().contiguous()
         storages.add(storage)
     return distinct, aliases
+
+
+def place_of(value: Any) -> Any:
+    """Return a key that is equal for two values only if they are one tensor under two names."""
+    if not isinstance(value, torch.Tensor) or not value.numel() or value.is_meta:
+        return id(value)
+    return value.device, value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 def _sharded(state: Mapping[str, Any], limit_bytes: int) -> list[dict[str, Any]]:

@@ -21,8 +21,7 @@ from notebook_accel.errors import TrainingError
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import collectives, fsdp, gradients
 from notebook_accel.training.accumulation import is_left_local
-from notebook_accel.training.backends.backend import Backend
-from notebook_accel.training.backends.shared_samples import all_ranks
+from notebook_accel.training.backends.backend import Backend, all_ranks
 from notebook_accel.training.collectives import verify_model
 from notebook_accel.training.compiling import without_own_wrapper
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin

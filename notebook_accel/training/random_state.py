@@ -14,8 +14,7 @@ import torch
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives, process_group
-from notebook_accel.training.backends.backend import Backend
-from notebook_accel.training.backends.shared_samples import all_ranks, shares_samples
+from notebook_accel.training.backends.backend import Backend, all_ranks, shares_samples
 from notebook_accel.training.trees import leaves_of
 
 _T = TypeVar("_T")

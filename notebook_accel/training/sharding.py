@@ -355,9 +355,8 @@ class SynchronizedSampler(Sampler[Any]):
     Rank 0 takes the seed of an epoch's order from the global generator at the moment at which plain PyTorch does. So
     with the same global seed it draws the order that plain PyTorch draws in one process.
 
-    Args:
-        sampler: A sampler with an attribute ``generator``, which may be ``None``.
-        from_rank_0: A function that broadcasts rank 0's argument. Every rank calls it once an epoch.
+    ``sampler`` has an attribute ``generator``, which may be ``None``. ``from_rank_0`` broadcasts rank 0's argument;
+    every rank calls it once an epoch.
     """
 
     def __init__(self, sampler: Any, from_rank_0: Callable[[Any], Any]) -> None:

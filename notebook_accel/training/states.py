@@ -18,8 +18,7 @@ import torch.distributed as dist
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.payload.unpicklable import STAYING, StaysError
 from notebook_accel.training import collectives, process_group
-from notebook_accel.training.backends.backend import Backend
-from notebook_accel.training.backends.shared_samples import sharing
+from notebook_accel.training.backends.backend import Backend, sharing
 from notebook_accel.training.compiling import TorchDynamoPlugin
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import InitProcessGroupKwargs

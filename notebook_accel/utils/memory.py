@@ -20,7 +20,6 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training import process_group
 from notebook_accel.training.backends import group_recovery, torch_group
-from notebook_accel.training.backends.backend import Backend
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
 
@@ -147,73 +146,49 @@ def _refuse_given_size(function: Callable[..., Any], args: tuple[Any, ...], own:
 
 
 def _attempt_on_all(function: Callable[[], Any]) -> tuple[bool, Any]:
-    """Call a function on all ranks; return whether memory ran out on any of them, and the value if it didn't."""
-    _free_memory()
-    member = _join_existing()
-    with _giving_up_with_others():
-        value, error = _attempt(function)
-    outcome, error = _Outcome(error), None  # an exception references frames, which reference tensors
-    runs_out = _runs_out_anywhere(outcome)
-    del member
-    return runs_out, None if runs_out else value
+    """Call a function on all ranks; return whether memory ran out on any of them, and the value if it didn't.
 
-
-def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    try:
-        return function(), None
-    except Exception as error:  # noqa: BLE001  any error is reported to the other ranks first
-        return None, error
-
-
-def _join_existing() -> Backend | None:
-    """Join a group that exists already, so that it is renewed if it breaks, even if nothing else uses it."""
-    if torch_group.made_here() is None:
-        return None
-    return process_group.current(cpu="nccl" not in dist.get_backend_config())
-
-
-class _Outcome:
-    """The end of a rank's attempt: ``runs_out`` is true if memory ran out, and ``error`` is any other exception."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self.runs_out = error is not None and should_reduce_batch_size(error)
-        self.error = None if self.runs_out else error
-
-
-def _runs_out_anywhere(outcome: _Outcome) -> bool:
-    """Return whether memory ran out on any rank, in which case all ranks are in a new group now.
+    If memory ran out, all ranks are in a new group now.
 
     Raises:
-        Exception: The outcome's own exception, if it isn't about memory.
+        Exception: The function's own exception, if it isn't about memory.
         TrainingError: Another rank raised an exception that isn't about memory.
     """
+    _free_memory()
+    member = None
+    if torch_group.made_here() is not None:
+        # A group that exists already is joined, so that it is renewed if it breaks, even if nothing else uses it.
+        member = process_group.current(cpu="nccl" not in dist.get_backend_config())
+    value, runs_out, error = None, False, None
+    with _giving_up_with_others():
+        try:
+            value = function()
+        except Exception as raised:  # noqa: BLE001  any error is reported to the other ranks first
+            runs_out = should_reduce_batch_size(raised)
+            error = None if runs_out else raised  # an exception references frames, which reference tensors
     place = process_group.rank_place()
-    if place.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.runs_out
+    if place.world_size == 1 or not dist.is_initialized():
+        if error is not None:
+            raise error
+        return runs_out, value
     group = torch_group.made_here()
     exchange = _Exchange(place.rank, place.world_size)
-    if outcome.runs_out:
+    if runs_out:
         exchange.announce_out_of_memory()
-    is_over = outcome.runs_out or (outcome.error is not None and exchange.has_memory_run_out())
+    is_over = runs_out or (error is not None and exchange.has_memory_run_out())
     if is_over and group is not None:
         group.give_up()  # frees the waiting ranks, which then read the announcement
-    if outcome.error is not None and not is_over:
-        exchange.report(f"{type(outcome.error).__name__}: {outcome.error}", rejoins=False)
-        raise outcome.error
-    outcome.error = None  # caused by a peer that ran out of memory and gave up its group
+    if error is not None and not is_over:
+        exchange.report(f"{type(error).__name__}: {error}", rejoins=False)
+        raise error
+    error = None  # caused by a peer that ran out of memory and gave up its group
     gc.collect()  # so that objects of the failed attempt aren't reconnected
-    texts, rejoins = exchange.exchange_reports(rejoins=group is not None and bool(group.members))
-    for rank, text in enumerate(texts):
-        if text:
-            raise TrainingError(f"Rank {rank} failed while a batch size was being tried: {text}")
-    ran_out = exchange.has_memory_run_out()
-    exchange.leave()
+    runs_out, rejoins = exchange.agree(rejoins=group is not None and bool(group.members))
     del exchange
-    if ran_out and group is not None:
+    if runs_out and group is not None:
         group_recovery.renew_group(None, rejoins=rejoins, namespace={})
-    return ran_out
+    del member
+    return runs_out, None if runs_out else value
 
 
 @contextlib.contextmanager
@@ -279,10 +254,11 @@ class _Exchange:
         """Report this rank's exception, if it isn't about memory, and whether the rank has an Accelerator."""
         self._store.set(f"end of {self._rank}", json.dumps([text, rejoins]))
 
-    def exchange_reports(self, *, rejoins: bool) -> tuple[list[str], bool]:
-        """Report no exception, and return the exceptions by rank, and whether all ranks have an Accelerator.
+    def agree(self, *, rejoins: bool) -> tuple[bool, bool]:
+        """Report no exception; return whether memory has run out, and whether all ranks have an Accelerator.
 
-        The method returns as soon as one rank has reported an exception.
+        Raises:
+            TrainingError: Another rank has reported an exception. This doesn't wait for the other ranks.
         """
         self.report("", rejoins=rejoins)
         keys = [f"end of {rank}" for rank in range(self._world_size)]
@@ -293,14 +269,17 @@ class _Exchange:
             return len(ends) == len(keys) or any(text for text, _ in ends.values())
 
         self._wait(is_known, keys)
-        return [ends.get(key, ("", False))[0] for key in keys], all(rejoins for _, rejoins in ends.values())
-
-    def leave(self) -> None:
-        """Leave the exchange. Rank 0, which may host the store, waits for the others to leave."""
+        for rank, key in enumerate(keys):
+            text, _ = ends.get(key, ("", False))
+            if text:
+                raise TrainingError(f"Rank {rank} failed while a batch size was being tried: {text}")
+        has_run_out = self.has_memory_run_out()
+        # Rank 0 may host the store, so it leaves last.
         self._store.set(f"heard by {self._rank}", "")
         if self._rank == 0:
             keys = [f"heard by {rank}" for rank in range(self._world_size)]
             self._wait(lambda: self._store.check(keys), keys)
+        return has_run_out, all(rejoins for _, rejoins in ends.values())
 
     def _wait(self, is_enough: Callable[[], bool], keys: list[str]) -> None:
         deadline = time.monotonic() + _DEADLINE_S

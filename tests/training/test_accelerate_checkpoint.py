@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 from notebook_accel import Accelerator, ConfigError, DataLoaderConfiguration, ProjectConfiguration
 from notebook_accel.errors import CheckpointError
 from notebook_accel.training.accelerate_checkpoint import AccelerateCheckpoint
-from notebook_accel.training.checkpoint import _read_object
 from notebook_accel.training.handlers import GradScalerKwargs
 from notebook_accel.training.precision import LossScaler
 from tests.training.programs import Counts
@@ -146,8 +145,8 @@ def test_the_scale_of_losses(tmp_path: pathlib.Path) -> None:
     scaler.scale(torch.ones(1))
     torch.save(scaler.state_dict(), tmp_path / "scaler.pt")
     saved_by_accelerate(tmp_path)
-    checkpoint = AccelerateCheckpoint(tmp_path, _read_object)
-    assert checkpoint.manifest({"scaler": [], "optimizer": []})["counts"] == {"scaler": 1, "optimizer": 1}
+    checkpoint = AccelerateCheckpoint(tmp_path)
+    assert checkpoint.counts(["scaler", "optimizer"]) == {"model": 1, "scaler": 1, "optimizer": 1}
     ours = LossScaler(torch.device("cpu"), GradScalerKwargs())
     ours.load_state_dict(checkpoint.state("scaler", 0, weights_only=True))
     assert (ours.get_scale(), ours.get_growth_interval()) == (512.0, 3)

@@ -122,6 +122,19 @@ def test_hooks(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "state" / "model.safetensors").exists()
 
 
+def test_gradients_of_a_window_whose_model_a_hook_loads(tmp_path: pathlib.Path) -> None:
+    accelerator, net, optimizer = prepared(gradient_accumulation_steps=2)
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
+    accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
+    with accelerator.accumulate(net):
+        accelerator.backward(net(torch.ones(1, 3)).sum())
+    accelerator.save_state(tmp_path / "state")
+    before = net.weight.grad.clone()
+    optimizer.optimizer.zero_grad()
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(net.weight.grad, before)
+
+
 def test_a_model_alone_to_evaluate_it(tmp_path: pathlib.Path) -> None:
     accelerator, net, _ = prepared()
     accelerator.save_state(tmp_path / "state")

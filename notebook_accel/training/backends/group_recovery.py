@@ -14,7 +14,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,11 @@ from notebook_accel.training.backends import torch_group
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.trees import map_leaves, send_to_device
 
-_T = TypeVar("_T")
-_U = TypeVar("_U")
+if TYPE_CHECKING:
+    from notebook_accel.training.backends.torch_distributed import TorchDistributed
+
 _Key = tuple[int, int]
 _COUNTS = ("_calls", "_local_calls", "_has_said_uncalled")
-_Connect = Callable[[Any, torch.nn.Module], None]
-_AllGather = Callable[[Any], list[Any]]  # returns the ranks' objects, in order of rank
 
 
 class Stateful(Protocol):
@@ -49,7 +48,7 @@ def collective_counts() -> list[int] | None:
     The first item is 1 if this package uses the default group, else 0. A group that carries CPU and GPU tensors by
     different backends has a number for each. Ranks whose lists differ would hang.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return None
     groups: Iterable[Any] = dist.distributed_c10d._world.pg_map  # in the order in which they were made
     compared = [group for group in groups if getattr(group, "group_desc", "") != torch_group.BACKGROUND]
@@ -80,7 +79,7 @@ def renew_group(renewals: int | None, *, rejoins: bool, namespace: Mapping[str, 
     """
     if renewals is not None:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(renewals)
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         _forget_all()
         return []
     # Libraries check this name: Lightning computes a mean differently with "gloo". torch's default has no name.
@@ -111,7 +110,7 @@ def _forget_all() -> None:
     _states.clear()
 
 
-def _rejoin(members: Sequence[torch_group.Member], backend: str | None) -> list[str]:
+def _rejoin(members: Sequence[TorchDistributed], backend: str | None) -> list[str]:
     """Create the new group, connect prepared objects to it, and return descriptions of those that were lost."""
     if not members:
         # Not ``dist.init_process_group``, which a session replaces to compare the cells' calls of it.
@@ -120,69 +119,61 @@ def _rejoin(members: Sequence[torch_group.Member], backend: str | None) -> list[
     for member in members:
         member.rejoin()
     common, left = _parallels.match(members[0].all_gather_object)
-    for parallel, connect in common:
-        reconnect(parallel, connect)
+    for parallel in common:
+        reconnect(parallel)
     lost = [f"a prepared {type(item.module).__name__}, which not all ranks have: prepare it again" for item in left]
     if _copy_state_of_rank_0(members[0]):
         lost.append("gradients of an accumulation window that had begun")
     return lost
 
 
-class _TrackedObjects(Generic[_T, _U]):
-    """Objects that all ranks created in the same order, held weakly, each with an associated value."""
+class _TrackedObjects:
+    """Objects that all ranks created in the same order, held weakly."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._entries: dict[_Key, tuple[weakref.ref[Any], _U]] = {}
+        self._objects: weakref.WeakValueDictionary[_Key, Any] = weakref.WeakValueDictionary()
 
     def __contains__(self, obj: object) -> bool:
-        return any(ref() is obj for ref, _ in self._entries.values())
+        return any(tracked is obj for tracked in self._objects.values())
 
-    def add(self, obj: _T, description: str, value: _U) -> None:
+    def add(self, obj: object, description: str) -> None:
         """Track an object. ``description`` is equal for its counterparts, and differs for other kinds of objects."""
-        key = next(self._numbers), zlib.crc32(description.encode())
-        entries = self._entries
-        entries[key] = weakref.ref(obj, lambda _: entries.pop(key, None)), value
+        self._objects[next(self._numbers), zlib.crc32(description.encode())] = obj
 
     def clear(self) -> None:
         """Forget all objects and count from 0 again, as a new rank does."""
         self._numbers = itertools.count()
-        self._entries = {}
+        self._objects.clear()
 
-    def match(self, all_gather: _AllGather) -> tuple[list[tuple[_T, _U]], list[_T]]:
+    def match(self, all_gather: Callable[[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
         """Return the objects that all ranks still have, in one order, and those that only some have.
 
         All ranks call this method.
         """
-        alive = {key: (obj, value) for key, (ref, value) in list(self._entries.items()) if (obj := ref()) is not None}
+        alive = dict(self._objects.items())
         by_rank: list[list[_Key]] = all_gather(sorted(alive))
         common = set(by_rank[0]).intersection(*by_rank[1:])
         # Ranks may have counted differently if one was interrupted while it made an object.
         self._numbers = itertools.count(1 + max((number for keys in by_rank for number, _ in keys), default=-1))
-        return [alive[key] for key in sorted(common)], [alive[key][0] for key in sorted(alive) if key not in common]
+        return [alive[key] for key in sorted(common)], [alive[key] for key in sorted(alive) if key not in common]
 
 
-_parallels: _TrackedObjects[torch.nn.Module, _Connect] = _TrackedObjects()
-_states: _TrackedObjects[Any, None] = _TrackedObjects()
+_parallels = _TrackedObjects()
+_states = _TrackedObjects()
 
 
-def track_parallel(parallel: torch.nn.Module, connect: _Connect) -> None:
-    """Track a module that averages gradients, so that it can be connected to a later group.
-
-    Args:
-        parallel: The module.
-        connect: Called with the emptied module and its model, to connect them to the current group.
-    """
-    _parallels.add(parallel, "\n".join(f"{name} {tuple(p.shape)}" for name, p in parallel.named_parameters()), connect)
+def track_parallel(parallel: torch.nn.Module) -> None:
+    """Track a module that averages gradients, so that its method ``_connect`` can connect it to a later group."""
+    _parallels.add(parallel, "\n".join(f"{name} {tuple(p.shape)}" for name, p in parallel.named_parameters()))
 
 
-def reconnect(parallel: Any, connect: _Connect, kept: Iterable[str] = ()) -> None:
+def reconnect(parallel: Any, *, again: bool = False) -> None:
     """Connect a module to the current group, in place: variables that refer to it, such as ``model``, stay valid.
 
     Args:
-        parallel: The module.
-        connect: Called with the emptied module and its model, to connect them.
-        kept: Names of attributes that the module keeps, besides its hooks.
+        parallel: The module. It keeps its hooks.
+        again: The module is in this group already, and its parameters have changed.
     """
     before = dict(vars(parallel))
     hooks = {
@@ -193,13 +184,15 @@ def reconnect(parallel: Any, connect: _Connect, kept: Iterable[str] = ()) -> Non
     module = parallel.module
     vars(parallel).clear()
     try:
-        with _temporarily_unfrozen(module, before["_watched"].trainable if "_watched" in before else ()):
-            connect(parallel, module)
+        with _temporarily_unfrozen(module, before["_watched"].trainable):
+            before["_connect"](parallel, module, again=again)
     except BaseException:
         vars(parallel).clear()
         vars(parallel).update(before)  # so that a retry is possible
         raise
-    kept = ("training", "require_backward_grad_sync", *_COUNTS, *kept)  # False only within ``no_sync``
+    kept = ["training", "require_backward_grad_sync", *_COUNTS]  # the second is False only within ``no_sync``
+    if again:
+        kept.append("_join_config")
     vars(parallel).update(hooks, **{name: before[name] for name in kept if name in before})
 
 
@@ -218,7 +211,7 @@ def _temporarily_unfrozen(model: torch.nn.Module, unfrozen: Iterable[torch.nn.Pa
 
 def track_state(stateful: Stateful) -> None:
     """Track an object whose state has to be equal on all ranks. All ranks call this in the same order."""
-    _states.add(stateful, type(stateful).__name__, None)
+    _states.add(stateful, type(stateful).__name__)
 
 
 def _copy_state_of_rank_0(backend: Backend) -> bool:
@@ -229,8 +222,7 @@ def _copy_state_of_rank_0(backend: Backend) -> bool:
     Returns:
         True if a window had begun.
     """
-    entries, _ = _states.match(backend.all_gather_object)
-    common = [stateful for stateful, _ in entries if not _is_of_shards(stateful)]
+    common = [stateful for stateful in _states.match(backend.all_gather_object)[0] if not _is_of_shards(stateful)]
     digests = [_digest(stateful.state_dict()) for stateful in common]
     is_in_window = any(getattr(stateful, "is_in_window", False) for stateful in common)
     by_rank: list[tuple[bool, list[int]]] = backend.all_gather_object((is_in_window, digests))

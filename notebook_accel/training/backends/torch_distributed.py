@@ -59,6 +59,7 @@ class TorchDistributed(TorchDevice):
         self._scatter = ObjectScatter(self._host_device)
 
     def rejoin(self) -> None:
+        """Join the current default group, or create it with the previous one's options if there is none."""
         self._enter(self._group.options or InitProcessGroupKwargs())
 
     @property
@@ -120,9 +121,8 @@ class TorchDistributed(TorchDevice):
 
     def data_parallel(self, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> torch.nn.Module:
         parallel = _DataParallel.__new__(_DataParallel)
-        connect = functools.partial(self._connect, options=options)
-        connect(parallel, model)
-        group_recovery.track_parallel(parallel, connect)
+        self._connect(parallel, model, options)
+        group_recovery.track_parallel(parallel)
         return parallel
 
     def _connect(
@@ -208,8 +208,7 @@ class _DataParallel(AveragingWrapper, DistributedDataParallel):
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             return False
         added, hooks = self._watched.added(), self._comm_hooks
-        connect = functools.partial(self._connect, again=True)
-        group_recovery.reconnect(self, connect, kept=("_join_config",))
+        group_recovery.reconnect(self, again=True)
         for hook, state in hooks:
             for of_buckets in ("p_memory_dict", "q_memory_dict", "error_dict"):  # of PowerSGD: buckets differ now
                 getattr(state, of_buckets, {}).clear()
@@ -342,10 +341,8 @@ class ObjectScatter:
     """Sends each rank an object from rank 0, in one message.
 
     torch's own function needs three messages, since ranks first have to learn the object's size. Here all ranks expect
-    a size that grows with the objects sent so far, and only a larger object needs a second message.
-
-    Args:
-        device: A device whose tensors the group can send.
+    a size that grows with the objects sent so far, and only a larger object needs a second message. The group must be
+    able to send tensors of ``device``.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -17,7 +17,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,11 @@ from notebook_accel import nccl
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import reporter
-from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.backends.watchdog import CollectiveWatchdog
 from notebook_accel.training.handlers import InitProcessGroupKwargs
+
+if TYPE_CHECKING:
+    from notebook_accel.training.backends.torch_distributed import TorchDistributed
 
 # Ranks arrive at different times when one of them downloads or unpacks something first.
 JOIN_DEADLINE_S = 600.0
@@ -46,23 +48,11 @@ _MAX_GRADIENT_GROUPS = 4  # each has connections and threads of its own
 _group_numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
-class Member(Backend, Protocol):
-    """A ``Backend`` that communicates through the default group."""
-
-    def rejoin(self) -> None:
-        """Join the current default group, or create it with the previous one's options if there is none."""
-
-
 class Group:
     """The default group of this process.
 
-    Args:
-        place: This rank's place in the group.
-        sockets: The connections that this package opened for the group.
-        store: The store where the ranks meet.
-        deadline: The deadline of a collective if this package created the group; gloo's, if it has gloo.
-        nccl_deadline: NCCL's deadline of a collective if this package created the group and it has NCCL.
-        options: The options of the group if this package made it.
+    The last three arguments are given if this package created the group: the deadline of a collective (gloo's, if the
+    group has gloo), NCCL's deadline if it has NCCL, and the group's options.
 
     Attributes:
         members: The backends that use the group.
@@ -81,7 +71,7 @@ class Group:
     ) -> None:
         self.options = options
         self.process_group = dist.group.WORLD
-        self.members: weakref.WeakSet[Member] = weakref.WeakSet()
+        self.members: weakref.WeakSet[TorchDistributed] = weakref.WeakSet()
         self.gradient_groups: list[dist.ProcessGroup] = []
         self.mesh_groups = 0
         self._background: dist.ProcessGroup | None = None
@@ -116,7 +106,7 @@ class Group:
         """True if this package created the group, False if the user's code did."""
         return self._deadline is not None
 
-    def remove(self, member: Member) -> None:
+    def remove(self, member: TorchDistributed) -> None:
         """Remove a member. If it was the last one and this package created the group, destroy the group."""
         self.members.discard(member)
         if self.members:
@@ -269,7 +259,7 @@ def is_ours() -> bool:
     return _current is not None and _current.is_current and bool(_current.members)
 
 
-def break_up() -> tuple[list[Member], int]:
+def break_up() -> tuple[list[TorchDistributed], int]:
     """Destroy the default group and every other group, even while they are in use.
 
     The ``Group`` object is kept until the next call, because destroying its gradient groups at once could deadlock, as
@@ -280,7 +270,7 @@ def break_up() -> tuple[list[Member], int]:
     """
     global _broken, _current
     _broken, _current = _current, None
-    members: list[Member] = []
+    members: list[TorchDistributed] = []
     known = 1
     if _broken is not None:
         if _broken.is_current:
@@ -297,7 +287,7 @@ def break_up() -> tuple[list[Member], int]:
 
 def current_place() -> RankPlace | None:
     """Return this rank's place in the current group, ``None`` if there is none."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         return None
     place = RankPlace.from_environment()
     rank = dist.get_rank()
@@ -390,10 +380,8 @@ def _wait_for_all(store: Store, place: RankPlace, timeout: datetime.timedelta) -
 class GlooSockets:
     """gloo's connections to other ranks. Shutting them down frees a rank that hangs in a collective.
 
-    gloo can't abort a collective, but every wait on a closed connection raises.
-
-    Args:
-        store_port: Port of the ranks' store, whose connections stay open.
+    gloo can't abort a collective, but every wait on a closed connection raises. Connections to the ranks' store, at
+    ``store_port``, stay open.
     """
 
     def __init__(self, store_port: int) -> None:

@@ -195,14 +195,12 @@ class CollectiveWatchdog:
 
 
 def _nccl_status() -> dict[str, tuple[str, str]]:
-    """Return the numbers of the last collectives that each of NCCL's groups has enqueued and completed.
+    """Return, by group, the numbers of the last collectives that NCCL has enqueued and completed.
 
-    They come from torch's flight recorder, which NCCL's watchdog keeps; reading it makes no CUDA call.
-
-    Returns:
-        The two numbers by group; empty without NCCL, or where TORCH_FR_BUFFER_SIZE=0 turns the recorder off.
+    They come from torch's flight recorder; reading it makes no CUDA call. There are none without NCCL, or where
+    TORCH_FR_BUFFER_SIZE=0 turns the recorder off.
     """
-    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace_json", None)
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     if dump is None:
         return {}
     try:

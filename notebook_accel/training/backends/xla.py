@@ -274,7 +274,8 @@ class _XlaUploader:
         taken: list[torch.Tensor] | None = self._loader.next_item(self._device)
         if taken is None:
             raise self._loader._exception_queue.get(timeout=self._DEADLINE_S)
-        self._compilations.step_begins(is_new=self._are_new.popleft())
+        if self._are_new.popleft():
+            reporter().set_compiling(True)
         return taken
 
     def close(self) -> None:
@@ -298,11 +299,9 @@ class Compilations:
     """Reports the compilations of one device, and warns if batches of another shape cause them.
 
     XLA compiles a step for the shapes of its tensors, which takes long, and reuses it for later steps of these shapes.
-    ``compiled`` returns the number of compiled graphs.
     """
 
-    def __init__(self, compiled: Callable[[], int] = compiled_count) -> None:
-        self._compiled = compiled
+    def __init__(self) -> None:
         self._count = 0
         self._known: set[_Shapes] = set()
         self._warned: set[str] = set()
@@ -330,14 +329,9 @@ class Compilations:
         self._last = shapes
         return shapes, is_new
 
-    def step_begins(self, *, is_new: bool) -> None:
-        """Report that a step compiles, if its batch has new shapes."""
-        if is_new:
-            reporter().set_compiling(True)
-
     def step_ended(self) -> None:
         """Report whether the step that ends here was compiled."""
-        before, self._count = self._count, self._compiled()
+        before, self._count = self._count, compiled_count()
         reporter().set_compiling(self._count > before)
 
     def _warn_once(self, what: str, fix: str) -> None:
