@@ -72,12 +72,8 @@ class LastSteps:
         while len(self._samples) > 2 and self._samples[1][0] <= event.time_s - _RATE_WINDOW_S:
             self._samples.popleft()
 
-    def copy(self) -> LastSteps:
-        """Return a copy that later events don't change."""
-        return dataclasses.replace(self, _samples=self._samples.copy(), _step_times_s=self._step_times_s.copy())
-
     def since(self, began_s: float) -> LastSteps:
-        """Return a copy without the counts from before ``began_s``."""
+        """Return a copy, which later events don't change, without the counts from before ``began_s``."""
         samples = collections.deque(sample for sample in self._samples if sample[0] >= began_s)
         return dataclasses.replace(self, _samples=samples, _step_times_s=self._step_times_s.copy())
 
@@ -254,7 +250,7 @@ class RankState:
             self,
             metrics=dict(self.metrics),
             last_lines=self.last_lines.copy(),
-            last_steps=self.last_steps.copy(),
+            last_steps=self.last_steps.since(float("-inf")),
             step_history=self.step_history.copy(),
         )
 
@@ -275,7 +271,7 @@ class RankState:
             metrics=metrics,
             memory=None,
             last_steps=self.last_steps.since(began_s),
-            step_history=self.step_history.since(began_s),
+            step_history=StepHistory(),
         )
 
     def to_events(self, metrics: dict[str, float]) -> list[events.Event]:
