@@ -156,12 +156,12 @@ def stacks_html(stacks: Sequence[str], said: str, choice: Choice) -> str:
     ``said`` is a line above the stacks, such as the time of the request.
     """
     chosen = [text for rank, text in enumerate(stacks) if choice.rank in (None, rank) and choice.finds(text)]
-    is_open = " open" if len(chosen) <= _MOST_OPEN_STACKS else ""
+    is_open = "open" if len(chosen) <= _MOST_OPEN_STACKS else ""
     shown = [f'<p class="nba-said nba-faint" role="status">{html.escape(said)}</p>']
     for text in chosen:
-        first, _, rest = map(html.escape, text.partition("\n"))
-        folded = f"<details{is_open}><summary>{first}</summary>{pre(rest)}</details>"
-        shown.append(folded if rest else f'<p class="nba-said">{first}</p>')
+        first, _, rest = text.partition("\n")
+        one_line = f'<p class="nba-said">{html.escape(first)}</p>'
+        shown.append(folded(first, pre(html.escape(rest)), is_open) if rest else one_line)
     return "".join(shown)
 
 
@@ -183,12 +183,12 @@ def whole_output_html(output: OutputLog, log_folder: str) -> str:
         return pre(faint("no output"), "Output")
     last = output.last(_MOST_UNFOLDED_LINES if output.count <= _MOST_UNFOLDED_LINES else _OPEN_LINES)
     earlier = output.count - len(last)
-    folded = ""
+    before = ""
     if earlier:
         body = scrolled(pre(html.escape("\n".join(output_lines(output, log_folder)[: -len(last)]))))
         left_out = f", {output.left_out:,} of them left out" if output.left_out else ""
-        folded = f"<details><summary>{counted(earlier, 'earlier line')}{left_out}</summary>{body}</details>"
-    return f"{errors_html(output)}{folded}{pre(_lines_html(last, output), 'Output')}"
+        before = folded(f"{counted(earlier, 'earlier line')}{left_out}", body)
+    return f"{errors_html(output)}{before}{pre(_lines_html(last, output), 'Output')}"
 
 
 def output_lines(output: OutputLog, log_folder: str) -> list[str]:
@@ -218,6 +218,11 @@ def pre(body: str, label: str = "") -> str:
 def scrolled(body: str) -> str:
     """Put long content into a box that scrolls, with its end in view."""
     return f'<div class="nba-scrollback" tabindex="0">{body}</div>'
+
+
+def folded(title: str, body: str, attributes: str = "") -> str:
+    """Show HTML below a title that opens and closes it."""
+    return f"<details {attributes}><summary>{html.escape(title)}</summary>{body}</details>"
 
 
 def faint(text: str) -> str:

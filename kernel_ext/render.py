@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kernel_ext.charts import chart_html, shortened
 from kernel_ext.front_end import STYLE
-from kernel_ext.output import OutputLog, counted, faint, output_lines, pre, scrolled, whole_output_html
+from kernel_ext.output import OutputLog, counted, faint, folded, output_lines, pre, scrolled, whole_output_html
 from kernel_ext.step_view import bar_html, step_html, step_text, verdict_html
 from kernel_ext.timeline import body_html
 from notebook_accel.formatting import (
@@ -58,8 +58,8 @@ class RunFacts:
         status: ``starting``, ``running``, ``succeeded``, ``failed``, ``stopped`` or ``detached``.
         elapsed_s: The running time so far, or in all.
         hint: A hint for the reader, such as how to stop the run; may be empty.
-        failed_rank: The rank whose traceback is shown, ``None`` if no rank has one.
-        traceback: The traceback of ``failed_rank``.
+        failed_rank: The rank that failed first.
+        traceback: That rank's traceback; empty if there is none.
         is_background: Whether no cell waits for the run, so that only the panel reports a failure.
         log_folder: Folder of the ranks' whole output, empty if there is none.
         diagnosis: Where the time of the steps goes.
@@ -114,31 +114,22 @@ def summary_html(facts: RunFacts, state: RunState, output: OutputLog, now_s: flo
     """Return the whole panel in one piece that needs no kernel, for an element of class ``nba-panel``."""
     chart = chart_html(state)
     beside = f'<div class="nba-chart-pane">{chart}</div>' if chart else ""
-    every_rank = bottom = ""
+    every_rank = phases = profile = bottom = ""
     if len(state.ranks) > MOST_ROWS:
         table = table_html(state, now_s, facts.diagnosis.steps, is_folded=False)
-        title = f"<summary>all {len(state.ranks)} ranks</summary>"
-        every_rank = f'<details class="nba-every-rank">{title}{table}</details>'
+        every_rank = folded(f"all {len(state.ranks)} ranks", table, 'class="nba-every-rank"')
+    if facts.diagnosis.steps:
+        phases = folded("where the time of a step went", step_html(facts.diagnosis))
+    if facts.profile is not None:
+        profile = folded(facts.profile.title, body_html(facts.profile))
     if output.count or beside:  # the chart stays in the live panel's place
         pane = f'<div class="nba-output-pane">{whole_output_html(output, facts.log_folder)}</div>'
         bottom = f'<div class="nba-bottom">{pane}{beside}</div>'
     return (
         f'<style>{STYLE}</style><div class="nba-top">{header_html(facts, state, now_s)}</div>'
-        f"{table_html(state, now_s, facts.diagnosis.steps)}{every_rank}{_phases_html(facts)}{_profile_html(facts)}"
+        f"{table_html(state, now_s, facts.diagnosis.steps)}{every_rank}{phases}{profile}"
         f"{_traceback_html(facts)}{bottom}"
     )
-
-
-def _phases_html(facts: RunFacts) -> str:
-    if not facts.diagnosis.steps:
-        return ""
-    return f"<details><summary>where the time of a step went</summary>{step_html(facts.diagnosis)}</details>"
-
-
-def _profile_html(facts: RunFacts) -> str:
-    if facts.profile is None:
-        return ""
-    return f"<details><summary>{html.escape(facts.profile.title)}</summary>{body_html(facts.profile)}</details>"
 
 
 def summary_text(facts: RunFacts, state: RunState, output: OutputLog, now_s: float) -> str:
@@ -188,7 +179,7 @@ def _largest_share(state: RunState) -> events.ModelMemory | None:
 
 def _traceback_html(facts: RunFacts) -> str:
     """Show the failure's traceback; unfolded where no cell raises it."""
-    if facts.failed_rank is None:
+    if not facts.traceback:
         return ""
     lines = list(plain_lines(facts.traceback.strip()))
     left_out = len(lines) - _TRACEBACK_LINES
@@ -196,8 +187,7 @@ def _traceback_html(facts: RunFacts) -> str:
     gap = [f"… {counted(left_out, 'line')} left out …"] if left_out > 0 else []
     body = scrolled(pre(html.escape("\n".join([*gap, *lines[-_TRACEBACK_LINES:]])), "Traceback"))
     is_open, said = (" open", " · job.results() raises it") if facts.is_background else ("", "")
-    title = f"<summary>traceback of rank {facts.failed_rank}{said}</summary>"
-    return f'<details class="nba-traceback"{is_open}>{title}{body}</details>'
+    return folded(f"traceback of rank {facts.failed_rank}{said}", body, f'class="nba-traceback"{is_open}')
 
 
 # The table of ranks ---------------------------------------------------------------------------------------------------

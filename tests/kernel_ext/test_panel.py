@@ -288,7 +288,7 @@ def test_stacks_are_asked_for_and_shown(kernel: kernels.Kernel) -> None:
     from notebook_accel.protocol.agent_messages import RankDump
     text = 'Current thread 0x1 (most recent call first):\\n  File "<train>", line 7 in work'
     job.take_dumps([RankDump(rank=rank, pid=rank + 5, condition="answered", text=text) for rank in range(2)])
-    view._asking.join(60)
+    view._threads["stacks"].join(60)
     """
     _messages(kernel, dumps)
     shown = _see(kernel, "body")
