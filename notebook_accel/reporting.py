@@ -351,7 +351,8 @@ class Reporter:
         for function in self._before_sample:
             function()
         progress = self._progress()
-        if progress is not None and not _same_progress(progress, self._last_progress):
+        last = self._last_progress
+        if progress is not None and (last is None or msgspec.structs.replace(progress, time_s=last.time_s) != last):
             self._last_progress = progress
             self.send(progress)
         self._take_arrivals()
@@ -398,10 +399,6 @@ class Reporter:
             return
         utilisation = None if self._device_utilisation is None else self._device_utilisation()
         self.send(events.Memory(used_bytes=used, total_bytes=total, kind="device", utilisation=utilisation))
-
-
-def _same_progress(new: events.Progress, old: events.Progress | None) -> bool:
-    return old is not None and msgspec.structs.replace(new, time_s=old.time_s) == old
 
 
 def _number(value: Any) -> float | None:

@@ -23,7 +23,7 @@ _NO_METRICS = ("epoch", "_runtime", "_per_second", "total_flos")
 
 def install() -> None:
     """Count the bars of tqdm and rich from now on, imported already or not. Notebook bars become plain ones."""
-    bars = loops.loops().bars = _OpenBars()
+    bars = loops.loops().bars = OpenBars()
     reporting.reporter().before_sample(bars.refresh)
     when_imported("tqdm.std", lambda module: _patch_tqdm(module.tqdm, bars))
     when_imported("tqdm.notebook", _patch_tqdm_notebook)
@@ -83,7 +83,7 @@ class _BarCounter(reporting.Counter):
         return 0 < self.inner_bars >= self.step - _count(self.bar.initial)
 
 
-class _OpenBars:
+class OpenBars:
     """The open bars of this rank, from the outermost to the innermost."""
 
     def __init__(self) -> None:
@@ -130,7 +130,9 @@ class _OpenBars:
         current = self._open[-1] if self._open else None
         shown = reporting.reporter().shown
         if isinstance(shown, loops.LoopCounter) and self.count_steps:  # the bar counts these steps after all
-            self._take_row_back(current)
+            self._shown = None
+            self._show(current)
+            loops.loops().decide_again()
             return
         is_another_shown = self._shown is not shown
         if current is None and is_another_shown:
@@ -139,11 +141,6 @@ class _OpenBars:
             return
         if not (current is self._open[0] and current.counts_epochs):
             self._show(current)
-
-    def _take_row_back(self, counter: reporting.Counter | None) -> None:
-        self._shown = None
-        self._show(counter)
-        loops.loops().decide_again()
 
     def _show(self, counter: reporting.Counter | None) -> None:
         outer = self._open[0] if self._open else None
@@ -155,7 +152,7 @@ class _OpenBars:
             reporter.show(counter)
 
 
-def _patch_tqdm(bar_class: Any, bars: _OpenBars) -> None:
+def _patch_tqdm(bar_class: Any, bars: OpenBars) -> None:
     original_init, original_close, set_postfix = bar_class.__init__, bar_class.close, bar_class.set_postfix
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

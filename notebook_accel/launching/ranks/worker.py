@@ -209,37 +209,35 @@ def _send(
     value: Any, spec: JobSpec, place: RankPlace, result: int, namespace: dict[str, Any], by_value: list[Any]
 ) -> int:
     """Write the rank's value and, on each machine's first rank, the names to be pulled. Return the file's length."""
-    pulled, missing = _look_up(namespace, spec.pull)
+    pulled, absent = _look_up(namespace, spec.pull, place.rank)
     values = {"": value, **(pulled if place.local_rank == 0 else {})}
     # Every rank has a share of a sharded model, so all of them help to gather the values that the first ones send.
     gathered = gathering.gather({"": value, **pulled}, kept=values, occasion="end", origins=by_value)
-    refused = gathered.refused | (_absent(missing, place.rank) if place.local_rank == 0 else {})
+    refused = gathered.refused | (absent if place.local_rank == 0 else {})
     return _write_result(result, place.rank, values, by_value, gathered.wholes, refused)
-
-
-def _absent(missing: Mapping[str, str], rank: int) -> dict[str, PayloadError]:
-    return {name: PayloadError(why, path=f'name "{name}" of rank {rank}') for name, why in missing.items()}
 
 
 def _save_pulled(spec: JobSpec, result: int, rank: int, by_value: list[Any]) -> bool:
     """Save the names to be pulled after a failure, as a cell of the notebook would leave them."""
-    pulled, _ = _look_up(sys.modules["__main__"].__dict__, spec.pull)
+    pulled, _ = _look_up(sys.modules["__main__"].__dict__, spec.pull, rank)
     with contextlib.suppress(Exception):  # the failure that is being reported matters more
         refused = gathering.refuse(pulled, "all ranks have to take part, and the run has failed", by_value)
         return bool(pulled) and _write_result(result, rank, pulled, by_value, refused=refused) > 0
     return False
 
 
-def _look_up(namespace: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of the names that exist, and an error text for each missing name."""
+def _look_up(
+    namespace: dict[str, Any], names: Sequence[str], rank: int
+) -> tuple[dict[str, Any], dict[str, PayloadError]]:
+    """Return the values of the names that exist, and an error for each missing name."""
     found: dict[str, Any] = {}
-    missing: dict[str, str] = {}
+    absent: dict[str, PayloadError] = {}
     for name in names:
         try:
             found[name] = failure.look_up(namespace, name)
         except NameError as error:
-            missing[name] = str(error)
-    return found, missing
+            absent[name] = PayloadError(str(error), path=f'name "{name}" of rank {rank}')
+    return found, absent
 
 
 def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> serialization.Opened:
