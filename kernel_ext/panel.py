@@ -63,10 +63,7 @@ def open_view(job: Job) -> PanelView | _SummaryView | None:
 class _SummaryView:
     """The view of a run that ended before a panel opened: its summary, in one place under the run's cell.
 
-    Making widgets would take longer than a short run.
-
-    Args:
-        job: The run. Nobody else may take its events.
+    Making widgets would take longer than a short run. Nobody else may take the job's events.
     """
 
     def __init__(self, job: Job) -> None:
@@ -83,10 +80,16 @@ class _SummaryView:
 
     def refresh(self) -> None:
         """Handle new events, so that they don't pile up."""
-        self._take_events()
+        self._cell_context.copy().run(self._refresh)
 
     def close(self) -> None:
         """Display the summary. The run has ended."""
+        self._cell_context.copy().run(self._close)
+
+    def _refresh(self) -> None:
+        self._take_events()
+
+    def _close(self) -> None:
         self._take_events()
         self._show_summary()
 
@@ -147,14 +150,13 @@ class _SummaryView:
     def _display(self, data: dict[str, Any], **options: Any) -> None:
         from IPython.display import display
 
-        self._cell_context.copy().run(display, data, raw=True, **options)
+        display(data, raw=True, **options)
 
 
 class PanelView(_SummaryView):
-    """A run's panel. Constructing it displays it under the running cell.
+    """A run's panel, which follows the run until plain HTML and text replace it.
 
-    Args:
-        job: The run. Nobody else may take its events.
+    Constructing it displays it under the running cell.
     """
 
     def __init__(self, job: Job) -> None:
@@ -183,15 +185,8 @@ class PanelView(_SummaryView):
         self._draw(time.monotonic(), set())
         self._show(front_end.widget_view(widgets.root, f"{job.name}: running on {job.devices}"))
 
-    def refresh(self) -> None:
-        """Draw changes. Without events only the clock moves, once a second."""
-        self._cell_context.copy().run(self._refresh)
-
-    def close(self) -> None:
-        """Replace the widgets with the final state as plain HTML and text. The run has ended."""
-        self._cell_context.copy().run(self._close)
-
     def _refresh(self) -> None:
+        """Draw changes. Without events only the clock moves, once a second."""
         kinds = self._take_events()
         now_s = time.monotonic()
         if kinds or self._has_changed or int(now_s - self._job.started_s) != self._second:
