@@ -24,13 +24,9 @@ _Point: TypeAlias = tuple[int, float]
 
 
 def chart_html(state: RunState, metric: str = "", *, of_ranks: bool = False, is_titled: bool = True) -> str:
-    """Draw a metric over steps; return nothing until it has two points.
+    """Draw a metric over steps, by default the first one, a loss if there is one; nothing until it has two points.
 
-    Args:
-        state: The run.
-        metric: The metric; by default the first one, a loss if there is one.
-        of_ranks: Whether to draw a curve for each rank, behind that of their mean.
-        is_titled: Whether to print a title above it.
+    With ``of_ranks`` a curve for each rank is drawn behind that of their mean.
     """
     name = metric if metric in state.history else next(iter(state.metric_names), "")
     curves = state.history.get(name)

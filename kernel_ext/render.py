@@ -52,7 +52,6 @@ class RunFacts:
     """Facts about a run that aren't in its ranks' state.
 
     Attributes:
-        name: The run's name.
         devices: The devices that it runs on, such as ``2 CPUs``.
         precision: The mixed precision, ``no`` if there is none.
         status: ``starting``, ``running``, ``succeeded``, ``failed``, ``stopped`` or ``detached``.
@@ -62,8 +61,7 @@ class RunFacts:
         traceback: That rank's traceback; empty if there is none.
         is_background: Whether no cell waits for the run, so that only the panel reports a failure.
         log_folder: Folder of the ranks' whole output, empty if there is none.
-        diagnosis: Where the time of the steps goes.
-        profile: The latest profile that was made with the panel's button, ``None`` if there is none.
+        profile: The latest profile that was made with the panel's button.
     """
 
     name: str
@@ -198,13 +196,7 @@ def table_html(state: RunState, now_s: float, steps: Mapping[int, Phases] = {}, 
 
     Up to a screenful of ranks have a row each. With more ranks, all ranks in one state (on several nodes, of one node)
     share a row, which shows their common values and their spread; below the table is a small cell for each rank. Ranks
-    in a rare state, such as a failed rank, keep a row of their own.
-
-    Args:
-        state: The run.
-        now_s: The current time.
-        steps: The seconds of a step by phase, by the number of each measured rank.
-        is_folded: Whether many ranks may share rows.
+    in a rare state, such as a failed rank, keep a row of their own. ``steps`` has the phases of each measured rank.
     """
     table = _Table(state, now_s, steps)
     groups = table.groups() if is_folded and len(state.ranks) > MOST_ROWS else [[rank] for rank in state.ranks]
@@ -225,7 +217,6 @@ class _TableColumn:
     """A column of the table.
 
     Attributes:
-        head: The heading.
         text: Returns a rank's cell as text.
         kind: The CSS class of the cells.
         html: Returns a rank's cell as HTML, where that is more than its text.

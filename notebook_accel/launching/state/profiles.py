@@ -72,13 +72,7 @@ class RankProfile:
 
 @dataclasses.dataclass(frozen=True)
 class LineShare:
-    """A line of the user's code in a profile.
-
-    Attributes:
-        place: The line, such as ``In[7], line 12``.
-        text: The line's text.
-        share: Its share of the time of all ranks, from 0 to 1.
-    """
+    """A line of the user's code in a profile, with its share of the time of all ranks, from 0 to 1."""
 
     place: str
     text: str
@@ -259,13 +253,9 @@ def check_steps(steps: int) -> None:
 
 
 class ProfileRequest:
-    """A request for a profile, and the answers of the ranks so far.
+    """A request for a profile of time or memory, and the answers of the ranks so far.
 
-    Args:
-        steps: Number of steps.
-        deadline_s: Seconds that the ranks have for the steps.
-        ranks: The ranks here that are asked.
-        memory: Whether to profile memory instead of time.
+    The ``ranks`` of this node have ``deadline_s`` for the steps.
     """
 
     def __init__(self, steps: int, deadline_s: float, ranks: Sequence[RankState], *, memory: bool = False) -> None:
@@ -310,11 +300,7 @@ class ProfileRequest:
         self._is_answered.set()
 
     def profile(self, name: str) -> Profile:
-        """Return the profile that the answers so far make.
-
-        Args:
-            name: The run's name.
-        """
+        """Return the profile that the answers so far make, for the run of this name."""
         begins_s = self._begins_s()
         first_s = min(begins_s.values(), default=0.0)
         return Profile(

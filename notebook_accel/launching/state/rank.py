@@ -92,13 +92,7 @@ class LastSteps:
         return (last - first) / (last_s - first_s)
 
     def is_stalled(self, now_s: float, since_s: float = 0.0, shortest_s: float = _STALLED_S) -> bool:
-        """Return whether no step was done for long, measured by this rank's usual step.
-
-        Args:
-            now_s: The present.
-            since_s: Earliest time from which to measure.
-            shortest_s: Shortest duration that counts as a stall.
-        """
+        """Return whether no step was done since ``since_s`` for at least ``shortest_s`` and many usual steps."""
         usual_s = sorted(self._step_times_s)[len(self._step_times_s) // 2] if self._step_times_s else 0.0
         return now_s - max(since_s, self.stepped_s or 0.0) > max(shortest_s, _STALLED_STEPS * usual_s)
 
@@ -255,12 +249,7 @@ class RankState:
         )
 
     def since(self, before: RankState, began_s: float) -> RankState:
-        """Return this rank's counts and metrics since an earlier state, such as in one cell of a session.
-
-        Args:
-            before: A copy of the earlier state.
-            began_s: The time of the copy.
-        """
+        """Return this rank's counts and metrics since an earlier copy, made at ``began_s``, as for a session's cell."""
         metrics = {name: value for name, value in self.metrics.items() if before.metrics.get(name) != value}
         stepped_s = self.last_steps.stepped_s
         # An earlier step may have been reported late.

@@ -25,12 +25,10 @@ Line = tuple[str, str, str, str]
 
 @dataclasses.dataclass
 class StepTimes:
-    """Sums over some steps of one rank.
+    """Sums over some training steps of one rank.
 
     Attributes:
-        steps: Number of training steps.
         seconds: The time of each phase.
-        evaluations: Number of evaluations.
         collecting_s: Time of Python's garbage collections.
         compilations: Number of graphs that ``torch.compile`` has compiled.
         smallest_batch: Fewest elements of a batch, 0 if unknown.
