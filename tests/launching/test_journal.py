@@ -17,10 +17,10 @@ from hypothesis import strategies
 
 from notebook_accel.launching import journal
 from notebook_accel.launching.journal import Journal
-from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.step_times import StepHistory
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
+from tests.launching.state.strategies import replay
 
 _MIB = 1 << 20
 
@@ -205,7 +205,7 @@ def test_latest_of_each_kind_tells_the_present_state(book: Book) -> None:
     path.write_bytes(book.journal.latest())
     assert path.stat().st_size < 1000
     descriptor = os.open(path, os.O_RDONLY)
-    state = RunState.replay(1, stored(descriptor))
+    state = replay(1, stored(descriptor))
     os.close(descriptor)
     assert (state.ranks[0].steps, state.ranks[0].metrics) == (999, {"loss": 999.0, "accuracy": 998.0})
     assert state.ranks[0].word == "running"
@@ -216,7 +216,7 @@ def test_latest_has_the_time_limit_that_ended_the_run_until_it_is_started_again(
         path = book.path.with_name("latest")
         path.write_bytes(book.journal.latest())
         descriptor = os.open(path, os.O_RDONLY)
-        state = RunState.replay(1, stored(descriptor))
+        state = replay(1, stored(descriptor))
         os.close(descriptor)
         return state.early_end != ""
 

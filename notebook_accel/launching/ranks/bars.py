@@ -23,7 +23,7 @@ _NO_METRICS = ("epoch", "_runtime", "_per_second", "total_flos")
 
 def install() -> None:
     """Count the bars of tqdm and rich from now on, imported already or not. Notebook bars become plain ones."""
-    bars = loops.loops().bars = OpenBars()
+    bars = loops.LOOPS.bars = OpenBars()
     reporting.reporter().before_sample(bars.refresh)
     when_imported("tqdm.std", lambda module: _patch_tqdm(module.tqdm, bars))
     when_imported("tqdm.notebook", _patch_tqdm_notebook)
@@ -113,7 +113,7 @@ class OpenBars:
         counter = _BarCounter(bar)
         self._open.append(counter)
         self._show(counter)
-        loops.loops().decide_again()
+        loops.LOOPS.decide_again()
 
     def remove(self, bar: Any) -> None:
         """Remove a bar that closes. The row keeps its last count until another bar counts."""
@@ -123,7 +123,7 @@ class OpenBars:
             if self._open or not closed[0].counts_epochs:  # a complete count of epochs can stay in the row
                 self._show(self._shown)
             self.refresh()
-            loops.loops().decide_again()
+            loops.LOOPS.decide_again()
 
     def refresh(self) -> None:
         """Show the innermost open bar if it counts steps. Called before each sample."""
@@ -132,7 +132,7 @@ class OpenBars:
         if isinstance(shown, loops.LoopCounter) and self.count_steps:  # the bar counts these steps after all
             self._shown = None
             self._show(current)
-            loops.loops().decide_again()
+            loops.LOOPS.decide_again()
             return
         is_another_shown = self._shown is not shown
         if current is None and is_another_shown:

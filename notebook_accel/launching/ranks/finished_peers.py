@@ -94,9 +94,5 @@ def _is_in_a_collective(frame: types.FrameType | None) -> bool:
     )
 
 
-_peers = FinishedPeers()
-
-
-def finished_peers() -> FinishedPeers:
-    """Return the finished peers that this process knows."""
-    return _peers
+FINISHED_PEERS = FinishedPeers()
+"""The finished peers that this process knows."""

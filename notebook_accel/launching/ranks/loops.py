@@ -228,12 +228,8 @@ class Loops:
             self._show(self._training.known or self._training)
 
 
-_loops = Loops()
-
-
-def loops() -> Loops:
-    """Return the loops of this rank."""
-    return _loops
+LOOPS = Loops()
+"""The loops of this rank."""
 
 
 def _length(loader: Any) -> int | None:

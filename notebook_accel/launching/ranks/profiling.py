@@ -97,11 +97,9 @@ class StepProfiler:
                 self._release()
 
     def end(self, why: str, *, is_final: bool = True) -> None:
-        """Stop the profile in progress, since no further step will come for now.
+        """Stop the profile in progress, since no further step will come for now, or ever if this ``is_final``.
 
-        Args:
-            why: The reason.
-            is_final: Whether no step will ever come. Otherwise a request that hasn't begun yet goes on waiting.
+        If it isn't, a request that hasn't begun yet goes on waiting.
         """
         with self._lock:
             current = self._current
@@ -186,9 +184,5 @@ def _answer(request: messages.Profile, why: str) -> None:
     reporting.reporter().post(events.Profiled(number=request.number, why=why))
 
 
-_profiler = StepProfiler()
-
-
-def profiler() -> StepProfiler:
-    """Return the profiler of this rank."""
-    return _profiler
+PROFILER = StepProfiler()
+"""The profiler of this rank."""

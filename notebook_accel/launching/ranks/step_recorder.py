@@ -53,12 +53,7 @@ class Recorder:
 
 
 class StepRecorder(Recorder):
-    """Records the time of steps with torch's profiler.
-
-    Args:
-        steps: Number of steps.
-        trace: Path of the trace file to write; empty for none.
-    """
+    """Records the time of steps with torch's profiler. ``trace`` is the path of the file to write; empty for none."""
 
     warmup_steps = 1  # of torch's profiler
 
@@ -97,7 +92,7 @@ class StepRecorder(Recorder):
         if done < self._steps:
             self._profiler.step()
         if done == 0:
-            clock = loops.loops().clock
+            clock = loops.LOOPS.clock
             if clock is not None:
                 clock.begin_trail()
             self._sampler.start()
@@ -107,7 +102,7 @@ class StepRecorder(Recorder):
         self._is_over.set()
         if self._sampler.is_alive():
             self._sampler.join()
-        clock = loops.loops().clock
+        clock = loops.LOOPS.clock
         if clock is not None:
             ahead_s = time.time() - time.perf_counter()
             self._marks = [((now_s + ahead_s) * 1e6, phase) for now_s, phase in clock.end_trail()]
@@ -132,7 +127,7 @@ class StepRecorder(Recorder):
 
     def _sample_lines(self) -> None:
         """Count the main thread's lines by phase, activity, place and text."""
-        main, clock = threading.main_thread().ident or 0, loops.loops().clock
+        main, clock = threading.main_thread().ident or 0, loops.LOOPS.clock
         while not self._is_over.wait(_SAMPLE_PERIOD_S):
             frame = sys._current_frames().get(main)
             if frame is not None:

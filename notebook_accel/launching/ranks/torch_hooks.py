@@ -21,8 +21,8 @@ from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.launching.ranks.phases import StepClock
 
 _main = threading.main_thread().ident
-_loops = loops.loops()
-_profiler = profiling.profiler()
+_loops = loops.LOOPS
+_profiler = profiling.PROFILER
 
 
 def install() -> None:

@@ -103,7 +103,7 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     link = Connection.from_descriptor(connection)
     link.set_send_deadline(_SEND_DEADLINE_S)
     reporter = reporting.connect(link)
-    profiling.profiler().start()
+    profiling.PROFILER.start()
     _take_messages(link)
     os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold the connection open
     _keep_garbage_from_forks()
@@ -132,9 +132,9 @@ def _take_messages(link: Connection) -> None:
                 for message in link.receive():
                     said = messages.decode_for_rank(message.body)
                     if isinstance(said, messages.Profile):
-                        profiling.profiler().take(said)
+                        profiling.PROFILER.take(said)
                     else:
-                        finished_peers.finished_peers().take(said.ranks)
+                        finished_peers.FINISHED_PEERS.take(said.ranks)
         except (ClosedError, msgspec.MsgspecError):  # the agent has gone, or releases this rank
             has_ended = True
 
@@ -199,7 +199,7 @@ def _run_user_code(
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
         if os.getpid() != rank_pid:
             failure.end_fork(raised, spec)
-        error = finished_peers.finished_peers().explain(interruption.prefer_interrupt(raised))
+        error = finished_peers.FINISHED_PEERS.explain(interruption.prefer_interrupt(raised))
         saved = place.local_rank == 0 and _save_pulled(spec, result, place.rank, by_value)
         return failure.describe(error, spec, by_value, saved=saved), 1
     return finished, 0
