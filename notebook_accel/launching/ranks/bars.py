@@ -24,7 +24,7 @@ _NO_METRICS = ("epoch", "_runtime", "_per_second", "total_flos")
 def install() -> None:
     """Count the bars of tqdm and rich from now on, imported already or not. Notebook bars become plain ones."""
     bars = loops.LOOPS.bars = OpenBars()
-    reporting.reporter().before_sample(bars.refresh)
+    reporting.reporter().before_sample.append(bars.refresh)
     when_imported("tqdm.std", lambda module: _patch_tqdm(module.tqdm, bars))
     when_imported("tqdm.notebook", _patch_tqdm_notebook)
     when_imported("transformers.trainer_callback", _patch_trainer)
@@ -136,7 +136,7 @@ class OpenBars:
             return
         is_another_shown = self._shown is not shown
         if current is None and is_another_shown:
-            reporting.reporter().show_outer(None)  # the epochs don't belong to the counter that is shown now
+            reporting.reporter().outer = None  # the epochs don't belong to the counter that is shown now
         if current is None or current is self._shown or is_another_shown:
             return
         if not (current is self._open[0] and current.counts_epochs):
@@ -146,7 +146,7 @@ class OpenBars:
         outer = self._open[0] if self._open else None
         is_alone = len(self._open) == 1 and outer is counter
         reporter = reporting.reporter()
-        reporter.show_outer(outer if outer is not None and (is_alone or outer.counts_epochs) else None)
+        reporter.outer = outer if outer is not None and (is_alone or outer.counts_epochs) else None
         if counter is not None and counter is not self._shown:
             self._shown = counter
             reporter.show(counter)
@@ -265,5 +265,5 @@ def _show_task(task: Any) -> None:
         return
     if isinstance(shown, _BarCounter) and isinstance(shown.bar, _RichTask) and shown.bar.task is task:
         return
-    reporter.show_outer(None)
+    reporter.outer = None
     reporter.show(_BarCounter(_RichTask(task)))

@@ -86,8 +86,8 @@ class StepClock:
     def start(self) -> None:
         """Start measuring, in the process of a rank."""
         reporter = reporting.reporter()
-        reporter.at_tick(self.look)
-        reporter.at_close(self.stop)
+        reporter.at_tick = self.look
+        reporter.at_close.append(self.stop)
         gc.callbacks.append(self._collect)
 
     # In the main thread -----------------------------------------------------------------------------------------------

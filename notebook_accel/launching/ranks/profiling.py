@@ -36,8 +36,8 @@ class StepProfiler:
 
     def start(self) -> None:
         """Answer requests from now on, in the process of a rank."""
-        reporting.reporter().before_sample(self.look)
-        reporting.reporter().at_close(lambda: self.end("the rank's code ended"))
+        reporting.reporter().before_sample.append(self.look)
+        reporting.reporter().at_close.append(lambda: self.end("the rank's code ended"))
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:

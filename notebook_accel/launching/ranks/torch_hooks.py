@@ -27,7 +27,7 @@ _profiler = profiling.PROFILER
 
 def install() -> None:
     """Place the hooks now, or when torch is imported. Phases are measured unless the launch has ``profile="off"``."""
-    reporting.reporter().before_sample(_loops.refresh)
+    reporting.reporter().before_sample.append(_loops.refresh)
     clock = None
     if os.environ.get(environment.PROFILE) != "off":
         clock = _loops.clock = StepClock()

@@ -138,7 +138,7 @@ def _take_messages(link: Connection) -> None:
         except (ClosedError, msgspec.MsgspecError):  # the agent has gone, or releases this rank
             has_ended = True
 
-    reporting.reporter().before_sample(look)
+    reporting.reporter().before_sample.append(look)
 
 
 def _keep_garbage_from_forks() -> None:

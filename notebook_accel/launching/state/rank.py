@@ -1,18 +1,6 @@
 """The state of one rank, reduced from its events.
 
-Every view uses these words. docs/panel.md has the same table with the colours.
-
-| word | meaning |
-|---|---|
-| starting | its process is being started and hasn't begun the user's code |
-| running | it runs the user's code |
-| waiting | it runs, and waits in a collective for a silent rank |
-| silent | it runs, has done no step for long, and other ranks wait for it |
-| finished | the user's code has returned, and the result has been sent |
-| failed | the user's code has raised, or the process exited before its end |
-| killed | a signal from elsewhere ended the process |
-| stopped | it was interrupted, told to end, or lost a peer that failed |
-| lost | the run is over, and nobody could report how this rank ended |
+Every view uses the words of ``StateWord``. docs/panel.md has a table of their meanings and colours.
 """
 
 from __future__ import annotations

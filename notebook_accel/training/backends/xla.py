@@ -333,12 +333,12 @@ class Compilations:
     def step_begins(self, *, is_new: bool) -> None:
         """Report that a step compiles, if its batch has new shapes."""
         if is_new:
-            reporter().set_compiling(True)
+            reporter().is_compiling = True
 
     def step_ended(self) -> None:
         """Report whether the step that ends here was compiled."""
         before, self._count = self._count, self._compiled()
-        reporter().set_compiling(self._count > before)
+        reporter().is_compiling = self._count > before
 
     def _warn_once(self, what: str, fix: str) -> None:
         kind = what.partition(" shape")[0]
