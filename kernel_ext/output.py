@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from notebook_accel.formatting import plain_lines
+from notebook_accel.formatting import format_count, plain_lines
 from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, line_prefix
 from notebook_accel.protocol import events
 
@@ -129,11 +129,11 @@ def output_html(output: OutputLog, choice: Choice = Choice()) -> str:
     if choice.search:
         kept = [*output.head, *output.tail] if choice.rank is None else output.of_rank(choice.rank)
         found = [line for line in kept if choice.finds(line.text)]
-        of = f"{len(found):,} of {counted(len(kept), 'line')}" + (" that are kept here" if output.left_out else "")
+        of = f"{len(found):,} of {format_count(len(kept), 'line')}" + (" that are kept here" if output.left_out else "")
         return pre(f"{faint(of)}\n{_lines_html(found[-_MOST_FOUND:], output, choice.search)}", "Output found")
     lines = output.last(_LIVE_LINES) if choice.rank is None else output.of_rank(choice.rank)[-_LIVE_LINES:]
     earlier = output.count - len(lines) if choice.rank is None else 0
-    note = f"{faint(counted(earlier, 'earlier line'))}\n" if earlier else ""
+    note = f"{faint(format_count(earlier, 'earlier line'))}\n" if earlier else ""
     return pre(note + (_lines_html(lines, output) if lines else faint("no output yet")), "Output")
 
 
@@ -187,7 +187,7 @@ def whole_output_html(output: OutputLog, log_folder: str) -> str:
     if earlier:
         body = scrolled(pre(html.escape("\n".join(output_lines(output, log_folder)[: -len(last)]))))
         left_out = f", {output.left_out:,} of them left out" if output.left_out else ""
-        before = folded(f"{counted(earlier, 'earlier line')}{left_out}", body)
+        before = folded(f"{format_count(earlier, 'earlier line')}{left_out}", body)
     return f"{errors_html(output)}{before}{pre(_lines_html(last, output), 'Output')}"
 
 
@@ -195,7 +195,7 @@ def output_lines(output: OutputLog, log_folder: str) -> list[str]:
     """Return the kept output as text."""
     head, tail = ([f"{output.prefix(line.ranks)}{line.text}" for line in part] for part in (output.head, output.tail))
     whole = f"; the whole output is in {log_folder}" if log_folder else ""
-    gap = [f"… {counted(output.left_out, 'line')} left out{whole} …"] if output.left_out else []
+    gap = [f"… {format_count(output.left_out, 'line')} left out{whole} …"] if output.left_out else []
     return [*head, *gap, *tail]
 
 
@@ -228,8 +228,3 @@ def folded(title: str, body: str, attributes: str = "") -> str:
 def faint(text: str) -> str:
     """Show text in a fainter colour."""
     return f'<span class="nba-faint">{html.escape(text)}</span>'
-
-
-def counted(number: int, noun: str) -> str:
-    """Return ``1 line`` or ``2,000 lines``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kernel_ext.charts import chart_html, shortened
 from kernel_ext.front_end import STYLE
-from kernel_ext.output import OutputLog, counted, faint, folded, output_lines, pre, scrolled, whole_output_html
+from kernel_ext.output import OutputLog, faint, folded, output_lines, pre, scrolled, whole_output_html
 from kernel_ext.step_view import bar_html, step_html, step_text, verdict_html
 from kernel_ext.timeline import body_html
 from notebook_accel.formatting import (
     aligned,
     format_clock,
+    format_count,
     format_duration,
     format_size,
     plain_lines,
@@ -161,7 +162,7 @@ def _about_run(facts: RunFacts, state: RunState) -> list[str]:
     if sharded is not None:
         about.append(f"{sharded.share} a rank")
     if state.restarts:
-        about.append(counted(state.restarts, "restart"))
+        about.append(format_count(state.restarts, "restart"))
     if facts.status == "succeeded" and state.early_end:
         about.append(state.early_end)
     return about
@@ -182,7 +183,7 @@ def _traceback_html(facts: RunFacts) -> str:
     lines = list(plain_lines(facts.traceback.strip()))
     left_out = len(lines) - _TRACEBACK_LINES
     # Keep the last lines, which show the exception and its place.
-    gap = [f"… {counted(left_out, 'line')} left out …"] if left_out > 0 else []
+    gap = [f"… {format_count(left_out, 'line')} left out …"] if left_out > 0 else []
     body = scrolled(pre(html.escape("\n".join([*gap, *lines[-_TRACEBACK_LINES:]])), "Traceback"))
     is_open, said = (" open", " · job.results() raises it") if facts.is_background else ("", "")
     return folded(f"traceback of rank {facts.failed_rank}{said}", body, f'class="nba-traceback"{is_open}')

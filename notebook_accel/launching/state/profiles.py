@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.formatting import aligned, format_count, format_size, plain_text, rank_spans
+from notebook_accel.formatting import aligned, format_count, format_size, plain_text, ranks_in_words
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
@@ -179,10 +179,7 @@ class Profile:
         for rank in self.ranks:
             if rank.why:
                 ranks[rank.why].append(rank.rank)
-        notes = [
-            f"rank{'s' if len(numbers) > 1 else ''} {', '.join(rank_spans(numbers))}: {plain_text(why)}"
-            for why, numbers in ranks.items()
-        ]
+        notes = [f"{ranks_in_words(numbers)}: {plain_text(why)}" for why, numbers in ranks.items()]
         return [*notes, *filter(None, [self.problem])]
 
     def to_dict(self) -> dict[str, Any]:

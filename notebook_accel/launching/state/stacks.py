@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 
 from notebook_accel import code_places
-from notebook_accel.formatting import rank_spans
+from notebook_accel.formatting import ranks_in_words
 from notebook_accel.launching.processes import COLLECTIVE_MARK
 from notebook_accel.launching.spec import Source
 from notebook_accel.launching.state.run import RunState
@@ -150,10 +150,7 @@ class Stacks(tuple[RankStack, ...]):
         by_collective: dict[str, list[int]] = {}
         for rank, collective in entered.items():
             by_collective.setdefault(str(collective), []).append(rank)
-        where = "; ".join(
-            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(rank_spans(ranks))}: {name}"
-            for name, ranks in by_collective.items()
-        )
+        where = "; ".join(f"{ranks_in_words(ranks)}: {name}" for name, ranks in by_collective.items())
         return f"The ranks are not at the same collective. The last one of {where}."
 
     def __repr__(self) -> str:
