@@ -13,7 +13,7 @@ from typing import Any
 
 from notebook_accel.launching import traces
 from notebook_accel.launching.ranks import loops
-from notebook_accel.launching.ranks.phases import place_of
+from notebook_accel.launching.ranks.phases import Line, running_line
 from notebook_accel.protocol import events
 
 _SAMPLE_PERIOD_S = 0.002
@@ -61,7 +61,7 @@ class StepRecorder(Recorder):
         self._steps = steps
         self._trace = trace
         self._profiler: Any = None
-        self._lines: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
+        self._lines: collections.Counter[Line] = collections.Counter()
         self._is_over = threading.Event()
         self._sampler = threading.Thread(target=self._sample_lines, name="notebook-accel-lines", daemon=True)
         self._marks: list[traces.Mark] = []
@@ -126,11 +126,7 @@ class StepRecorder(Recorder):
         )
 
     def _sample_lines(self) -> None:
-        """Count the main thread's lines by phase, activity, place and text."""
-        main, clock = threading.main_thread().ident or 0, loops.LOOPS.clock
+        clock = loops.LOOPS.clock
         while not self._is_over.wait(_SAMPLE_PERIOD_S):
-            frame = sys._current_frames().get(main)
-            if frame is not None:
-                activity, place, text = place_of(frame)
-                del frame  # a frame keeps the user's variables alive
-                self._lines["" if clock is None else clock.phase, activity, place, text] += 1
+            line = ("" if clock is None else clock.phase, *running_line())
+            self._lines[line] += 1
