@@ -12,7 +12,6 @@ import html
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 from notebook_accel.formatting import format_count, plain_lines
 from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, line_prefix
@@ -114,9 +113,8 @@ class OutputLog:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The reader's choice for the panel's part below the table: a view, a rank if not all, and a text to search."""
+    """The reader's choice for the panel's part below the table: a rank if not all, and a text to search."""
 
-    view: Literal["output", "step", "stacks", "log"] = "output"
     rank: int | None = None
     search: str = ""
 

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 _SLOW_PERIOD_S = 1.0  # for parts that are expensive to draw or to read
 _LOG_LINES = 200
 _ENDED_BY = {"": "", "stop": "by the button Stop", "interrupt": "by the button Interrupt"}
-_VIEWS: dict[str, Literal["output", "step", "stacks", "log"]] = {
-    "Output": "output",
-    "Step": "step",
-    "Stacks": "stacks",
-    "Log file": "log",
+_VIEWS = {  # with their tooltips
+    "Output": "What the ranks print",
+    "Step": "Where the time of a step goes",
+    "Stacks": "Where every rank stands now",
+    "Log file": "The ranks' log files",
 }
 _DIAGNOSIS_PERIOD_S = 2.0
 _PROFILED_STEPS = 5
@@ -211,8 +211,8 @@ class PanelView(_SummaryView):
         widgets.table.value = render.table_html(state, now_s, steps, is_folded=not widgets.fold.value)
         self._has_output |= events.Output in kinds
         self._has_metrics |= events.Metrics in kinds
-        period_s = _SLOW_PERIOD_S if widgets.choice.view == "log" else 0.0  # a log is read from a file
-        self._has_output |= events.StepTimes in kinds and widgets.choice.view == "step"
+        period_s = _SLOW_PERIOD_S if widgets.view.value == "Log file" else 0.0  # a log is read from a file
+        self._has_output |= events.StepTimes in kinds and widgets.view.value == "Step"
         is_body_due = self._has_output and now_s - self._body_s >= period_s
         if has_changed or is_body_due or not widgets.body.value:
             self._has_output, self._body_s = False, now_s
@@ -233,12 +233,12 @@ class PanelView(_SummaryView):
             widgets.chart.value = charts.chart_html(state, metric, of_ranks=of_ranks, is_titled=is_titled)
 
     def _body_html(self) -> str:
-        choice = self._widgets.choice
-        if choice.view == "stacks":
+        view, choice = self._widgets.view.value, self._widgets.choice
+        if view == "Stacks":
             return output.stacks_html(self._stacks, self._said["stacks"], choice)
-        if choice.view == "step":
+        if view == "Step":
             return f"{timeline.latest_html(self._profile, self._said['profile'])}{step_view.step_html(self._diagnosis)}"
-        if choice.view == "output":
+        if view == "Output":
             return output.output_html(self._output, choice)
         text = ""
         if choice.rank is not None and self._job.log_files:
@@ -350,15 +350,7 @@ class _PanelWidgets:
             description="Detach", tooltip="Let this run go on when the notebook's kernel ends"
         )
         self.fold = ipywidgets.ToggleButton(description=f"Show all {world_size} ranks", tooltip="A row for every rank")
-        self.view = ipywidgets.ToggleButtons(
-            options=list(_VIEWS),
-            tooltips=[
-                "What the ranks print",
-                "Where the time of a step goes",
-                "Where every rank stands now",
-                "The ranks' log files",
-            ],
-        )
+        self.view = ipywidgets.ToggleButtons(options=list(_VIEWS), tooltips=list(_VIEWS.values()))
         self.rank = ipywidgets.Dropdown(
             description="Rank", options=[("all ranks", -1), *((f"rank {rank}", rank) for rank in range(world_size))]
         )
@@ -401,9 +393,9 @@ class _PanelWidgets:
 
     @property
     def choice(self) -> Choice:
-        """The user's choice of the view below the table."""
+        """The user's choice of a rank and of a text to search."""
         rank = None if self.rank.value == -1 else self.rank.value
-        return Choice(_VIEWS[self.view.value], rank, self.search.value.strip())
+        return Choice(rank, self.search.value.strip())
 
     @property
     def names_chart(self) -> bool:

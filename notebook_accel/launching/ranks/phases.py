@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import gc
 import linecache
+import math
 import sys
 import threading
 import time
@@ -271,9 +272,7 @@ class _Counts:
         for _ in range(_MOST_NESTED):
             shape = getattr(batch, "shape", None)
             if shape is not None:
-                size = 1
-                for length in shape:
-                    size *= length
+                size = math.prod(shape)
                 if shape and size:
                     self.batches += 1
                     self.rows += shape[0]
