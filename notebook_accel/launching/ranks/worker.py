@@ -57,6 +57,7 @@ _OOM_SCORE = 100
 # Variables for the number of threads. Libraries without a variable of their own read the first.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_SEND_OTHERS = "return something else, such as numbers, tensors or a state_dict(); or nothing"
 NAMESPACE_VARIABLE = "NOTEBOOK_ACCEL_NAMESPACE"
 
 
@@ -214,15 +215,26 @@ def _send(
     # Every rank has a share of a sharded model, so all of them help to gather the values that the first ones send.
     gathered = gathering.gather({"": value, **pulled}, kept=values, occasion="end", origins=by_value)
     refused = gathered.refused | (absent if place.local_rank == 0 else {})
-    return _write_result(result, place.rank, values, by_value, gathered.wholes, refused)
+    return write_result_file(
+        result,
+        values,
+        rank=place.rank,
+        origins=by_value,
+        advice=_SEND_OTHERS,
+        wholes=gathered.wholes,
+        refused=refused,
+    )
 
 
 def _save_pulled(spec: JobSpec, result: int, rank: int, by_value: list[Any]) -> bool:
     """Save the names to be pulled after a failure, as a cell of the notebook would leave them."""
     pulled, _ = _look_up(sys.modules["__main__"].__dict__, spec.pull, rank)
+    if not pulled:
+        return False
     with contextlib.suppress(Exception):  # the failure that is being reported matters more
         refused = gathering.refuse(pulled, "all ranks have to take part, and the run has failed", by_value)
-        return bool(pulled) and _write_result(result, rank, pulled, by_value, refused=refused) > 0
+        length = write_result_file(result, pulled, rank=rank, origins=by_value, advice=_SEND_OTHERS, refused=refused)
+        return length > 0
     return False
 
 
@@ -384,25 +396,6 @@ def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
     tree.body.pop()
     exec(compile(tree, filename, "exec", dont_inherit=True), namespace)
     return eval(compile(ast.Expression(last.value), filename, "eval", dont_inherit=True), namespace)
-
-
-def _write_result(
-    result: int,
-    rank: int,
-    values: Mapping[str, Any],
-    by_value: list[Any],
-    wholes: Mapping[int, Any] | None = None,
-    refused: Mapping[str, PayloadError] | None = None,
-) -> int:
-    return write_result_file(
-        result,
-        values,
-        rank=rank,
-        origins=by_value,
-        advice="return something else, such as numbers, tensors or a state_dict(); or nothing",
-        wholes=wholes,
-        refused=refused,
-    )
 
 
 def _wait_for_release(link: Connection) -> None:
