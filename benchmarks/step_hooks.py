@@ -61,7 +61,7 @@ def hooks(*, measures: bool) -> Iterator[None]:
     clock = StepClock() if measures else None
     if clock is not None:
         clock.start()
-    reporter.before_sample(torch_hooks._loops.refresh)
+    reporter.before_sample.append(torch_hooks._loops.refresh)
     torch_hooks._patch_loaders(loaders, clock)
     torch_hooks._patch_backward(torch.autograd, clock)
     torch_hooks._hook_optimizers(_Registering(handles), clock)

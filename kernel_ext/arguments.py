@@ -15,13 +15,7 @@ from notebook_accel import config
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises instead of ending the process.
-
-    Args:
-        magic: The magic's name, with its percent signs.
-        description: Its help before the options.
-        epilog: Its help after the options.
-    """
+    """An argument parser that raises instead of ending the process. ``magic`` includes the percent signs."""
 
     def __init__(self, magic: str, description: str = "", epilog: str = "") -> None:
         super().__init__(prog=magic, description=description, epilog=epilog, add_help=False, allow_abbrev=False,
@@ -71,10 +65,6 @@ def split(line: str, magic: str) -> list[str]:
     """Split a line as a shell would, but with fewer quotes needed: ``--args (x, 1)``, ``--pull model, history``.
 
     Blanks inside brackets and after commas don't split. Quotes outside brackets are removed. ``#`` starts a comment.
-
-    Args:
-        line: The line after the magic.
-        magic: The magic's name, for an error.
 
     Raises:
         UsageError: A quote or a bracket isn't closed.

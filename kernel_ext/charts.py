@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from notebook_accel.formatting import format_milliseconds
@@ -24,13 +24,9 @@ _Point: TypeAlias = tuple[int, float]
 
 
 def chart_html(state: RunState, metric: str = "", *, of_ranks: bool = False, is_titled: bool = True) -> str:
-    """Draw a metric over steps; return nothing until it has two points.
+    """Draw a metric over steps, by default the first one, a loss if there is one; nothing until it has two points.
 
-    Args:
-        state: The run.
-        metric: The metric; by default the first one, a loss if there is one.
-        of_ranks: Whether to draw a curve for each rank, behind that of their mean.
-        is_titled: Whether to print a title above it.
+    With ``of_ranks`` a curve for each rank is drawn behind that of their mean.
     """
     name = metric if metric in state.history else next(iter(state.metric_names), "")
     curves = state.history.get(name)
@@ -51,13 +47,7 @@ def chart_html(state: RunState, metric: str = "", *, of_ranks: bool = False, is_
 
 
 class _Drawing:
-    """The axes and curves of a chart.
-
-    Args:
-        mean: The curve in front.
-        ranks: The curves behind it; if they are few, each ends in its rank's number.
-        unit: Unit of the horizontal axis.
-    """
+    """The axes of a chart, the curve of the mean, and behind it those of ranks, with their numbers if they are few."""
 
     def __init__(self, mean: Sequence[_Point], ranks: Mapping[int, Sequence[_Point]], unit: str) -> None:
         self._mean = mean
@@ -84,13 +74,7 @@ class _Drawing:
         return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
 
     def _axes(self) -> str:
-        # Spaces between the texts: some sanitizers leave nothing of an SVG but its texts.
-        grid = " ".join(
-            f'<line class="nba-grid" x1="{_LEFT}" x2="{_WIDTH - self._right}" y1="{self._y(mark):.1f}" '
-            f'y2="{self._y(mark):.1f}" stroke="currentColor" stroke-opacity="0.15"/>'
-            f'<text x="{_LEFT - 6}" y="{self._y(mark) + 3.5:.1f}" text-anchor="end">{mark:.6g}</text>'
-            for mark in self._marks
-        )
+        grid = _grid(_LEFT, _WIDTH - self._right, [(self._y(mark), f"{mark:.6g}") for mark in self._marks])
         return (
             f'<g font-size="10.5" fill="currentColor">{grid} '
             f'<text x="{_LEFT}" y="{_HEIGHT - 5}">{self._first:,}</text> '
@@ -119,6 +103,16 @@ class _Drawing:
                 f'<text class="nba-c{rank % _MOST_LABELS}" x="{_WIDTH - _LABEL_WIDTH}" y="{at + 3:.1f}">{rank}</text>'
             )
         return f'<g font-size="9.5" fill="currentColor">{" ".join(shown)}</g>'
+
+
+def _grid(left: int, right: int, lines: Iterable[tuple[float, str]]) -> str:
+    """Draw horizontal lines at these heights, each with its label on the left."""
+    # Spaces between the texts: some sanitizers leave nothing of an SVG but its texts.
+    return " ".join(
+        f'<line class="nba-grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" '
+        f'stroke-opacity="0.15"/><text x="{left - 6}" y="{y + 3.5:.1f}" text-anchor="end">{label}</text>'
+        for y, label in lines
+    )
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -158,13 +152,9 @@ def stacked_html(title: str, names: Sequence[str], parts: Sequence[_Part], limit
     """
     end_s = parts[-1][1]
     marks = [mark for mark in ticks(0.0, limit_s) if mark <= limit_s]
-    grid = " ".join(
-        f'<line class="nba-grid" x1="{_AREA_LEFT}" x2="{_AREA_WIDTH - _AREA_RIGHT}" y1="{_area_y(mark / limit_s)}" '
-        f'y2="{_area_y(mark / limit_s)}" stroke="currentColor" stroke-opacity="0.15"/>'
-        f'<text x="{_AREA_LEFT - 6}" y="{_area_y(mark / limit_s) + 3.5:.1f}" text-anchor="end">'
-        f"{_milliseconds(mark) if mark else 0}</text>"
-        for mark in marks[:: 2 if len(marks) > 4 else 1]
-    )
+    labelled = marks[:: 2 if len(marks) > 4 else 1]
+    lines = [(_area_y(mark / limit_s), _milliseconds(mark) if mark else "0") for mark in labelled]
+    grid = _grid(_AREA_LEFT, _AREA_WIDTH - _AREA_RIGHT, lines)
     times = " ".join(
         f'<text x="{_area_x(time_s / end_s)}" y="{_AREA_HEIGHT - 4}" text-anchor="middle">{label}</text>'
         for time_s, label in time_ticks(end_s)
@@ -181,10 +171,8 @@ def stacked_html(title: str, names: Sequence[str], parts: Sequence[_Part], limit
 
 def time_ticks(end_s: float) -> list[tuple[float, str]]:
     """Return up to five round times from 0 to ``end_s``, each with its label: ``0``, ``5 min``, ``10 min``."""
-    apart_s = next((apart for apart in _APART_S if end_s / apart <= _MOST_TIMES), 0)
-    if not apart_s:
-        days = math.ceil(end_s / _MOST_TIMES / 86_400)
-        apart_s = 86_400 * days
+    days = math.ceil(end_s / _MOST_TIMES / 86_400)
+    apart_s = next((apart for apart in _APART_S if end_s / apart <= _MOST_TIMES), 86_400 * days)
     size_s, unit = next((size, unit) for size, unit in _UNITS if apart_s % size == 0)
     times = range(0, int(end_s) + 1, apart_s)
     return [(float(time_s), f"{time_s // size_s} {unit}" if time_s else "0") for time_s in times]

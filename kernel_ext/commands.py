@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -78,7 +77,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
             f"%distributed: there is no command {command!r}; there are {', '.join(dict.fromkeys([*COMMANDS, *also]))}. "
             "%distributed? says what they do."
         )
-    return COMMANDS[command].run(COMMANDS[command].parser.parse(words))
+    return _FUNCTIONS[command](COMMANDS[command].parse(words))
 
 
 def _status(given: argparse.Namespace) -> None:
@@ -256,30 +255,26 @@ def _doctor(given: argparse.Namespace) -> None:
     print(json_text(found.to_dict()) if given.json else found)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Command:
-    run: Callable[[argparse.Namespace], ConfigForm | Job | Profile | None]
-    parser: Parser
+_FUNCTIONS: dict[str, Callable[[argparse.Namespace], ConfigForm | Job | Profile | None]] = {
+    "status": _status,
+    "stop": _stop,
+    "interrupt": _interrupt,
+    "logs": _logs,
+    "stacks": _stacks,
+    "why": _why,
+    "profile": _profile,
+    "compare": _compare,
+    "runs": _runs,
+    "attach": _attach,
+    "detach": _detach,
+    "again": _again,
+    "config": lambda _: ConfigForm(),
+    "doctor": _doctor,
+}
 
 
-def _commands() -> dict[str, _Command]:
-    functions: dict[str, Callable[[argparse.Namespace], ConfigForm | Job | Profile | None]] = {
-        "status": _status,
-        "stop": _stop,
-        "interrupt": _interrupt,
-        "logs": _logs,
-        "stacks": _stacks,
-        "why": _why,
-        "profile": _profile,
-        "compare": _compare,
-        "runs": _runs,
-        "attach": _attach,
-        "detach": _detach,
-        "again": _again,
-        "config": lambda _: ConfigForm(),
-        "doctor": _doctor,
-    }
-    parsers = {name: Parser(f"%distributed {name}") for name in functions}
+def _parsers() -> dict[str, Parser]:
+    parsers = {name: Parser(f"%distributed {name}") for name in _FUNCTIONS}
     for name in ("status", "stop", "interrupt", "logs", "stacks", "why", "profile", "detach"):
         parsers[name].add_argument("--run", default="", metavar="NAME")
     for name in ("logs", "stacks"):
@@ -292,7 +287,7 @@ def _commands() -> dict[str, _Command]:
     parsers["profile"].add_argument("--memory", action="store_true")
     parsers["compare"].add_argument("names", nargs="*", metavar="NAME")
     parsers["runs"].add_argument("--clean", action="store_true")
-    return {name: _Command(function, parsers[name]) for name, function in functions.items()}
+    return parsers
 
 
 def _rank(word: str) -> int:
@@ -301,8 +296,8 @@ def _rank(word: str) -> int:
     return int(word)
 
 
-COMMANDS = _commands()
-"""The commands by name."""
+COMMANDS = _parsers()
+"""The commands' parsers by name."""
 
 
 def options_of(command: str) -> dict[str, list[str]]:
@@ -310,4 +305,4 @@ def options_of(command: str) -> dict[str, list[str]]:
     if command not in COMMANDS:
         return {}
     runs = list(dict.fromkeys(entry.name for entry in registry.latest(_LISTED_RUNS)))
-    return {flag: runs if flag == "--run" else [] for flag in COMMANDS[command].parser.flags}
+    return {flag: runs if flag == "--run" else [] for flag in COMMANDS[command].flags}

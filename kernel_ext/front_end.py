@@ -47,11 +47,7 @@ def widget_view(widget: Any, text: str) -> dict[str, Any]:
 
 
 class LiveClicks:
-    """Delivers clicks on one panel's widgets while a cell runs.
-
-    Args:
-        kernel: This process's ipykernel.
-    """
+    """Delivers clicks on one panel's widgets while a cell of this process's ``kernel`` runs."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel

@@ -12,9 +12,8 @@ import html
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
-from notebook_accel.formatting import plain_lines
+from notebook_accel.formatting import format_count, plain_lines
 from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, line_prefix
 from notebook_accel.protocol import events
 
@@ -114,9 +113,8 @@ class OutputLog:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The reader's choice for the panel's part below the table: a view, a rank if not all, and a text to search."""
+    """The reader's choice for the panel's part below the table: a rank if not all, and a text to search."""
 
-    view: Literal["output", "step", "stacks", "log"] = "output"
     rank: int | None = None
     search: str = ""
 
@@ -129,11 +127,11 @@ def output_html(output: OutputLog, choice: Choice = Choice()) -> str:
     if choice.search:
         kept = [*output.head, *output.tail] if choice.rank is None else output.of_rank(choice.rank)
         found = [line for line in kept if choice.finds(line.text)]
-        of = f"{len(found):,} of {counted(len(kept), 'line')}" + (" that are kept here" if output.left_out else "")
+        of = f"{len(found):,} of {format_count(len(kept), 'line')}" + (" that are kept here" if output.left_out else "")
         return pre(f"{faint(of)}\n{_lines_html(found[-_MOST_FOUND:], output, choice.search)}", "Output found")
     lines = output.last(_LIVE_LINES) if choice.rank is None else output.of_rank(choice.rank)[-_LIVE_LINES:]
     earlier = output.count - len(lines) if choice.rank is None else 0
-    note = f"{faint(counted(earlier, 'earlier line'))}\n" if earlier else ""
+    note = f"{faint(format_count(earlier, 'earlier line'))}\n" if earlier else ""
     return pre(note + (_lines_html(lines, output) if lines else faint("no output yet")), "Output")
 
 
@@ -156,12 +154,12 @@ def stacks_html(stacks: Sequence[str], said: str, choice: Choice) -> str:
     ``said`` is a line above the stacks, such as the time of the request.
     """
     chosen = [text for rank, text in enumerate(stacks) if choice.rank in (None, rank) and choice.finds(text)]
-    is_open = " open" if len(chosen) <= _MOST_OPEN_STACKS else ""
+    is_open = "open" if len(chosen) <= _MOST_OPEN_STACKS else ""
     shown = [f'<p class="nba-said nba-faint" role="status">{html.escape(said)}</p>']
     for text in chosen:
-        first, _, rest = map(html.escape, text.partition("\n"))
-        folded = f"<details{is_open}><summary>{first}</summary>{pre(rest)}</details>"
-        shown.append(folded if rest else f'<p class="nba-said">{first}</p>')
+        first, _, rest = text.partition("\n")
+        one_line = f'<p class="nba-said">{html.escape(first)}</p>'
+        shown.append(folded(first, pre(html.escape(rest)), is_open) if rest else one_line)
     return "".join(shown)
 
 
@@ -183,19 +181,19 @@ def whole_output_html(output: OutputLog, log_folder: str) -> str:
         return pre(faint("no output"), "Output")
     last = output.last(_MOST_UNFOLDED_LINES if output.count <= _MOST_UNFOLDED_LINES else _OPEN_LINES)
     earlier = output.count - len(last)
-    folded = ""
+    before = ""
     if earlier:
         body = scrolled(pre(html.escape("\n".join(output_lines(output, log_folder)[: -len(last)]))))
         left_out = f", {output.left_out:,} of them left out" if output.left_out else ""
-        folded = f"<details><summary>{counted(earlier, 'earlier line')}{left_out}</summary>{body}</details>"
-    return f"{errors_html(output)}{folded}{pre(_lines_html(last, output), 'Output')}"
+        before = folded(f"{format_count(earlier, 'earlier line')}{left_out}", body)
+    return f"{errors_html(output)}{before}{pre(_lines_html(last, output), 'Output')}"
 
 
 def output_lines(output: OutputLog, log_folder: str) -> list[str]:
     """Return the kept output as text."""
     head, tail = ([f"{output.prefix(line.ranks)}{line.text}" for line in part] for part in (output.head, output.tail))
     whole = f"; the whole output is in {log_folder}" if log_folder else ""
-    gap = [f"… {counted(output.left_out, 'line')} left out{whole} …"] if output.left_out else []
+    gap = [f"… {format_count(output.left_out, 'line')} left out{whole} …"] if output.left_out else []
     return [*head, *gap, *tail]
 
 
@@ -220,11 +218,11 @@ def scrolled(body: str) -> str:
     return f'<div class="nba-scrollback" tabindex="0">{body}</div>'
 
 
+def folded(title: str, body: str, attributes: str = "") -> str:
+    """Show HTML below a title that opens and closes it."""
+    return f"<details {attributes}><summary>{html.escape(title)}</summary>{body}</details>"
+
+
 def faint(text: str) -> str:
     """Show text in a fainter colour."""
     return f'<span class="nba-faint">{html.escape(text)}</span>'
-
-
-def counted(number: int, noun: str) -> str:
-    """Return ``1 line`` or ``2,000 lines``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

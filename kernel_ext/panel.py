@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 _SLOW_PERIOD_S = 1.0  # for parts that are expensive to draw or to read
 _LOG_LINES = 200
 _ENDED_BY = {"": "", "stop": "by the button Stop", "interrupt": "by the button Interrupt"}
-_VIEWS: dict[str, Literal["output", "step", "stacks", "log"]] = {
-    "Output": "output",
-    "Step": "step",
-    "Stacks": "stacks",
-    "Log file": "log",
+_VIEWS = {  # with their tooltips
+    "Output": "What the ranks print",
+    "Step": "Where the time of a step goes",
+    "Stacks": "Where every rank stands now",
+    "Log file": "The ranks' log files",
 }
 _DIAGNOSIS_PERIOD_S = 2.0
 _PROFILED_STEPS = 5
@@ -63,10 +63,7 @@ def open_view(job: Job) -> PanelView | _SummaryView | None:
 class _SummaryView:
     """The view of a run that ended before a panel opened: its summary, in one place under the run's cell.
 
-    Making widgets would take longer than a short run.
-
-    Args:
-        job: The run. Nobody else may take its events.
+    Making widgets would take longer than a short run. Nobody else may take the job's events.
     """
 
     def __init__(self, job: Job) -> None:
@@ -83,16 +80,18 @@ class _SummaryView:
 
     def refresh(self) -> None:
         """Handle new events, so that they don't pile up."""
-        self._take_events()
+        self._cell_context.copy().run(self._refresh)
 
     def close(self) -> None:
         """Display the summary. The run has ended."""
+        self._cell_context.copy().run(self._close)
+
+    def _refresh(self) -> None:
+        self._take_events()
+
+    def _close(self) -> None:
         self._take_events()
         self._show_summary()
-
-    def _in_cell(self, act: Callable[[], None]) -> None:
-        """Call a function so that its messages to front ends appear under the run's cell."""
-        self._cell_context.copy().run(act)
 
     def _take_events(self) -> set[type[events.Event]]:
         """Handle new events: keep output, and show the ranks' displays. Return the kinds of events."""
@@ -111,7 +110,7 @@ class _SummaryView:
         job = self._job
         end_s = now_s if job.ended_s is None else job.ended_s
         error = job.error
-        traceback = error.remote_traceback if isinstance(error, RankFailedError) else ""
+        failure = error if isinstance(error, RankFailedError) else None
         return render.RunFacts(
             name=job.name,
             devices=job.devices,
@@ -119,8 +118,8 @@ class _SummaryView:
             status=job.status,
             elapsed_s=end_s - job.started_s,
             hint=hint,
-            failed_rank=error.rank if isinstance(error, RankFailedError) and traceback else None,
-            traceback=traceback,
+            failed_rank=None if failure is None else failure.rank,
+            traceback="" if failure is None else failure.remote_traceback,
             is_background=job.is_background,
             log_folder="" if job.log_folder is None else str(job.log_folder),
             diagnosis=self._diagnose(now_s),
@@ -134,7 +133,7 @@ class _SummaryView:
         return self._diagnosis
 
     def _show(self, data: dict[str, Any]) -> None:
-        """Display a mime bundle in the run's place, replacing the previous one."""
+        """Display a mime bundle in the run's place under its cell, replacing the previous one."""
         self._display(data, display_id=self._display_id, update=self._is_there)
         self._is_there = True
 
@@ -151,56 +150,43 @@ class _SummaryView:
     def _display(self, data: dict[str, Any], **options: Any) -> None:
         from IPython.display import display
 
-        self._in_cell(lambda: display(data, raw=True, **options))
+        display(data, raw=True, **options)
 
 
 class PanelView(_SummaryView):
-    """A run's panel. Constructing it displays it under the running cell.
+    """A run's panel, which follows the run until plain HTML and text replace it.
 
-    Args:
-        job: The run. Nobody else may take its events.
+    Constructing it displays it under the running cell.
     """
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._has_changed = False  # True if a control was used since the last drawing
         self._clicked: Literal["", "stop", "interrupt"] = ""
-        self._asking: threading.Thread | None = None
         self._stacks: tuple[str, ...] = ()
-        self._stacks_said = "not asked yet"
+        self._threads: dict[str, threading.Thread] = {}
+        self._said = {"stacks": "not asked yet", "profile": "", "detach": ""}
         self._can_detach = not (isinstance(job, DetachedJob) or job.on_death == "keep" or detached.why_not(job.config))
-        self._detaching: threading.Thread | None = None
-        self._detach_said = ""
-        self._profiling: threading.Thread | None = None
-        self._profile_said = ""
         # When parts were last drawn, and whether output and metrics have arrived since.
         self._second, self._body_s, self._chart_s = -1, -_SLOW_PERIOD_S, -_SLOW_PERIOD_S
         self._has_output = self._has_metrics = False
         self._widgets = widgets = _PanelWidgets(job.world_size)
         widgets.stop.on_click(lambda _: self._on_stop())
         widgets.interrupt.on_click(lambda _: self._on_interrupt())
-        widgets.ask_again.on_click(lambda _: self._on_ask())
-        widgets.profile.on_click(lambda _: self._on_profile())
-        widgets.detach.on_click(lambda _: self._on_detach())
-        widgets.view.observe(lambda change: self._on_ask() if change["new"] == "Stacks" else None, "value")
+        widgets.ask_again.on_click(lambda _: self._ask())
+        widgets.profile.on_click(lambda _: self._profile_steps())
+        widgets.detach.on_click(lambda _: self._detach())
+        widgets.view.observe(lambda change: self._ask() if change["new"] == "Stacks" else None, "value")
         for widget in widgets.choices:
             widget.observe(lambda _: self._on_change(), "value")
         self._clicks = LiveClicks(front_end.kernel())
-        buttons = (widgets.stop, widgets.interrupt, widgets.detach, widgets.ask_again, widgets.profile)
-        for widget in (*buttons, *widgets.choices):
+        for widget in (*widgets.buttons, *widgets.choices):
             self._clicks.attend(widget)
         self._draw(time.monotonic(), set())
         self._show(front_end.widget_view(widgets.root, f"{job.name}: running on {job.devices}"))
 
-    def refresh(self) -> None:
-        """Draw changes. Without events only the clock moves, once a second."""
-        self._in_cell(self._refresh)
-
-    def close(self) -> None:
-        """Replace the widgets with the final state as plain HTML and text. The run has ended."""
-        self._in_cell(self._close)
-
     def _refresh(self) -> None:
+        """Draw changes. Without events only the clock moves, once a second."""
         kinds = self._take_events()
         now_s = time.monotonic()
         if kinds or self._has_changed or int(now_s - self._job.started_s) != self._second:
@@ -225,8 +211,8 @@ class PanelView(_SummaryView):
         widgets.table.value = render.table_html(state, now_s, steps, is_folded=not widgets.fold.value)
         self._has_output |= events.Output in kinds
         self._has_metrics |= events.Metrics in kinds
-        period_s = _SLOW_PERIOD_S if widgets.choice.view == "log" else 0.0  # a log is read from a file
-        self._has_output |= events.StepTimes in kinds and widgets.choice.view == "step"
+        period_s = _SLOW_PERIOD_S if widgets.view.value == "Log file" else 0.0  # a log is read from a file
+        self._has_output |= events.StepTimes in kinds and widgets.view.value == "Step"
         is_body_due = self._has_output and now_s - self._body_s >= period_s
         if has_changed or is_body_due or not widgets.body.value:
             self._has_output, self._body_s = False, now_s
@@ -247,12 +233,12 @@ class PanelView(_SummaryView):
             widgets.chart.value = charts.chart_html(state, metric, of_ranks=of_ranks, is_titled=is_titled)
 
     def _body_html(self) -> str:
-        choice = self._widgets.choice
-        if choice.view == "stacks":
-            return output.stacks_html(self._stacks, self._stacks_said, choice)
-        if choice.view == "step":
-            return f"{timeline.latest_html(self._profile, self._profile_said)}{step_view.step_html(self._diagnosis)}"
-        if choice.view == "output":
+        view, choice = self._widgets.view.value, self._widgets.choice
+        if view == "Stacks":
+            return output.stacks_html(self._stacks, self._said["stacks"], choice)
+        if view == "Step":
+            return f"{timeline.latest_html(self._profile, self._said['profile'])}{step_view.step_html(self._diagnosis)}"
+        if view == "Output":
             return output.output_html(self._output, choice)
         text = ""
         if choice.rank is not None and self._job.log_files:
@@ -268,8 +254,8 @@ class PanelView(_SummaryView):
             return "it goes on without this notebook"
         if job.done:
             return _ENDED_BY[self._clicked] if job.status == "stopped" else ""
-        if self._detach_said:
-            return self._detach_said
+        if self._said["detach"]:
+            return self._said["detach"]
         if self._clicked == "stop":
             return "stopping …"
         if job.on_death == "keep":
@@ -303,49 +289,45 @@ class PanelView(_SummaryView):
     def _on_change(self) -> None:
         self._has_changed = True
 
-    def _on_ask(self) -> None:
-        """Ask for the ranks' stacks in the background, unless a request is under way. Drawing never waits."""
-        if self._asking is None or not self._asking.is_alive():
-            self._stacks_said = "asking every rank …"
-            self._asking = threading.Thread(target=self._ask, name="notebook-accel-stacks", daemon=True)
-            self._asking.start()
+    def _ask(self) -> None:
+        def ask() -> str:
+            self._stacks = tuple(map(str, self._job.stacks()))
+            return f"as of {format_clock(time.monotonic() - self._job.started_s)}"
 
-    def _on_profile(self) -> None:
-        """Profile the next steps in the background, unless a profile is under way."""
-        if self._profiling is None or not self._profiling.is_alive():
-            self._profile_said = f"profiling the next {_PROFILED_STEPS} steps …"
-            self._profiling = threading.Thread(target=self._profile_steps, name="notebook-accel-profiles", daemon=True)
-            self._profiling.start()
-            self._on_change()
-
-    def _on_detach(self) -> None:
-        """Detach the run in the background, unless it is being detached already."""
-        if self._detaching is None or not self._detaching.is_alive():
-            self._detach_said = "detaching …"
-            self._detaching = threading.Thread(target=self._detach, name="notebook-accel-detach", daemon=True)
-            self._detaching.start()
-            self._on_change()
-
-    def _detach(self) -> None:
-        try:
-            detached.let_go(self._job)
-        except NotebookAccelError as error:
-            self._detach_said = str(error).replace("\n", " ")
-        self._on_change()
+        self._in_background("stacks", "asking every rank …", ask)
 
     def _profile_steps(self) -> None:
-        try:
-            self._profile, self._profile_said = self._job.profile(_PROFILED_STEPS), ""
-        except NotebookAccelError as error:
-            self._profile_said = str(error)
-        self._on_change()
+        def profile() -> str:
+            self._profile = self._job.profile(_PROFILED_STEPS)
+            return ""
 
-    def _ask(self) -> None:
-        try:
-            self._stacks = tuple(map(str, self._job.stacks()))
-            self._stacks_said = f"as of {format_clock(time.monotonic() - self._job.started_s)}"
-        except NotebookAccelError as error:
-            self._stacks_said = str(error)
+        self._in_background("profile", f"profiling the next {_PROFILED_STEPS} steps …", profile)
+
+    def _detach(self) -> None:
+        def detach() -> str:
+            detached.let_go(self._job)
+            return "detaching …"  # until the run's status says more
+
+        self._in_background("detach", "detaching …", detach)
+
+    def _in_background(self, name: str, said: str, act: Callable[[], str]) -> None:
+        """Call ``act`` in a thread, unless its last call goes on. Drawing never waits.
+
+        Meanwhile the panel says ``said``, and afterwards what ``act`` returns, or its error.
+        """
+        if name in self._threads and self._threads[name].is_alive():
+            return
+
+        def run() -> None:
+            try:
+                self._said[name] = act()
+            except NotebookAccelError as error:
+                self._said[name] = str(error)
+            self._on_change()
+
+        self._said[name] = said
+        self._threads[name] = threading.Thread(target=run, name=f"notebook-accel-{name}", daemon=True)
+        self._threads[name].start()
         self._on_change()
 
 
@@ -368,15 +350,7 @@ class _PanelWidgets:
             description="Detach", tooltip="Let this run go on when the notebook's kernel ends"
         )
         self.fold = ipywidgets.ToggleButton(description=f"Show all {world_size} ranks", tooltip="A row for every rank")
-        self.view = ipywidgets.ToggleButtons(
-            options=list(_VIEWS),
-            tooltips=[
-                "What the ranks print",
-                "Where the time of a step goes",
-                "Where every rank stands now",
-                "The ranks' log files",
-            ],
-        )
+        self.view = ipywidgets.ToggleButtons(options=list(_VIEWS), tooltips=list(_VIEWS.values()))
         self.rank = ipywidgets.Dropdown(
             description="Rank", options=[("all ranks", -1), *((f"rank {rank}", rank) for rank in range(world_size))]
         )
@@ -387,6 +361,7 @@ class _PanelWidgets:
         )
         self.metric = ipywidgets.Dropdown(description="Metric", options=[])
         self.curves = ipywidgets.ToggleButtons(options=[_MEAN, _EACH], tooltips=["Mean of the ranks", "A curve a rank"])
+        self.buttons = (self.stop, self.interrupt, self.detach, self.ask_again, self.profile)
         self.choices = (self.fold, self.view, self.rank, self.search, self.metric, self.curves)
         self._has_many, self._has_some = world_size > render.MOST_ROWS, world_size > 1
         self.root = self._laid_out()
@@ -394,19 +369,18 @@ class _PanelWidgets:
     def _laid_out(self) -> Any:
         from ipywidgets import HTML, HBox, VBox
 
-        def named(widget: Any, *names: str) -> Any:
-            for name in names:
-                widget.add_class(name)
+        def named(widget: Any, name: str) -> Any:
+            widget.add_class(name)
             return widget
 
-        named(self.stop, "nba-button", "nba-stop")
-        named(self.ask_again, "nba-button", "nba-small")
-        named(self.profile, "nba-button", "nba-small")
-        named(self.fold, "nba-button", "nba-small", "nba-fold")
-        named(self.view, "nba-tabs")
-        named(self.curves, "nba-tabs")
-        named(self.interrupt, "nba-button")
-        named(self.detach, "nba-button")
+        for button in (*self.buttons, self.fold):
+            button.add_class("nba-button")
+        for button in (self.ask_again, self.profile, self.fold):
+            button.add_class("nba-small")
+        self.stop.add_class("nba-stop")
+        self.fold.add_class("nba-fold")
+        self.view.add_class("nba-tabs")
+        self.curves.add_class("nba-tabs")
         self._tools = named(HBox([self.view, self.ask_again, self.profile, self.rank, self.search]), "nba-tools")
         self._chart_tools = named(HBox([self.metric, self.curves]), "nba-tools")
         scroll = named(VBox([self.body]), "nba-scrollback")
@@ -419,9 +393,9 @@ class _PanelWidgets:
 
     @property
     def choice(self) -> Choice:
-        """The user's choice of the view below the table."""
+        """The user's choice of a rank and of a text to search."""
         rank = None if self.rank.value == -1 else self.rank.value
-        return Choice(_VIEWS[self.view.value], rank, self.search.value.strip())
+        return Choice(rank, self.search.value.strip())
 
     @property
     def names_chart(self) -> bool:

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kernel_ext.charts import chart_html, shortened
 from kernel_ext.front_end import STYLE
-from kernel_ext.output import OutputLog, counted, faint, output_lines, pre, scrolled, whole_output_html
+from kernel_ext.output import OutputLog, faint, folded, output_lines, pre, scrolled, whole_output_html
 from kernel_ext.step_view import bar_html, step_html, step_text, verdict_html
 from kernel_ext.timeline import body_html
 from notebook_accel.formatting import (
     aligned,
     format_clock,
+    format_count,
     format_duration,
     format_size,
     plain_lines,
@@ -52,18 +53,16 @@ class RunFacts:
     """Facts about a run that aren't in its ranks' state.
 
     Attributes:
-        name: The run's name.
         devices: The devices that it runs on, such as ``2 CPUs``.
         precision: The mixed precision, ``no`` if there is none.
         status: ``starting``, ``running``, ``succeeded``, ``failed``, ``stopped`` or ``detached``.
         elapsed_s: The running time so far, or in all.
         hint: A hint for the reader, such as how to stop the run; may be empty.
-        failed_rank: The rank whose traceback is shown, ``None`` if no rank has one.
-        traceback: The traceback of ``failed_rank``.
+        failed_rank: The rank that failed first.
+        traceback: That rank's traceback; empty if there is none.
         is_background: Whether no cell waits for the run, so that only the panel reports a failure.
         log_folder: Folder of the ranks' whole output, empty if there is none.
-        diagnosis: Where the time of the steps goes.
-        profile: The latest profile that was made with the panel's button, ``None`` if there is none.
+        profile: The latest profile that was made with the panel's button.
     """
 
     name: str
@@ -114,31 +113,22 @@ def summary_html(facts: RunFacts, state: RunState, output: OutputLog, now_s: flo
     """Return the whole panel in one piece that needs no kernel, for an element of class ``nba-panel``."""
     chart = chart_html(state)
     beside = f'<div class="nba-chart-pane">{chart}</div>' if chart else ""
-    every_rank = bottom = ""
+    every_rank = phases = profile = bottom = ""
     if len(state.ranks) > MOST_ROWS:
         table = table_html(state, now_s, facts.diagnosis.steps, is_folded=False)
-        title = f"<summary>all {len(state.ranks)} ranks</summary>"
-        every_rank = f'<details class="nba-every-rank">{title}{table}</details>'
+        every_rank = folded(f"all {len(state.ranks)} ranks", table, 'class="nba-every-rank"')
+    if facts.diagnosis.steps:
+        phases = folded("where the time of a step went", step_html(facts.diagnosis))
+    if facts.profile is not None:
+        profile = folded(facts.profile.title, body_html(facts.profile))
     if output.count or beside:  # the chart stays in the live panel's place
         pane = f'<div class="nba-output-pane">{whole_output_html(output, facts.log_folder)}</div>'
         bottom = f'<div class="nba-bottom">{pane}{beside}</div>'
     return (
         f'<style>{STYLE}</style><div class="nba-top">{header_html(facts, state, now_s)}</div>'
-        f"{table_html(state, now_s, facts.diagnosis.steps)}{every_rank}{_phases_html(facts)}{_profile_html(facts)}"
+        f"{table_html(state, now_s, facts.diagnosis.steps)}{every_rank}{phases}{profile}"
         f"{_traceback_html(facts)}{bottom}"
     )
-
-
-def _phases_html(facts: RunFacts) -> str:
-    if not facts.diagnosis.steps:
-        return ""
-    return f"<details><summary>where the time of a step went</summary>{step_html(facts.diagnosis)}</details>"
-
-
-def _profile_html(facts: RunFacts) -> str:
-    if facts.profile is None:
-        return ""
-    return f"<details><summary>{html.escape(facts.profile.title)}</summary>{body_html(facts.profile)}</details>"
 
 
 def summary_text(facts: RunFacts, state: RunState, output: OutputLog, now_s: float) -> str:
@@ -172,7 +162,7 @@ def _about_run(facts: RunFacts, state: RunState) -> list[str]:
     if sharded is not None:
         about.append(f"{sharded.share} a rank")
     if state.restarts:
-        about.append(counted(state.restarts, "restart"))
+        about.append(format_count(state.restarts, "restart"))
     if facts.status == "succeeded" and state.early_end:
         about.append(state.early_end)
     return about
@@ -188,16 +178,15 @@ def _largest_share(state: RunState) -> events.ModelMemory | None:
 
 def _traceback_html(facts: RunFacts) -> str:
     """Show the failure's traceback; unfolded where no cell raises it."""
-    if facts.failed_rank is None:
+    if not facts.traceback:
         return ""
     lines = list(plain_lines(facts.traceback.strip()))
     left_out = len(lines) - _TRACEBACK_LINES
     # Keep the last lines, which show the exception and its place.
-    gap = [f"… {counted(left_out, 'line')} left out …"] if left_out > 0 else []
+    gap = [f"… {format_count(left_out, 'line')} left out …"] if left_out > 0 else []
     body = scrolled(pre(html.escape("\n".join([*gap, *lines[-_TRACEBACK_LINES:]])), "Traceback"))
     is_open, said = (" open", " · job.results() raises it") if facts.is_background else ("", "")
-    title = f"<summary>traceback of rank {facts.failed_rank}{said}</summary>"
-    return f'<details class="nba-traceback"{is_open}>{title}{body}</details>'
+    return folded(f"traceback of rank {facts.failed_rank}{said}", body, f'class="nba-traceback"{is_open}')
 
 
 # The table of ranks ---------------------------------------------------------------------------------------------------
@@ -208,13 +197,7 @@ def table_html(state: RunState, now_s: float, steps: Mapping[int, Phases] = {}, 
 
     Up to a screenful of ranks have a row each. With more ranks, all ranks in one state (on several nodes, of one node)
     share a row, which shows their common values and their spread; below the table is a small cell for each rank. Ranks
-    in a rare state, such as a failed rank, keep a row of their own.
-
-    Args:
-        state: The run.
-        now_s: The current time.
-        steps: The seconds of a step by phase, by the number of each measured rank.
-        is_folded: Whether many ranks may share rows.
+    in a rare state, such as a failed rank, keep a row of their own. ``steps`` has the phases of each measured rank.
     """
     table = _Table(state, now_s, steps)
     groups = table.groups() if is_folded and len(state.ranks) > MOST_ROWS else [[rank] for rank in state.ranks]
@@ -235,7 +218,6 @@ class _TableColumn:
     """A column of the table.
 
     Attributes:
-        head: The heading.
         text: Returns a rank's cell as text.
         kind: The CSS class of the cells.
         html: Returns a rank's cell as HTML, where that is more than its text.

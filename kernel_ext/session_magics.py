@@ -18,11 +18,12 @@ from IPython.core.interactiveshell import InteractiveShell
 from kernel_ext.arguments import Parser, name, split
 from notebook_accel import config as configuration
 from notebook_accel.errors import CellError, ResultError, RunError
+from notebook_accel.formatting import ranks_in_words
 from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import registry
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.sessions.kernel.interrupts import held
-from notebook_accel.sessions.kernel.output import Shown, ranks_in_words
+from notebook_accel.sessions.kernel.output import Shown
 
 if TYPE_CHECKING:
     from notebook_accel.sessions.kernel.session import Session
@@ -190,16 +191,12 @@ class SessionMagics:
     def release(self) -> None:
         """End the session, or leave it if it was detached and can go on."""
         with held():
-            if self.session is not None and self._may_leave:
-                session, self.session = self.session, None
+            session = self.session
+            if session is not None and session.is_detached and not session.is_over:
+                self.session = None
                 session.leave()
             else:
                 self.close()
-
-    @property
-    def _may_leave(self) -> bool:
-        """True if the session goes on without this kernel."""
-        return self.session is not None and self.session.is_detached and not self.session.is_over
 
     def _needed(self, magic: str) -> Session:
         if self.session is None:
@@ -218,7 +215,7 @@ class SessionMagics:
             )
         session = self._needed("%%distributed")
         if asked := _asked_about(cell):
-            _describe(session, asked)
+            print(_describe(session, asked))
             return None
         wants_value = given.background or given.out is not None
         job = session.cell_job(self._read(cell), self._shell.user_ns, push=given.push, wants_value=wants_value)
@@ -263,7 +260,7 @@ class SessionMagics:
         if asked := _asked_about(cell):
             if ranks != [0]:
                 raise UsageError(f"%%rank: only rank 0 can be asked for {asked}?, in a cell with %%rank 0.")
-            _describe(session, asked)
+            print(_describe(session, asked))
             return None
         job = session.cell_job(self._read(cell), self._shell.user_ns, ranks=ranks, wants_value=False)
         return job.run().shown or None
@@ -309,14 +306,12 @@ class SessionMagics:
         self._shell.push(values)
 
 
-def _describe(session: Session, asked: str) -> None:
-    """Print rank 0's description of a name."""
+def _describe(session: Session, asked: str) -> str:
+    """Return rank 0's description of a name, or the reason why there is none."""
     lines = session.describe(asked, _ASKED_DEADLINE_S)
-    print("\n".join(lines or [_why_nothing_is_known(session, asked, has_answered=lines is not None)]))
-
-
-def _why_nothing_is_known(session: Session, asked: str, *, has_answered: bool) -> str:
-    if has_answered:
+    if lines:
+        return "\n".join(lines)
+    if lines is not None:
         return f"Rank 0 has no name {asked!r}."
     if session.job.ranks[0].has_ended:
         return "Rank 0 has died. %distributed restart starts it again."

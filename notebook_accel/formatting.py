@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 _SHORT_S = 10.0
@@ -35,8 +35,8 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20))
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return ``1 rank``, ``2 ranks``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """Return ``1 rank``, ``2,000 ranks``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def format_number(number: int) -> str:
@@ -135,6 +135,11 @@ def rank_spans(ranks: Iterable[int]) -> list[str]:
         else:
             spans.append([rank])
     return ["-".join(map(str, span)) for span in spans]
+
+
+def ranks_in_words(ranks: Collection[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-2, 5``."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(rank_spans(ranks))}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -124,31 +124,37 @@ class Reporter:
     """Samples counters, metrics and memory of this process and sends them to the agent, if there is a connection.
 
     Attributes:
+        shown: The counter that the rank's row shows.
+        outer: A counter of epochs around the shown counter, such as a bar over epochs; ``None`` if there is none.
+        is_compiling: True while the running step is compiled.
         has_own_loss: True once the program has reported a metric named ``loss``.
+        at_close: Functions to call at the end of the user's code, while the process still lives.
+        before_sample: Functions to call in the sampling thread before each sample.
+        at_tick: A function to call in the sampling thread: 20 times a second while it returns true, else 5 times.
     """
 
     def __init__(self, connection: Sender | None = None) -> None:
+        self.shown: Counter | None = None
+        self.outer: Counter | None = None
+        self.is_compiling = False
+        self.has_own_loss = False
+        self.at_close: list[Callable[[], None]] = []
+        self.before_sample: list[Callable[[], None]] = []
+        self.at_tick: Callable[[], bool] | None = None
         self._connection = connection
         self._lock = threading.Lock()
         self._sampling = threading.Lock()
-        self._shown: Counter | None = None
         self._steps_before = 0  # the rank's steps before the shown counter's epoch
-        self._outer: Counter | None = None
-        self.has_own_loss = False
         self._values: dict[str, Any] = {}
         self._values_changed = False
         self._copies: dict[str, _GpuCopy] = {}
         self._held: dict[str, Any] | None = None  # a dict on devices where values exist only when a step ends
-        self._is_compiling = False
         self._last_progress: events.Progress | None = None
         self._posted: collections.deque[events.Event] = collections.deque(maxlen=1000)
         self._device = ""
         self._device_memory: Callable[[], tuple[int, int]] | None = None
         self._device_utilisation: Callable[[], float | None] | None = None
         self._pid = os.getpid()
-        self._at_close: list[Callable[[], None]] = []
-        self._before_sample: list[Callable[[], None]] = []
-        self._at_tick: list[Callable[[], bool]] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -156,11 +162,6 @@ class Reporter:
     def is_connected(self) -> bool:
         """True in a launched rank; false elsewhere, and in processes that the rank forks."""
         return self._connection is not None and self._pid == os.getpid()
-
-    @property
-    def shown(self) -> Counter | None:
-        """The counter that the rank's row shows."""
-        return self._shown
 
     def start(self) -> None:
         """Start the sampling thread."""
@@ -172,20 +173,16 @@ class Reporter:
         with self._lock:
             self._steps_before = self._steps()
             counter.step, counter.epoch, counter.total = 0, epoch, total
-            self._shown = counter
+            self.shown = counter
 
     def show(self, counter: Counter) -> None:
         """Show this counter in the rank's row, from its present count on."""
         with self._lock:
             self._steps_before = self._steps() - counter.step
-            self._shown = counter
+            self.shown = counter
 
     def _steps(self) -> int:
-        return self._steps_before + (0 if self._shown is None else self._shown.step)
-
-    def show_outer(self, counter: Counter | None) -> None:
-        """Take the epoch from an outer counter, such as a bar over epochs."""
-        self._outer = counter
+        return self._steps_before + (0 if self.shown is None else self.shown.step)
 
     def set_device(
         self,
@@ -203,10 +200,6 @@ class Reporter:
         self._device = name
         self._device_memory = memory
         self._device_utilisation = utilisation
-
-    def set_compiling(self, compiling: bool) -> None:
-        """Report whether the running step is being compiled."""
-        self._is_compiling = compiling
 
     def hold_metrics(self) -> None:
         """Hold metrics until ``release_metrics``: reading a tensor earlier would compute its step twice."""
@@ -279,27 +272,11 @@ class Reporter:
         of_total = "" if progress.total is None else f" of {progress.total}"
         return f"step {progress.step}{of_total}" + ("" if progress.epoch is None else f", epoch {progress.epoch}")
 
-    def at_close(self, function: Callable[[], None]) -> None:
-        """Register ``function`` for the end of the user's code, while the process still lives."""
-        self._at_close.append(function)
-
-    def before_sample(self, function: Callable[[], None]) -> None:
-        """Register ``function`` to be called in the sampling thread before each sample."""
-        self._before_sample.append(function)
-
-    def at_tick(self, function: Callable[[], bool]) -> None:
-        """Register ``function`` for the sampling thread: 20 calls a second while it returns true, else 5."""
-        self._at_tick.append(function)
-
-    def not_at_close(self, function: Callable[[], None]) -> None:
-        """Unregister a function of ``at_close``."""
-        self._at_close.remove(function)
-
     def close(self) -> None:
         """Stop sampling, and send the last changes."""
         if self._connection is not None and not self.is_connected:
             return  # a fork reports nothing, and may lack the thread that holds a lock here
-        for function in list(self._at_close):
+        for function in list(self.at_close):
             function()
         self._stop.set()
         if self._thread is not None:
@@ -316,11 +293,11 @@ class Reporter:
         return 0 if self._last_progress is None else self._last_progress.steps
 
     def _run(self) -> None:
-        samples, ticks, next_ticks = 0, 0, 1 if self._at_tick else _TICKS_PER_SAMPLE
+        samples, ticks, next_ticks = 0, 0, 1 if self.at_tick else _TICKS_PER_SAMPLE
         while not self._stop.wait(_SAMPLE_PERIOD_S / _TICKS_PER_SAMPLE * next_ticks):
             ticks += next_ticks
-            are_due = [function() for function in self._at_tick]
-            next_ticks = 1 if any(are_due) else _TICKS_PER_SAMPLE - ticks % _TICKS_PER_SAMPLE
+            is_next_due = self.at_tick is not None and self.at_tick()
+            next_ticks = 1 if is_next_due else _TICKS_PER_SAMPLE - ticks % _TICKS_PER_SAMPLE
             if ticks % _TICKS_PER_SAMPLE:
                 continue
             with self._sampling:
@@ -348,10 +325,11 @@ class Reporter:
     def _sample(self, *, reads: bool = True) -> None:
         while self._posted:
             self.send(self._posted.popleft())
-        for function in self._before_sample:
+        for function in self.before_sample:
             function()
         progress = self._progress()
-        if progress is not None and not _same_progress(progress, self._last_progress):
+        last = self._last_progress
+        if progress is not None and (last is None or msgspec.structs.replace(progress, time_s=last.time_s) != last):
             self._last_progress = progress
             self.send(progress)
         self._take_arrivals()
@@ -370,7 +348,7 @@ class Reporter:
 
     def _progress(self) -> events.Progress | None:
         with self._lock:
-            counter, outer = self._shown, self._outer
+            counter, outer = self.shown, self.outer
             if counter is None:
                 return None
             epoch, epochs = counter.epoch, None
@@ -384,7 +362,7 @@ class Reporter:
                 steps=self._steps(),
                 label=counter.label,
                 device=self._device,
-                compiling=self._is_compiling,
+                compiling=self.is_compiling,
             )
 
     def send_memory(self) -> None:
@@ -398,10 +376,6 @@ class Reporter:
             return
         utilisation = None if self._device_utilisation is None else self._device_utilisation()
         self.send(events.Memory(used_bytes=used, total_bytes=total, kind="device", utilisation=utilisation))
-
-
-def _same_progress(new: events.Progress, old: events.Progress | None) -> bool:
-    return old is not None and msgspec.structs.replace(new, time_s=old.time_s) == old
 
 
 def _number(value: Any) -> float | None:

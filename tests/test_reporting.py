@@ -119,7 +119,7 @@ def test_last_steps_are_said_at_the_end_though_the_loader_has_gone(rank: types.S
 def test_bar_around_the_shown_one_gives_the_epochs(rank: types.SimpleNamespace) -> None:
     outer, inner = reporting.Counter(total=5), reporting.Counter()
     outer.step = 2
-    rank.reporter.show_outer(outer)
+    rank.reporter.outer = outer
     inner.start(total=3)
     heard = rank.watcher.wait_for(lambda event: isinstance(event, events.Progress))
     assert (heard.epoch, heard.epochs) == (3, 5)
@@ -315,7 +315,7 @@ def _is_progress(event: events.Event, *, compiling: bool) -> bool:
 def test_compiling_is_said(rank: types.SimpleNamespace) -> None:
     reporting.Counter().start(total=3)
     for compiling in (True, False):
-        rank.reporter.set_compiling(compiling)
+        rank.reporter.is_compiling = compiling
         said = functools.partial(_is_progress, compiling=compiling)
         assert rank.watcher.wait_for(said)
     rank.end()
@@ -374,7 +374,7 @@ def test_process_that_the_rank_forks_says_nothing(rank: types.SimpleNamespace) -
 
 def test_process_that_is_forked_in_the_middle_of_a_look_ends(rank: types.SimpleNamespace) -> None:
     looks, goes_on = threading.Event(), threading.Event()
-    rank.reporter.before_sample(lambda: (looks.set(), goes_on.wait(60)))
+    rank.reporter.before_sample.append(lambda: (looks.set(), goes_on.wait(60)))
     assert looks.wait(60)
     pid = os.fork()
     if pid == 0:
@@ -404,9 +404,9 @@ def test_outside_a_rank_nothing_happens() -> None:
 def test_position_and_what_is_called_at_the_end() -> None:
     reporter = reporting.Reporter()
     called: list[str] = []
-    reporter.at_close(lambda: called.append(reporter.position()))
-    reporter.at_close(called.clear)
-    reporter.not_at_close(called.clear)
+    reporter.at_close.append(lambda: called.append(reporter.position()))
+    reporter.at_close.append(called.clear)
+    reporter.at_close.remove(called.clear)
     assert reporter.position() == ""
     counter = reporting.Counter()
     reporter.begin(counter, epoch=2, total=40)

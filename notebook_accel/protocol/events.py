@@ -9,6 +9,7 @@ different ranks can be ordered. The kernel converts the times of ranks on anothe
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
@@ -80,29 +81,29 @@ class StepTimes(_Event, frozen=True, kw_only=True):
     samples: int = 0  # of the main thread
     lines: list[SampledLine] = []  # sampled most often
 
-    def followed_by(self, later: StepTimes) -> StepTimes:
-        """Return one event for the steps of this one and of a later one."""
-        steps = self.steps + later.steps
-        seen: dict[tuple[str, str, str, str], int] = {}
-        for line in (*self.lines, *later.lines):
-            key = line.phase, line.activity, line.place, line.text
-            seen[key] = seen.get(key, 0) + line.samples
-        most_seen = sorted(seen.items(), key=lambda item: -item[1])[:_MOST_LINES]
+    def followed_by(self, *later: StepTimes) -> StepTimes:
+        """Return one event for the steps of this one and of later ones."""
+        parts = (self, *later)
+        steps = sum(part.steps for part in parts)
+        seconds: dict[str, float] = {}
+        seen: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
+        for part in parts:
+            for phase, phase_s in part.seconds.items():
+                seconds[phase] = seconds.get(phase, 0.0) + phase_s
+            for line in part.lines:
+                seen[line.phase, line.activity, line.place, line.text] += line.samples
         return msgspec.structs.replace(
-            later,  # fields that can't be added keep the later event's value
+            parts[-1],  # fields that can't be added keep the last event's value
             steps=steps,
-            seconds={
-                phase: self.seconds.get(phase, 0.0) + later.seconds.get(phase, 0.0)
-                for phase in self.seconds.keys() | later.seconds.keys()
-            },
-            evaluations=self.evaluations + later.evaluations,
-            collecting_s=self.collecting_s + later.collecting_s,
-            compilations=self.compilations + later.compilations,
-            rows=(self.rows * self.steps + later.rows * later.steps) / steps,
-            smallest_batch=min(filter(None, (self.smallest_batch, later.smallest_batch)), default=0),
-            largest_batch=max(self.largest_batch, later.largest_batch),
-            samples=self.samples + later.samples,
-            lines=[SampledLine(*key, samples) for key, samples in most_seen],
+            seconds=seconds,
+            evaluations=sum(part.evaluations for part in parts),
+            collecting_s=sum(part.collecting_s for part in parts),
+            compilations=sum(part.compilations for part in parts),
+            rows=sum(part.rows * part.steps for part in parts) / max(steps, 1),
+            smallest_batch=min((part.smallest_batch for part in parts if part.smallest_batch), default=0),
+            largest_batch=max(part.largest_batch for part in parts),
+            samples=sum(part.samples for part in parts),
+            lines=[SampledLine(*line, samples) for line, samples in seen.most_common(_MOST_LINES)],
         )
 
 

@@ -288,7 +288,7 @@ def test_stacks_are_asked_for_and_shown(kernel: kernels.Kernel) -> None:
     from notebook_accel.protocol.agent_messages import RankDump
     text = 'Current thread 0x1 (most recent call first):\\n  File "<train>", line 7 in work'
     job.take_dumps([RankDump(rank=rank, pid=rank + 5, condition="answered", text=text) for rank in range(2)])
-    view._asking.join(60)
+    view._threads["stacks"].join(60)
     """
     _messages(kernel, dumps)
     shown = _see(kernel, "body")
@@ -412,7 +412,7 @@ def test_button_profiles_the_next_steps_and_the_summary_keeps_the_timeline(kerne
         spans = [events.Span("step", "ProfilerStep#1", 0.0, 5000.0), events.Span("phase", "forward", 0.0, 4000.0)]
         for rank in range(2):
             job.deliver(rank, events.Profiled(number=Control.profile_number, steps=1, spans=spans))
-        view._profiling.join(60)
+        view._threads["profile"].join(60)
         view.refresh()
         print(view._widgets.body.value.count("<svg"), "profiling" in view._widgets.body.value)
         finish(job)
@@ -433,7 +433,7 @@ def test_button_says_why_there_is_no_profile(kernel: kernels.Kernel) -> None:
         view = open_view(job)
         view._widgets.view.value = "Step"
         view._widgets.profile.click()
-        view._profiling.join(60)
+        view._threads["profile"].join(60)
         view.refresh()
         print(view._widgets.body.value)
         finish(job)

@@ -23,8 +23,8 @@ _NO_METRICS = ("epoch", "_runtime", "_per_second", "total_flos")
 
 def install() -> None:
     """Count the bars of tqdm and rich from now on, imported already or not. Notebook bars become plain ones."""
-    bars = loops.loops().bars = _OpenBars()
-    reporting.reporter().before_sample(bars.refresh)
+    bars = loops.LOOPS.bars = OpenBars()
+    reporting.reporter().before_sample.append(bars.refresh)
     when_imported("tqdm.std", lambda module: _patch_tqdm(module.tqdm, bars))
     when_imported("tqdm.notebook", _patch_tqdm_notebook)
     when_imported("transformers.trainer_callback", _patch_trainer)
@@ -83,7 +83,7 @@ class _BarCounter(reporting.Counter):
         return 0 < self.inner_bars >= self.step - _count(self.bar.initial)
 
 
-class _OpenBars:
+class OpenBars:
     """The open bars of this rank, from the outermost to the innermost."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class _OpenBars:
         counter = _BarCounter(bar)
         self._open.append(counter)
         self._show(counter)
-        loops.loops().decide_again()
+        loops.LOOPS.decide_again()
 
     def remove(self, bar: Any) -> None:
         """Remove a bar that closes. The row keeps its last count until another bar counts."""
@@ -123,39 +123,36 @@ class _OpenBars:
             if self._open or not closed[0].counts_epochs:  # a complete count of epochs can stay in the row
                 self._show(self._shown)
             self.refresh()
-            loops.loops().decide_again()
+            loops.LOOPS.decide_again()
 
     def refresh(self) -> None:
         """Show the innermost open bar if it counts steps. Called before each sample."""
         current = self._open[-1] if self._open else None
         shown = reporting.reporter().shown
         if isinstance(shown, loops.LoopCounter) and self.count_steps:  # the bar counts these steps after all
-            self._take_row_back(current)
+            self._shown = None
+            self._show(current)
+            loops.LOOPS.decide_again()
             return
         is_another_shown = self._shown is not shown
         if current is None and is_another_shown:
-            reporting.reporter().show_outer(None)  # the epochs don't belong to the counter that is shown now
+            reporting.reporter().outer = None  # the epochs don't belong to the counter that is shown now
         if current is None or current is self._shown or is_another_shown:
             return
         if not (current is self._open[0] and current.counts_epochs):
             self._show(current)
 
-    def _take_row_back(self, counter: reporting.Counter | None) -> None:
-        self._shown = None
-        self._show(counter)
-        loops.loops().decide_again()
-
     def _show(self, counter: reporting.Counter | None) -> None:
         outer = self._open[0] if self._open else None
         is_alone = len(self._open) == 1 and outer is counter
         reporter = reporting.reporter()
-        reporter.show_outer(outer if outer is not None and (is_alone or outer.counts_epochs) else None)
+        reporter.outer = outer if outer is not None and (is_alone or outer.counts_epochs) else None
         if counter is not None and counter is not self._shown:
             self._shown = counter
             reporter.show(counter)
 
 
-def _patch_tqdm(bar_class: Any, bars: _OpenBars) -> None:
+def _patch_tqdm(bar_class: Any, bars: OpenBars) -> None:
     original_init, original_close, set_postfix = bar_class.__init__, bar_class.close, bar_class.set_postfix
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -268,5 +265,5 @@ def _show_task(task: Any) -> None:
         return
     if isinstance(shown, _BarCounter) and isinstance(shown.bar, _RichTask) and shown.bar.task is task:
         return
-    reporter.show_outer(None)
+    reporter.outer = None
     reporter.show(_BarCounter(_RichTask(task)))

@@ -86,11 +86,7 @@ def describe(
 ) -> events.Failed:
     """Return the event that reports an exception of the user's code.
 
-    Args:
-        error: The exception, with its traceback.
-        spec: The job, for sources that are in no file.
-        by_value: The functions and classes that came from the notebook.
-        saved: Whether the names to be pulled were saved.
+    ``by_value`` are the notebook's functions and classes; ``saved`` tells whether the names for ``--pull`` were saved.
     """
     forwarded = _Forwarded.read(error)
     text = _user_traceback(error, forwarded)

@@ -21,7 +21,7 @@ from typing import Any
 
 from notebook_accel import code_places, nccl
 from notebook_accel.errors import CollectiveError, TrainingError
-from notebook_accel.formatting import rank_spans
+from notebook_accel.formatting import ranks_in_words
 from notebook_accel.launching import processes
 from notebook_accel.launching.ranks import interruption
 
@@ -50,9 +50,8 @@ class FinishedPeers:
         """Return a ``CollectiveError`` if ``error`` is from a wait that was ended here, else ``error`` itself."""
         if not self._ended_wait or not isinstance(error, (RuntimeError, TrainingError)):
             return error
-        who = f"rank{'s' if len(self._finished) > 1 else ''} {', '.join(rank_spans(sorted(self._finished)))}"
         explained = CollectiveError(
-            f"This rank waited for {who}, which had finished: {self._ended_wait}.",
+            f"This rank waited for {ranks_in_words(self._finished)}, which had finished: {self._ended_wait}.",
             why="All ranks have to call the same collectives, and to take as many steps.",
             fix="give all ranks as many batches, as accelerator.prepare(loader) and DistributedSampler do; "
             "keep collectives out of `if rank == 0:`",
@@ -94,9 +93,5 @@ def _is_in_a_collective(frame: types.FrameType | None) -> bool:
     )
 
 
-_peers = FinishedPeers()
-
-
-def finished_peers() -> FinishedPeers:
-    """Return the finished peers that this process knows."""
-    return _peers
+FINISHED_PEERS = FinishedPeers()
+"""The finished peers that this process knows."""

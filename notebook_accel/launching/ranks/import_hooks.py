@@ -21,7 +21,9 @@ def when_imported(name: str, hook: Hook) -> None:
     if module is not None:
         hook(module)
     else:
-        _finder().hooks[name] = hook
+        _FINDER.hooks[name] = hook
+        if _FINDER not in sys.meta_path:
+            sys.meta_path.insert(0, _FINDER)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -60,10 +62,4 @@ class _Loader(importlib.abc.Loader):
         self._hook(module)
 
 
-def _finder() -> _Finder:
-    for finder in sys.meta_path:
-        if isinstance(finder, _Finder):
-            return finder
-    finder = _Finder()
-    sys.meta_path.insert(0, finder)
-    return finder
+_FINDER = _Finder()

@@ -30,12 +30,9 @@ class RankShell:
         self.user_ns["_exit_code"] = subprocess.run(["/bin/sh", "-c", command], check=False).returncode
 
     def getoutput(self, command: str, split: bool = True, depth: int = 0) -> list[str] | str:
-        """Return the lines of a command's output, for ``x = !command``.
+        """Return a command's output as lines or as one text, for ``x = !command``.
 
-        Args:
-            command: The command.
-            split: Return a list of lines instead of one text.
-            depth: Number of frames between this call and the code whose variables are filled in.
+        ``depth`` is the number of frames between this call and the code whose variables are filled in.
         """
         command = filled_in(command, self.user_ns | sys._getframe(1 + depth).f_locals)
         done = subprocess.run(

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from notebook_accel import reporting
 from notebook_accel.protocol import events
 
 if TYPE_CHECKING:
+    from notebook_accel.launching.ranks.bars import OpenBars
     from notebook_accel.launching.ranks.phases import StepClock
 
 ATTRIBUTE = "_notebook_accel_loop"
@@ -25,17 +26,6 @@ a few hundredths of their time."""
 _LENGTH_CALLED = "_IterableDataset_len_called"  # attribute of a DataLoader: the length that ``len`` has returned
 # Loaders that read ahead take two batches before the first is trained on.
 _BATCHES_READ_AHEAD = 3
-
-
-class Bars(Protocol):
-    """The open progress bars of this rank."""
-
-    def enter_loop(self) -> None:
-        """Count a loop that begins inside the innermost bar."""
-
-    @property
-    def count_steps(self) -> bool:
-        """True if a bar counts the running steps itself, instead of epochs around them."""
 
 
 class LoopCounter(reporting.Counter):
@@ -101,7 +91,7 @@ class Loops:
     def __init__(self) -> None:
         self.current: LoopCounter | None = None
         self.trained = 0
-        self.bars: Bars | None = None
+        self.bars: OpenBars | None = None
         self.clock: StepClock | None = None
         self.loss: Any = None
         self.losses_left = LOSSES_PER_SAMPLE
@@ -238,12 +228,8 @@ class Loops:
             self._show(self._training.known or self._training)
 
 
-_loops = Loops()
-
-
-def loops() -> Loops:
-    """Return the loops of this rank."""
-    return _loops
+LOOPS = Loops()
+"""The loops of this rank."""
 
 
 def _length(loader: Any) -> int | None:

@@ -48,14 +48,12 @@ def memory_recorder() -> Recorder:
     return MemoryRecorder()
 
 
-class AllocatorRecorder:
+class AllocatorRecorder(Recorder):
     """Records which lines hold a GPU's memory, by the history of torch's allocator.
 
     Compiled code and libraries that take their memory from the allocator, such as cuBLAS, count too. Backward passes
     run in threads without Python, so their memory belongs to no line.
     """
-
-    warmup_steps = 0
 
     def __init__(self) -> None:
         self._device = 0
@@ -68,16 +66,12 @@ class AllocatorRecorder:
         cuda.memory._record_memory_history("all", **options)
         return ""
 
-    def step(self, done: int) -> None:
-        """Do nothing: steps aren't told apart."""
-
     def stop(self) -> None:
         memory = sys.modules["torch"].cuda.memory
         self._snapshot = memory._snapshot()
         memory._record_memory_history(None)
 
     def event(self, *, number: str, why: str, steps: int) -> events.Profiled:
-        """Return the recorded profile."""
         peak_bytes, held, is_whole = held_at_peak(self._snapshot, self._device)
         notes = "; ".join(filter(None, [why, "" if is_whole else _WRAPPED]))
         return _event(number, notes, steps, peak_bytes, held)
@@ -118,13 +112,11 @@ def _event(number: str, why: str, steps: int, peak_bytes: int, held: collections
     return events.Profiled(number=number, why=why, steps=steps, peak_bytes=peak_bytes, held=lines)
 
 
-class MemoryRecorder:
+class MemoryRecorder(Recorder):
     """Records the bytes of tensors, in the thread that trains and in the threads of its backward passes.
 
     Memory of libraries such as cuBLAS and NCCL isn't included.
     """
-
-    warmup_steps = 0
 
     def __init__(self) -> None:
         self._tensors = _Tensors()
@@ -139,11 +131,7 @@ class MemoryRecorder:
         self._mode.__enter__()
         return ""
 
-    def step(self, done: int) -> None:
-        """Do nothing: steps aren't told apart."""
-
     def stop(self) -> None:
-        """Stop recording."""
         self._tensors.is_on = False
         # If the user's code has put another mode on top, this one stays and does nothing.
         if _modes()[-1:] == [self._mode]:
@@ -151,7 +139,6 @@ class MemoryRecorder:
         self._mode = None
 
     def event(self, *, number: str, why: str, steps: int) -> events.Profiled:
-        """Return the recorded profile."""
         notes = [why, _COMPILED if compiled_graphs() else ""]
         return _event(number, "; ".join(filter(None, notes)), steps, self._tensors.peak_bytes, self._tensors.at_peak)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import gc
 import linecache
+import math
 import sys
 import threading
 import time
@@ -47,6 +48,9 @@ _SAVING = frozenset(
 )
 _WRAPPER_FILE = "/torch/distributed/c10d_logger.py"
 
+Line = tuple[str, str, str, str]
+"""Phase, activity, place and text, as in ``events.SampledLine``."""
+
 
 class StepClock:
     """The phases of this rank's steps.
@@ -69,7 +73,6 @@ class StepClock:
         self._woken_s = 0.0  # the end of a rest, until the first phase after it begins
         self._times = dict.fromkeys(events.PHASES, 0.0)
         self._since_s = time.perf_counter()
-        self._main = threading.main_thread().ident
         self._counts = _Counts()
         self._device = _DeviceClock()
         self._sent_s = self._since_s
@@ -79,15 +82,15 @@ class StepClock:
         self._backward_s = 0.0  # the last backward pass
         self._model: weakref.ref[Any] | None = None  # the latest DistributedDataParallel model
         self._seen_comm: Any = None
-        self._lines: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
+        self._lines: collections.Counter[Line] = collections.Counter()
         self._collecting_since_s = 0.0
         self._trail: list[tuple[float, str]] | None = None
 
     def start(self) -> None:
         """Start measuring, in the process of a rank."""
         reporter = reporting.reporter()
-        reporter.at_tick(self.look)
-        reporter.at_close(self.stop)
+        reporter.at_tick = self.look
+        reporter.at_close.append(self.stop)
         gc.callbacks.append(self._collect)
 
     # In the main thread -----------------------------------------------------------------------------------------------
@@ -207,11 +210,8 @@ class StepClock:
             self._is_rest_due, self._rest_until_s = True, now_s + min(times * _MEASURED_S, _MOST_REST_S)
         phase = self.phase
         if phase:
-            frame = sys._current_frames().get(self._main or 0)
-            if frame is not None:
-                activity, place, text = place_of(frame)
-                del frame  # a frame keeps its variables alive, and the thread that drops it last would destroy them
-                self._lines[phase, activity, place, text] += 1
+            line = (phase, *running_line())
+            self._lines[line] += 1
         if now_s - self._sent_s >= _SEND_PERIOD_S:
             self.send()
         return not self._rest_until_s
@@ -272,9 +272,7 @@ class _Counts:
         for _ in range(_MOST_NESTED):
             shape = getattr(batch, "shape", None)
             if shape is not None:
-                size = 1
-                for length in shape:
-                    size *= length
+                size = math.prod(shape)
                 if shape and size:
                     self.batches += 1
                     self.rows += shape[0]
@@ -316,7 +314,7 @@ class _Counts:
                 seconds[phase] *= factor
 
     def event(
-        self, seconds: dict[str, float], lines: collections.Counter[tuple[str, str, str, str]], *, is_on_device: bool
+        self, seconds: dict[str, float], lines: collections.Counter[Line], *, is_on_device: bool
     ) -> events.StepTimes:
         """Return the counts as an event."""
         return events.StepTimes(
@@ -388,7 +386,7 @@ class _DeviceClock:
         return {name: wall_s * self._times[name] / measured_s for name in seconds}
 
 
-def _split_by_samples(seconds: dict[str, float], lines: Mapping[tuple[str, str, str, str], int]) -> None:
+def _split_by_samples(seconds: dict[str, float], lines: Mapping[Line, int]) -> None:
     """Move collectives and copies to the device out of the phases around them, by their share of samples."""
     of_phase: collections.Counter[str] = collections.Counter()
     parts: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -402,6 +400,12 @@ def _split_by_samples(seconds: dict[str, float], lines: Mapping[tuple[str, str, 
     for phase, count in of_phase.items():
         taken = sum(part for (name, _), part in parts.items() if name == phase)
         seconds[phase] *= 1 - taken / count
+
+
+def running_line() -> tuple[str, str, str]:
+    """Return ``place_of`` the main thread."""
+    # The frame isn't kept: it keeps its variables alive, and the thread that drops it last would destroy them.
+    return place_of(sys._current_frames()[threading.main_thread().ident or 0])
 
 
 def place_of(frame: types.FrameType) -> tuple[str, str, str]:

@@ -36,8 +36,8 @@ class StepProfiler:
 
     def start(self) -> None:
         """Answer requests from now on, in the process of a rank."""
-        reporting.reporter().before_sample(self.look)
-        reporting.reporter().at_close(lambda: self.end("the rank's code ended"))
+        reporting.reporter().before_sample.append(self.look)
+        reporting.reporter().at_close.append(lambda: self.end("the rank's code ended"))
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
@@ -56,7 +56,7 @@ class StepProfiler:
                 return
             if not current.is_given_up:
                 current.is_given_up = True
-                current.answer(f"it did {current.progress} in {current.request.deadline_s:g} s")
+                _answer(current.request, f"it did {current.progress} in {current.request.deadline_s:g} s")
             if not current.has_begun:  # else the main thread stops the profiler at its next step
                 self._release()
         finally:
@@ -93,15 +93,13 @@ class StepProfiler:
                     current.stop()
                     self._read(current, "")
             elif time.monotonic() >= current.begin_s and (why := current.begin()):
-                current.answer(why)
+                _answer(current.request, why)
                 self._release()
 
     def end(self, why: str, *, is_final: bool = True) -> None:
-        """Stop the profile in progress, since no further step will come for now.
+        """Stop the profile in progress, since no further step will come for now, or ever if this ``is_final``.
 
-        Args:
-            why: The reason.
-            is_final: Whether no step will ever come. Otherwise a request that hasn't begun yet goes on waiting.
+        If it isn't, a request that hasn't begun yet goes on waiting.
         """
         with self._lock:
             current = self._current
@@ -111,7 +109,7 @@ class StepProfiler:
                     self._read(current, f"{why} after {current.progress}")
                 else:
                     if not current.is_given_up:
-                        current.answer(f"{why} before a step was profiled")
+                        _answer(current.request, f"{why} before a step was profiled")
                     self._release()
         if is_final and current is not None and current.reader is not None:
             current.reader.join(_READ_DEADLINE_S)
@@ -122,7 +120,7 @@ class StepProfiler:
 
         def read() -> None:
             try:
-                event = current.event(why)
+                event = current.recorder.event(number=current.request.number, why=why, steps=current.done)
             except Exception as error:  # noqa: BLE001 - any error is the reason why there is no profile
                 event = events.Profiled(number=current.request.number, why=f"what was recorded can't be read: {error}")
             reporting.reporter().send(event)
@@ -137,7 +135,6 @@ class _Profiling:
     """One request for a profile.
 
     Attributes:
-        request: The request.
         begin_s: The time of ``time.monotonic()`` after which the profile begins at the next step.
         done: Number of steps that were profiled.
         is_given_up: True once it was answered because it took too long.
@@ -153,7 +150,7 @@ class _Profiling:
         self.is_given_up = False
         self.has_begun = False
         self.reader: threading.Thread | None = None
-        self._recorder: Recorder = memory_recorder() if request.memory else StepRecorder(request.steps, request.trace)
+        self.recorder: Recorder = memory_recorder() if request.memory else StepRecorder(request.steps, request.trace)
 
     @property
     def progress(self) -> str:
@@ -167,42 +164,25 @@ class _Profiling:
 
     def begin(self) -> str:
         """Start recording. Return the reason if that is impossible, else an empty text."""
-        if why := self._recorder.begin():
+        if why := self.recorder.begin():
             return why
-        self.has_begun, self.done = True, -self._recorder.warmup_steps
+        self.has_begun, self.done = True, -self.recorder.warmup_steps
         return ""
 
     def step(self) -> None:
         """Count a finished step."""
         self.done += 1
-        self._recorder.step(self.done)
+        self.recorder.step(self.done)
 
     def stop(self) -> None:
         """Stop recording, if it has begun."""
         if self.has_begun:
-            self._recorder.stop()
-
-    def answer(self, why: str) -> None:
-        """Send the reason why there is no profile."""
-        _answer(self.request, why)
-
-    def event(self, why: str) -> events.Profiled:
-        """Return the recorded profile.
-
-        Raises:
-            OSError: There is no room for the trace.
-            ValueError: The trace can't be read.
-        """
-        return self._recorder.event(number=self.request.number, why=why, steps=self.done)
+            self.recorder.stop()
 
 
 def _answer(request: messages.Profile, why: str) -> None:
     reporting.reporter().post(events.Profiled(number=request.number, why=why))
 
 
-_profiler = StepProfiler()
-
-
-def profiler() -> StepProfiler:
-    """Return the profiler of this rank."""
-    return _profiler
+PROFILER = StepProfiler()
+"""The profiler of this rank."""

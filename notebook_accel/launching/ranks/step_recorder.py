@@ -9,11 +9,11 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from notebook_accel.launching import traces
 from notebook_accel.launching.ranks import loops
-from notebook_accel.launching.ranks.phases import place_of
+from notebook_accel.launching.ranks.phases import Line, running_line
 from notebook_accel.protocol import events
 
 _SAMPLE_PERIOD_S = 0.002
@@ -22,35 +22,38 @@ _LOG_LEVEL = "KINETO_LOG_LEVEL"
 _SILENT = "99"
 
 
-class Recorder(Protocol):
+class Recorder:
     """Records a few steps. All methods but ``event`` are called in the thread that trains.
 
     Attributes:
         warmup_steps: Number of steps after ``begin`` that don't count.
     """
 
-    warmup_steps: int
+    warmup_steps = 0
 
     def begin(self) -> str:
         """Start recording. Return the reason if that is impossible, else an empty text."""
+        raise NotImplementedError
 
     def step(self, done: int) -> None:
         """Count a finished step; ``done`` steps are finished now."""
 
     def stop(self) -> None:
         """Stop recording."""
+        raise NotImplementedError
 
     def event(self, *, number: str, why: str, steps: int) -> events.Profiled:
-        """Return the recording as the answer to a request."""
+        """Return the recording as the answer to a request.
+
+        Raises:
+            OSError: There is no room for the trace.
+            ValueError: The trace can't be read.
+        """
+        raise NotImplementedError
 
 
-class StepRecorder:
-    """Records the time of steps with torch's profiler.
-
-    Args:
-        steps: Number of steps.
-        trace: Path of the trace file to write; empty for none.
-    """
+class StepRecorder(Recorder):
+    """Records the time of steps with torch's profiler. ``trace`` is the path of the file to write; empty for none."""
 
     warmup_steps = 1  # of torch's profiler
 
@@ -58,7 +61,9 @@ class StepRecorder:
         self._steps = steps
         self._trace = trace
         self._profiler: Any = None
-        self._lines = _LineSampler()
+        self._lines: collections.Counter[Line] = collections.Counter()
+        self._is_over = threading.Event()
+        self._sampler = threading.Thread(target=self._sample_lines, name="notebook-accel-lines", daemon=True)
         self._marks: list[traces.Mark] = []
 
     def begin(self) -> str:
@@ -87,32 +92,27 @@ class StepRecorder:
         if done < self._steps:
             self._profiler.step()
         if done == 0:
-            clock = loops.loops().clock
+            clock = loops.LOOPS.clock
             if clock is not None:
                 clock.begin_trail()
-            self._lines.start()
+            self._sampler.start()
 
     def stop(self) -> None:
         self._profiler.stop()
-        self._lines.stop()
-        clock = loops.loops().clock
+        self._is_over.set()
+        if self._sampler.is_alive():
+            self._sampler.join()
+        clock = loops.LOOPS.clock
         if clock is not None:
             ahead_s = time.time() - time.perf_counter()
             self._marks = [((now_s + ahead_s) * 1e6, phase) for now_s, phase in clock.end_trail()]
 
     def event(self, *, number: str, why: str, steps: int) -> events.Profiled:
-        """Return the recorded profile.
-
-        Raises:
-            OSError: There is no room for the trace.
-            ValueError: The trace can't be read.
-        """
         with tempfile.TemporaryDirectory(prefix="notebook-accel-profile-") as folder:
             path = pathlib.Path(self._trace or f"{folder}/trace.json")
             self._profiler.export_chrome_trace(str(path))
             self._profiler = None
             found = traces.digest(path, self._marks, steps)
-        counts = self._lines.counts
         return events.Profiled(
             number=number,
             why=why,
@@ -120,40 +120,13 @@ class StepRecorder:
             age_s=time.time() - found.begin_s,
             spans=found.spans,
             operators=found.operators,
-            lines=[events.SampledLine(*line, samples=count) for line, count in counts.most_common(_MOST_LINES)],
-            samples=counts.total(),
+            lines=[events.SampledLine(*line, samples=count) for line, count in self._lines.most_common(_MOST_LINES)],
+            samples=self._lines.total(),
             trace=self._trace,
         )
 
-
-class _LineSampler:
-    """Samples the main thread's line, at most five hundred times a second.
-
-    Attributes:
-        counts: Number of samples by phase, activity, place and text.
-    """
-
-    def __init__(self) -> None:
-        self.counts: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start sampling."""
-        self._thread = threading.Thread(target=self._run, name="notebook-accel-lines", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop sampling."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        main, clock = threading.main_thread().ident or 0, loops.loops().clock
-        while not self._stop.wait(_SAMPLE_PERIOD_S):
-            frame = sys._current_frames().get(main)
-            if frame is not None:
-                activity, place, text = place_of(frame)
-                del frame  # a frame keeps the user's variables alive
-                self.counts["" if clock is None else clock.phase, activity, place, text] += 1
+    def _sample_lines(self) -> None:
+        clock = loops.LOOPS.clock
+        while not self._is_over.wait(_SAMPLE_PERIOD_S):
+            line = ("" if clock is None else clock.phase, *running_line())
+            self._lines[line] += 1

@@ -12,7 +12,7 @@ import errno
 import io
 import os
 import sys
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, ClassVar, TextIO
 
 from notebook_accel import reporting
 from notebook_accel.protocol import events
@@ -34,8 +34,7 @@ def redirect(log: int) -> None:
 
 def replace_streams() -> None:
     """Make Python's and C's streams write whole lines to descriptors 1 and 2, which lead to a log already."""
-    open_line = _OpenLine()
-    sys.stdout, sys.stderr = _by_line(1, open_line), _by_line(2, open_line)
+    sys.stdout, sys.stderr = _by_line(1), _by_line(2)
     with contextlib.suppress(OSError, ValueError):  # a C library with another name for ``stdout``
         libc = ctypes.CDLL(None)
         # By default C buffers a page of output that isn't for a terminal, and loses it if the rank is killed.
@@ -59,28 +58,21 @@ def log_bytes() -> int:
     return 0
 
 
-def _by_line(descriptor: int, open_line: _OpenLine) -> TextIO:
-    writer = LogWriter(descriptor, open_line)
+def _by_line(descriptor: int) -> TextIO:
     return io.TextIOWrapper(
-        writer,  # type: ignore[type-var, unused-ignore]  # as Python itself does for unbuffered streams
+        _LogWriter(descriptor),  # type: ignore[type-var, unused-ignore]  # as Python itself does for unbuffered streams
         encoding="utf-8", errors="backslashreplace", line_buffering=True,
     )  # fmt: skip
 
 
-class _OpenLine:
-    """Holds the stream, of two into one log, whose last line is unfinished; ``None`` if there is none."""
-
-    def __init__(self) -> None:
-        self.writer: LogWriter | None = None
-
-
-class LogWriter(io.RawIOBase):
+class _LogWriter(io.RawIOBase):
     """A stream into a log that two streams share. It never breaks the other stream's line, and never fails."""
 
-    def __init__(self, descriptor: int, open_line: _OpenLine) -> None:
+    _unfinished: ClassVar[_LogWriter | None] = None  # the one of the two that has written a part of a line last
+
+    def __init__(self, descriptor: int) -> None:
         self.name = f"<{'stdout' if descriptor == 1 else 'stderr'}>"
         self._descriptor = descriptor
-        self._open_line = open_line
         self._lost_bytes = 0
 
     def fileno(self) -> int:
@@ -96,10 +88,10 @@ class LogWriter(io.RawIOBase):
         parts = []
         if self._lost_bytes:
             parts.append(f"\n[{self._lost_bytes:,} bytes could not be written here and are lost]\n".encode())
-        elif self._open_line.writer not in (None, self):
+        elif _LogWriter._unfinished not in (None, self):
             parts.append(b"\n")
         if self._write_all(b"".join([*parts, whole])):
-            self._open_line.writer = None if whole.endswith(b"\n") else self
+            _LogWriter._unfinished = None if whole.endswith(b"\n") else self
             self._lost_bytes = 0
         else:
             self._lost_bytes += len(whole)

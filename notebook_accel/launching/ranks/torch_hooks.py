@@ -21,13 +21,13 @@ from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.launching.ranks.phases import StepClock
 
 _main = threading.main_thread().ident
-_loops = loops.loops()
-_profiler = profiling.profiler()
+_loops = loops.LOOPS
+_profiler = profiling.PROFILER
 
 
 def install() -> None:
     """Place the hooks now, or when torch is imported. Phases are measured unless the launch has ``profile="off"``."""
-    reporting.reporter().before_sample(_loops.refresh)
+    reporting.reporter().before_sample.append(_loops.refresh)
     clock = None
     if os.environ.get(environment.PROFILE) != "off":
         clock = _loops.clock = StepClock()

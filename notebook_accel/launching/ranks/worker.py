@@ -57,6 +57,7 @@ _OOM_SCORE = 100
 # Variables for the number of threads. Libraries without a variable of their own read the first.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_SEND_OTHERS = "return something else, such as numbers, tensors or a state_dict(); or nothing"
 NAMESPACE_VARIABLE = "NOTEBOOK_ACCEL_NAMESPACE"
 
 
@@ -103,7 +104,7 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     link = Connection.from_descriptor(connection)
     link.set_send_deadline(_SEND_DEADLINE_S)
     reporter = reporting.connect(link)
-    profiling.profiler().start()
+    profiling.PROFILER.start()
     _take_messages(link)
     os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold the connection open
     _keep_garbage_from_forks()
@@ -132,13 +133,13 @@ def _take_messages(link: Connection) -> None:
                 for message in link.receive():
                     said = messages.decode_for_rank(message.body)
                     if isinstance(said, messages.Profile):
-                        profiling.profiler().take(said)
+                        profiling.PROFILER.take(said)
                     else:
-                        finished_peers.finished_peers().take(said.ranks)
+                        finished_peers.FINISHED_PEERS.take(said.ranks)
         except (ClosedError, msgspec.MsgspecError):  # the agent has gone, or releases this rank
             has_ended = True
 
-    reporting.reporter().before_sample(look)
+    reporting.reporter().before_sample.append(look)
 
 
 def _keep_garbage_from_forks() -> None:
@@ -199,7 +200,7 @@ def _run_user_code(
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
         if os.getpid() != rank_pid:
             failure.end_fork(raised, spec)
-        error = finished_peers.finished_peers().explain(interruption.prefer_interrupt(raised))
+        error = finished_peers.FINISHED_PEERS.explain(interruption.prefer_interrupt(raised))
         saved = place.local_rank == 0 and _save_pulled(spec, result, place.rank, by_value)
         return failure.describe(error, spec, by_value, saved=saved), 1
     return finished, 0
@@ -209,37 +210,46 @@ def _send(
     value: Any, spec: JobSpec, place: RankPlace, result: int, namespace: dict[str, Any], by_value: list[Any]
 ) -> int:
     """Write the rank's value and, on each machine's first rank, the names to be pulled. Return the file's length."""
-    pulled, missing = _look_up(namespace, spec.pull)
+    pulled, absent = _look_up(namespace, spec.pull, place.rank)
     values = {"": value, **(pulled if place.local_rank == 0 else {})}
     # Every rank has a share of a sharded model, so all of them help to gather the values that the first ones send.
     gathered = gathering.gather({"": value, **pulled}, kept=values, occasion="end", origins=by_value)
-    refused = gathered.refused | (_absent(missing, place.rank) if place.local_rank == 0 else {})
-    return _write_result(result, place.rank, values, by_value, gathered.wholes, refused)
-
-
-def _absent(missing: Mapping[str, str], rank: int) -> dict[str, PayloadError]:
-    return {name: PayloadError(why, path=f'name "{name}" of rank {rank}') for name, why in missing.items()}
+    refused = gathered.refused | (absent if place.local_rank == 0 else {})
+    return write_result_file(
+        result,
+        values,
+        rank=place.rank,
+        origins=by_value,
+        advice=_SEND_OTHERS,
+        wholes=gathered.wholes,
+        refused=refused,
+    )
 
 
 def _save_pulled(spec: JobSpec, result: int, rank: int, by_value: list[Any]) -> bool:
     """Save the names to be pulled after a failure, as a cell of the notebook would leave them."""
-    pulled, _ = _look_up(sys.modules["__main__"].__dict__, spec.pull)
+    pulled, _ = _look_up(sys.modules["__main__"].__dict__, spec.pull, rank)
+    if not pulled:
+        return False
     with contextlib.suppress(Exception):  # the failure that is being reported matters more
         refused = gathering.refuse(pulled, "all ranks have to take part, and the run has failed", by_value)
-        return bool(pulled) and _write_result(result, rank, pulled, by_value, refused=refused) > 0
+        length = write_result_file(result, pulled, rank=rank, origins=by_value, advice=_SEND_OTHERS, refused=refused)
+        return length > 0
     return False
 
 
-def _look_up(namespace: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of the names that exist, and an error text for each missing name."""
+def _look_up(
+    namespace: dict[str, Any], names: Sequence[str], rank: int
+) -> tuple[dict[str, Any], dict[str, PayloadError]]:
+    """Return the values of the names that exist, and an error for each missing name."""
     found: dict[str, Any] = {}
-    missing: dict[str, str] = {}
+    absent: dict[str, PayloadError] = {}
     for name in names:
         try:
             found[name] = failure.look_up(namespace, name)
         except NameError as error:
-            missing[name] = str(error)
-    return found, missing
+            absent[name] = PayloadError(str(error), path=f'name "{name}" of rank {rank}')
+    return found, absent
 
 
 def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> serialization.Opened:
@@ -386,25 +396,6 @@ def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
     tree.body.pop()
     exec(compile(tree, filename, "exec", dont_inherit=True), namespace)
     return eval(compile(ast.Expression(last.value), filename, "eval", dont_inherit=True), namespace)
-
-
-def _write_result(
-    result: int,
-    rank: int,
-    values: Mapping[str, Any],
-    by_value: list[Any],
-    wholes: Mapping[int, Any] | None = None,
-    refused: Mapping[str, PayloadError] | None = None,
-) -> int:
-    return write_result_file(
-        result,
-        values,
-        rank=rank,
-        origins=by_value,
-        advice="return something else, such as numbers, tensors or a state_dict(); or nothing",
-        wholes=wholes,
-        refused=refused,
-    )
 
 
 def _wait_for_release(link: Connection) -> None:

@@ -42,12 +42,7 @@ class Measured(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One of two runs that are compared.
-
-    Attributes:
-        name: The run's name.
-        diagnosis: Where the time of its steps goes.
-    """
+    """One of two runs that are compared."""
 
     name: str
     diagnosis: Diagnosis

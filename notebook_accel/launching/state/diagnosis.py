@@ -16,7 +16,6 @@ from notebook_accel.formatting import format_duration, format_milliseconds, form
 from notebook_accel.launching.state.phases import Moment, Phases, over_time, shown_ranks, split_waiting
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
-from notebook_accel.launching.state.step_times import StepTimes
 from notebook_accel.protocol import events
 
 _WORTH = 0.1  # share of the step
@@ -128,9 +127,10 @@ class Diagnosis:
 
 def diagnose(state: RunState) -> Diagnosis:
     """Return where the time of the last steps went, and the reasons why they are slow."""
-    stepping = [_Rank(rank, rank.step_history.recent) for rank in state.ranks if rank.steps is not None]
-    measured = [rank for rank in stepping if rank.times.steps >= _FEWEST_STEPS and rank.times.wall_s >= _SHORTEST_S]
-    longest_s = max((rank.times.wall_s for rank in measured), default=0.0)
+    stepping = [rank for rank in state.ranks if rank.steps is not None]
+    known = [_Rank(rank, times) for rank in stepping if (times := rank.step_history.recent) is not None]
+    measured = [rank for rank in known if rank.times.steps >= _FEWEST_STEPS and rank.wall_s >= _SHORTEST_S]
+    longest_s = max((rank.wall_s for rank in measured), default=0.0)
     if len(measured) < len(stepping) and longest_s < _LONGEST_LEAD_S:  # the others will follow in a moment
         return Diagnosis()
     if not measured:
@@ -141,7 +141,7 @@ def diagnose(state: RunState) -> Diagnosis:
     costliest: dict[str, Verdict] = {}
     for verdict in found:  # a late rank and the time of all ranks may have one cause
         costliest.setdefault(verdict.cause, verdict)
-    run_s = max(rank.state.step_history.total.wall_s for rank in measured)
+    run_s = max(sum(total.seconds.values()) for rank in measured if (total := rank.state.step_history.total))
     wasted_s = found[0].share * run_s if found else 0.0
     phases = split_waiting({rank.number: rank.phases for rank in measured})
     return Diagnosis(
@@ -151,7 +151,7 @@ def diagnose(state: RunState) -> Diagnosis:
         wasted_s,
         run_s,
         world_size=state.total_ranks,
-        rows=statistics.fmean(rank.last.rows for rank in measured),
+        rows=statistics.fmean(rank.times.rows for rank in measured),
     )
 
 
@@ -164,44 +164,57 @@ class _Rank:
     """A rank with the times of its last steps."""
 
     state: RankState
-    times: StepTimes
+    times: events.StepTimes
 
     @property
     def number(self) -> int:
         return self.state.number
 
     @property
-    def last(self) -> events.StepTimes:
-        assert self.times.last is not None, "a rank that was measured has an event"
-        return self.times.last
+    def wall_s(self) -> float:
+        """The wall time of the steps."""
+        return sum(self.times.seconds.values())
+
+    @property
+    def step_s(self) -> float:
+        """The mean time of a step."""
+        return self.wall_s / self.times.steps
+
+    def per_step_s(self, phase: str) -> float:
+        """Return the mean time of a phase in a step."""
+        return self.times.seconds.get(phase, 0.0) / self.times.steps
+
+    def share(self, phase: str) -> float:
+        """Return a phase's share of the wall time, from 0 to 1."""
+        return self.times.seconds.get(phase, 0.0) / self.wall_s
 
     @property
     def phases(self) -> Phases:
         """Seconds of a step by phase in ``events.PHASES``."""
-        return {name: self.times.per_step_s(name) for name in events.PHASES}
+        return {name: self.per_step_s(name) for name in events.PHASES}
 
     @property
     def exposed_s(self) -> float:
         """Seconds of a step in which the rank only communicates, or waits for another one to do so."""
-        return self.times.per_step_s("communication")
+        return self.per_step_s("communication")
 
     @property
     def own_s(self) -> float:
         """Seconds of a step in which the rank neither communicates nor waits for another one."""
-        return self.times.step_s - self.exposed_s
+        return self.step_s - self.exposed_s
 
     def line(self, *phases: str, activity: str | None = None) -> tuple[str, str]:
         """Return place and text of the line sampled most in these phases, or in all; empty if there is none."""
-        for (phase, did, place, text), _ in self.times.lines.most_common():
-            if place and (not phases or phase in phases) and activity in (None, did):
-                return place, text
+        for line in self.times.lines:  # those with most samples come first
+            if line.place and (not phases or line.phase in phases) and activity in (None, line.activity):
+                return line.place, line.text
         return "", ""
 
     def is_saving_in(self, phase: str) -> bool:
         """Return whether the rank saves checkpoints for most of a phase."""
         samples: collections.Counter[bool] = collections.Counter()
-        for (of_phase, did, _, _), count in self.times.lines.items():
-            samples[did == "saving"] += count if of_phase == phase else 0
+        for line in self.times.lines:
+            samples[line.activity == "saving"] += line.samples if line.phase == phase else 0
         return samples[True] > samples[False]
 
 
@@ -211,8 +224,8 @@ class _Run:
     def __init__(self, ranks: Sequence[_Rank]) -> None:
         self.ranks = ranks
         self.communication_s = min(rank.exposed_s for rank in ranks) if len(ranks) > 1 else ranks[0].exposed_s
-        self.step_s = statistics.fmean(rank.times.step_s for rank in ranks)
-        self.is_on_device = ranks[0].last.is_on_device
+        self.step_s = statistics.fmean(rank.step_s for rank in ranks)
+        self.is_on_device = ranks[0].times.is_on_device
 
     def waiting_s(self, rank: _Rank) -> float:
         """Return the seconds of a step in which a rank waits for another one."""
@@ -220,13 +233,13 @@ class _Run:
 
     def share(self, phase: str) -> float:
         """Return a phase's mean share of the step."""
-        return statistics.fmean(rank.times.share(phase) for rank in self.ranks)
+        return statistics.fmean(rank.share(phase) for rank in self.ranks)
 
-    def sampled_share(self, is_meant: Callable[[str, str, str], bool]) -> tuple[float, _Rank]:
+    def sampled_share(self, is_meant: Callable[[events.SampledLine], bool]) -> tuple[float, _Rank]:
         """Return the largest share of a rank's samples for which ``is_meant`` is true, and that rank."""
         shares = []
         for rank in self.ranks:
-            seen = sum(count for (phase, did, _, text), count in rank.times.lines.items() if is_meant(phase, did, text))
+            seen = sum(line.samples for line in rank.times.lines if is_meant(line))
             are_enough = rank.times.samples >= _FEWEST_SAMPLES
             shares.append(seen / rank.times.samples if are_enough else 0.0)
         share = max(shares)
@@ -258,10 +271,10 @@ def _straggler(run: _Run) -> Verdict | None:
         return None
     slow = min(run.ranks, key=lambda rank: rank.exposed_s)
     others = [rank for rank in run.ranks if rank is not slow]
-    share = statistics.fmean(run.waiting_s(rank) / rank.times.step_s for rank in others)
+    share = statistics.fmean(run.waiting_s(rank) / rank.step_s for rank in others)
     own_s = statistics.median(rank.own_s for rank in others)
     excess = {
-        phase: slow.times.per_step_s(phase) - statistics.median(rank.times.per_step_s(phase) for rank in others)
+        phase: slow.per_step_s(phase) - statistics.median(rank.per_step_s(phase) for rank in others)
         for phase in events.PHASES
         if phase != "communication"
     }
@@ -289,14 +302,14 @@ def _straggler(run: _Run) -> Verdict | None:
 
 def _data(run: _Run) -> Verdict | None:
     """Find ranks that all wait for their loader."""
-    shares = [rank.times.share("data") for rank in run.ranks]
+    shares = [rank.share("data") for rank in run.ranks]
     share = statistics.fmean(shares)
     if min(shares) < share / 2:  # a straggler
         return None
-    slow = max(run.ranks, key=lambda rank: rank.times.share("data"))
+    slow = max(run.ranks, key=lambda rank: rank.share("data"))
     place, _ = slow.line("data")
-    workers = slow.last.workers or 0
-    more = max(1, min(_MOST_WORKERS, slow.last.cores // len(run.ranks)))
+    workers = slow.times.workers or 0
+    more = max(1, min(_MOST_WORKERS, slow.times.cores // len(run.ranks)))
     fix = (
         f"Try `num_workers={max(2 * workers, more)}`, or prepare the data once and store it."
         if workers
@@ -308,21 +321,21 @@ def _data(run: _Run) -> Verdict | None:
 
 def _evaluation(run: _Run) -> Verdict | None:
     """Find evaluations after few steps each."""
-    rank = max(run.ranks, key=lambda rank: rank.times.share("evaluation"))
+    rank = max(run.ranks, key=lambda rank: rank.share("evaluation"))
     times = rank.times
     if not times.evaluations or times.steps / times.evaluations > _STEPS_PER_EVALUATION:
         return None
     steps = max(1, round(times.steps / times.evaluations))
     place, text = rank.line("evaluation")
     often = "each step" if steps == 1 else f"every {steps} steps"
-    share = times.share("evaluation")
+    share = rank.share("evaluation")
     what = f"An evaluation {often} takes {_percent(share)} of the time{_at(place, text)}."
     return Verdict("evaluation", share, what, "Evaluate less often, or on fewer batches.", run.numbers, place)
 
 
 def _saving(run: _Run) -> Verdict | None:
     """Find checkpoints that take long."""
-    share, rank = run.sampled_share(lambda _phase, activity, _text: activity == "saving")
+    share, rank = run.sampled_share(lambda line: line.activity == "saving")
     place, text = rank.line(activity="saving")
     what = f"Checkpoints take {_percent(share)} of the time{_at(place, text)}."
     return Verdict("checkpoint", share, what, _SAVE_LESS, (rank.number,), place)
@@ -330,7 +343,7 @@ def _saving(run: _Run) -> Verdict | None:
 
 def _compilation(run: _Run) -> Verdict | None:
     """Find compilations that go on after the first steps."""
-    share, rank = run.sampled_share(lambda _phase, activity, _text: activity == "compiling")
+    share, rank = run.sampled_share(lambda line: line.activity == "compiling")
     if not rank.times.compilations:
         return None
     place, text = rank.line(activity="compiling")
@@ -347,14 +360,14 @@ def _device_waits(run: _Run) -> Verdict | None:
     if not run.is_on_device:
         return None
 
-    def is_wait(phase: str, activity: str, text: str) -> bool:
-        return phase != "evaluation" and not activity and any(call in text for call in _WAITS_FOR_DEVICE)
+    def is_wait(line: events.SampledLine) -> bool:
+        is_plain = line.phase != "evaluation" and not line.activity
+        return is_plain and any(call in line.text for call in _WAITS_FOR_DEVICE)
 
     share, rank = run.sampled_share(is_wait)
     lines: collections.Counter[tuple[str, str]] = collections.Counter()
-    for (phase, activity, place, text), count in rank.times.lines.items():
-        if is_wait(phase, activity, text):
-            lines[place, text] += count
+    for line in filter(is_wait, rank.times.lines):
+        lines[line.place, line.text] += line.samples
     if not lines:
         return None
     [((place, text), _)] = lines.most_common(1)
@@ -378,10 +391,10 @@ def _communication(run: _Run) -> Verdict | None:
         )
         fix = "Sort samples by length, so that batches of one step are about as long."
         return Verdict("uneven batches", share, what, fix, run.numbers)
-    size = first.last.gradient_bytes
+    size = first.times.gradient_bytes
     if size < _LARGE_BYTES and run.communication_s < _SLOW_S:
         return None  # latency, which a longer step hides
-    computing_s = statistics.fmean(sum(rank.times.per_step_s(name) for name in _COMPUTING) for rank in run.ranks)
+    computing_s = statistics.fmean(sum(rank.per_step_s(name) for name in _COMPUTING) for rank in run.ranks)
     if size:
         computing = format_milliseconds(computing_s)
         what = f"Gradients take {_percent(share)} of each step: {format_size(size)} for {computing} of computing."
@@ -396,9 +409,9 @@ def _communication(run: _Run) -> Verdict | None:
 
 def _threads(run: _Run) -> Verdict | None:
     """Find more threads than cores, or one thread where there are many cores."""
-    last = run.ranks[0].last
+    last = run.ranks[0].times
     share = sum(run.share(name) for name in _COMPUTING)
-    threads = sum(rank.last.threads for rank in run.ranks if rank.state.node == run.ranks[0].state.node)
+    threads = sum(rank.times.threads for rank in run.ranks if rank.state.node == run.ranks[0].state.node)
     ranks = sum(rank.state.node == run.ranks[0].state.node for rank in run.ranks)
     if run.is_on_device or not last.threads or not last.cores or share < 0.5:
         return None
@@ -415,8 +428,8 @@ def _threads(run: _Run) -> Verdict | None:
 
 def _garbage(run: _Run) -> Verdict | None:
     """Find long garbage collections."""
-    rank = max(run.ranks, key=lambda rank: rank.times.collecting_s / rank.times.wall_s)
-    share = rank.times.collecting_s / rank.times.wall_s
+    rank = max(run.ranks, key=lambda rank: rank.times.collecting_s / rank.wall_s)
+    share = rank.times.collecting_s / rank.wall_s
     what = f"Python's garbage collection takes {_percent(share)} of the time on rank {rank.number}."
     fix = "gc.freeze() after the setup, or gc.disable() and gc.collect() every thousand steps."
     return Verdict("garbage collection", share, what, fix, (rank.number,))
@@ -424,7 +437,7 @@ def _garbage(run: _Run) -> Verdict | None:
 
 def _tiny_batch(run: _Run) -> Verdict | None:
     """Find batches that are too small for a step's fixed costs."""
-    rows = statistics.fmean(rank.last.rows for rank in run.ranks)
+    rows = statistics.fmean(rank.times.rows for rank in run.ranks)
     share = sum(run.share(name) for name in _COMPUTING)
     if not 0 < rows <= _TINY_ROWS or run.step_s > _TINY_STEP_S or share < 0.5:
         return None
@@ -435,13 +448,14 @@ def _tiny_batch(run: _Run) -> Verdict | None:
 
 def _other(run: _Run) -> Verdict | None:
     """Find a line between the steps that takes long."""
-    shares = [rank.times.share("other") for rank in run.ranks]
+    shares = [rank.share("other") for rank in run.ranks]
     share = statistics.fmean(shares)
     if min(shares) < share / 2:  # a straggler
         return None
-    rank = max(run.ranks, key=lambda rank: rank.times.share("other"))
+    rank = max(run.ranks, key=lambda rank: rank.share("other"))
     place, text = rank.line("other", activity="")
-    if not place or run.sampled_share(lambda phase, did, _: phase == "other" and did == "saving")[0] >= _WORTH / 2:
+    saving, _ = run.sampled_share(lambda line: line.phase == "other" and line.activity == "saving")
+    if not place or saving >= _WORTH / 2:
         return None
     what = f"{_percent(share)} of each step goes into code around the training{_at(place, text)}."
     return Verdict("other code", share, what, "Do it less often.", run.numbers, place)

@@ -150,14 +150,8 @@ def raised_error(
 ) -> RankFailedError:
     """Return the error of a rank that has raised something.
 
-    Args:
-        failed: The rank's exception.
-        rank: The rank's number among all.
-        world_size: Number of all ranks.
-        by_value: Functions and classes that were sent by value, for exceptions that refer to them.
-        end: The end of its process, ``None`` while it lives.
-        memory: Each rank's last report of its memory.
-        unsent: Names that couldn't be sent, with the reason.
+    The exception may refer to the functions and classes in ``by_value``. ``end`` is the end of the rank's process,
+    ``None`` while it lives; ``memory`` has each rank's last report of its memory.
     """
     why, fix = explain_exception(failed, end, memory, unsent)
     where = f" at {failed.line}" if failed.line else ""
@@ -236,11 +230,7 @@ def explain_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, st
 
 
 def crash_frames(written: str) -> str:
-    """Return the user's lines that had called native code when it crashed, innermost first.
-
-    Args:
-        written: The rank's output from the crash on.
-    """
+    """Return the user's lines that had called native code when it crashed, innermost first, from the rank's output."""
     frames = []
     for line in written.partition(CRASH)[2].splitlines():
         if line.startswith(_OURS):
@@ -253,14 +243,7 @@ def crash_frames(written: str) -> str:
 def explain_exception(
     failed: Failed, end: Ended | None, memory: Mapping[int, Memory], unsent: Mapping[str, str] = {}
 ) -> tuple[str, str]:
-    """Return the likely reason of a rank's exception, and advice.
-
-    Args:
-        failed: The rank's exception.
-        end: The end of its process, ``None`` while it runs.
-        memory: Each rank's last report of its memory.
-        unsent: Names that couldn't be sent, with the reason.
-    """
+    """Return the likely reason of a rank's exception, and advice. The arguments are those of ``raised_error``."""
     if failed.kind == "OutOfMemoryError":  # torch's, for every kind of device
         used = [
             f"rank {rank}: {format_size(report.used_bytes)} of {format_size(report.total_bytes)}"

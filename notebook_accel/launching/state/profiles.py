@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.formatting import aligned, format_count, format_size, plain_text, rank_spans
+from notebook_accel.formatting import aligned, format_count, format_size, plain_text, ranks_in_words
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
@@ -72,13 +72,7 @@ class RankProfile:
 
 @dataclasses.dataclass(frozen=True)
 class LineShare:
-    """A line of the user's code in a profile.
-
-    Attributes:
-        place: The line, such as ``In[7], line 12``.
-        text: The line's text.
-        share: Its share of the time of all ranks, from 0 to 1.
-    """
+    """A line of the user's code in a profile, with its share of the time of all ranks, from 0 to 1."""
 
     place: str
     text: str
@@ -185,10 +179,7 @@ class Profile:
         for rank in self.ranks:
             if rank.why:
                 ranks[rank.why].append(rank.rank)
-        notes = [
-            f"rank{'s' if len(numbers) > 1 else ''} {', '.join(rank_spans(numbers))}: {plain_text(why)}"
-            for why, numbers in ranks.items()
-        ]
+        notes = [f"{ranks_in_words(numbers)}: {plain_text(why)}" for why, numbers in ranks.items()]
         return [*notes, *filter(None, [self.problem])]
 
     def to_dict(self) -> dict[str, Any]:
@@ -259,13 +250,9 @@ def check_steps(steps: int) -> None:
 
 
 class ProfileRequest:
-    """A request for a profile, and the answers of the ranks so far.
+    """A request for a profile of time or memory, and the answers of the ranks so far.
 
-    Args:
-        steps: Number of steps.
-        deadline_s: Seconds that the ranks have for the steps.
-        ranks: The ranks here that are asked.
-        memory: Whether to profile memory instead of time.
+    The ``ranks`` of this node have ``deadline_s`` for the steps.
     """
 
     def __init__(self, steps: int, deadline_s: float, ranks: Sequence[RankState], *, memory: bool = False) -> None:
@@ -310,11 +297,7 @@ class ProfileRequest:
         self._is_answered.set()
 
     def profile(self, name: str) -> Profile:
-        """Return the profile that the answers so far make.
-
-        Args:
-            name: The run's name.
-        """
+        """Return the profile that the answers so far make, for the run of this name."""
         begins_s = self._begins_s()
         first_s = min(begins_s.values(), default=0.0)
         return Profile(

@@ -1,18 +1,6 @@
 """The state of one rank, reduced from its events.
 
-Every view uses these words. docs/panel.md has the same table with the colours.
-
-| word | meaning |
-|---|---|
-| starting | its process is being started and hasn't begun the user's code |
-| running | it runs the user's code |
-| waiting | it runs, and waits in a collective for a silent rank |
-| silent | it runs, has done no step for long, and other ranks wait for it |
-| finished | the user's code has returned, and the result has been sent |
-| failed | the user's code has raised, or the process exited before its end |
-| killed | a signal from elsewhere ended the process |
-| stopped | it was interrupted, told to end, or lost a peer that failed |
-| lost | the run is over, and nobody could report how this rank ended |
+Every view uses the words of ``StateWord``. docs/panel.md has a table of their meanings and colours.
 """
 
 from __future__ import annotations
@@ -72,12 +60,8 @@ class LastSteps:
         while len(self._samples) > 2 and self._samples[1][0] <= event.time_s - _RATE_WINDOW_S:
             self._samples.popleft()
 
-    def copy(self) -> LastSteps:
-        """Return a copy that later events don't change."""
-        return dataclasses.replace(self, _samples=self._samples.copy(), _step_times_s=self._step_times_s.copy())
-
     def since(self, began_s: float) -> LastSteps:
-        """Return a copy without the counts from before ``began_s``."""
+        """Return a copy, which later events don't change, without the counts from before ``began_s``."""
         samples = collections.deque(sample for sample in self._samples if sample[0] >= began_s)
         return dataclasses.replace(self, _samples=samples, _step_times_s=self._step_times_s.copy())
 
@@ -96,13 +80,7 @@ class LastSteps:
         return (last - first) / (last_s - first_s)
 
     def is_stalled(self, now_s: float, since_s: float = 0.0, shortest_s: float = _STALLED_S) -> bool:
-        """Return whether no step was done for long, measured by this rank's usual step.
-
-        Args:
-            now_s: The present.
-            since_s: Earliest time from which to measure.
-            shortest_s: Shortest duration that counts as a stall.
-        """
+        """Return whether no step was done since ``since_s`` for at least ``shortest_s`` and many usual steps."""
         usual_s = sorted(self._step_times_s)[len(self._step_times_s) // 2] if self._step_times_s else 0.0
         return now_s - max(since_s, self.stepped_s or 0.0) > max(shortest_s, _STALLED_STEPS * usual_s)
 
@@ -254,17 +232,12 @@ class RankState:
             self,
             metrics=dict(self.metrics),
             last_lines=self.last_lines.copy(),
-            last_steps=self.last_steps.copy(),
+            last_steps=self.last_steps.since(float("-inf")),
             step_history=self.step_history.copy(),
         )
 
     def since(self, before: RankState, began_s: float) -> RankState:
-        """Return this rank's counts and metrics since an earlier state, such as in one cell of a session.
-
-        Args:
-            before: A copy of the earlier state.
-            began_s: The time of the copy.
-        """
+        """Return this rank's counts and metrics since an earlier copy, made at ``began_s``, as for a session's cell."""
         metrics = {name: value for name, value in self.metrics.items() if before.metrics.get(name) != value}
         stepped_s = self.last_steps.stepped_s
         # An earlier step may have been reported late.
@@ -275,7 +248,7 @@ class RankState:
             metrics=metrics,
             memory=None,
             last_steps=self.last_steps.since(began_s),
-            step_history=self.step_history.since(began_s),
+            step_history=StepHistory(),
         )
 
     def to_events(self, metrics: dict[str, float]) -> list[events.Event]:

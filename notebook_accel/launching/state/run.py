@@ -1,8 +1,8 @@
 """The state of a run, reduced from the events of its ranks, without input, output or a clock.
 
-``RunState.apply`` takes events in the order of arrival; ``RunState.replay`` rebuilds the state from stored events. The
-state is bounded, however long the run is and however much it prints: it keeps only the output that errors and the table
-need, and views read the rest from the stream of events.
+``RunState.apply`` takes events in the order of arrival, so that stored events give the same state again. The state is
+bounded, however long the run is and however much it prints: it keeps only the output that errors and the table need,
+and views read the rest from the stream of events.
 
 Times are the seconds of ``time.monotonic()`` that events carry; methods that need the present take it as ``now_s``.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import operator
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from notebook_accel import time_limit
@@ -63,21 +63,8 @@ class RunState:
         self.first_step_s: float | None = None
         self._restarts = 0
 
-    @classmethod
-    def replay(cls, world_size: int, stored: Iterable[tuple[int, events.Event]]) -> RunState:
-        """Return the state after stored events.
-
-        Args:
-            world_size: Number of ranks on this node.
-            stored: Rank and event, in the order of arrival.
-        """
-        state = cls(world_size)
-        for rank, event in stored:
-            state.apply(rank, event)
-        return state
-
     def to_events(self) -> list[tuple[int, events.Event]]:
-        """Return events that recreate this state when they are replayed, without the ranks' output."""
+        """Return events that recreate this state in a new one, without the ranks' output."""
         points = [
             (step, rank, name, value)
             for name, curves in self.history.items()

@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 
 from notebook_accel import code_places
-from notebook_accel.formatting import rank_spans
+from notebook_accel.formatting import ranks_in_words
 from notebook_accel.launching.processes import COLLECTIVE_MARK
 from notebook_accel.launching.spec import Source
 from notebook_accel.launching.state.run import RunState
@@ -60,13 +60,7 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective that a rank has entered, and may have left again.
-
-    Attributes:
-        number: Its number among the collectives of its process group, from 1.
-        name: Its name, such as ``all_reduce``.
-        group: The name of its process group.
-    """
+    """A collective that a rank has entered, and may have left again. Each process group numbers its own, from 1."""
 
     number: int
     name: str
@@ -83,7 +77,7 @@ class RankStack:
     Attributes:
         rank: The rank.
         pid: The id of its process, ``None`` if it has none.
-        condition: ``said`` if there is a stack; else the reason why there is none.
+        condition: ``answered`` if there is a stack; else the reason why there is none.
         frames: The calls of its main thread, the innermost first.
         threads: The calls of its other threads, without those of this package.
         collective: The collective that it has entered last, ``None`` if none is known.
@@ -156,10 +150,7 @@ class Stacks(tuple[RankStack, ...]):
         by_collective: dict[str, list[int]] = {}
         for rank, collective in entered.items():
             by_collective.setdefault(str(collective), []).append(rank)
-        where = "; ".join(
-            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(rank_spans(ranks))}: {name}"
-            for name, ranks in by_collective.items()
-        )
+        where = "; ".join(f"{ranks_in_words(ranks)}: {name}" for name, ranks in by_collective.items())
         return f"The ranks are not at the same collective. The last one of {where}."
 
     def __repr__(self) -> str:
@@ -169,9 +160,7 @@ class Stacks(tuple[RankStack, ...]):
 class StackRequest:
     """Asks the ranks of a run for their stacks, in any thread, and waits for the answer from the engine's thread.
 
-    Args:
-        world_size: Number of ranks.
-        sources: Sources of the notebook's functions, by the file name in their code.
+    ``sources`` are those of the notebook's functions, by the file name in their code.
     """
 
     def __init__(self, world_size: int, sources: Mapping[str, Source]) -> None:

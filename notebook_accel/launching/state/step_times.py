@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable
 
 import msgspec
 
@@ -14,177 +13,66 @@ from notebook_accel.protocol import events
 _RECENT_STEPS = 50
 _RECENT_S = 10.0
 _MOST_EVENTS = 100
-_MOST_LINES = 100
 _MOST_POINTS = 64
 _GAP_MS = 2000
 
 Sums = tuple[float, ...]
 """Number of steps so far, and the seconds so far of each phase in ``events.PHASES``."""
-Line = tuple[str, str, str, str]
-"""Phase, activity, place and text, as in ``events.SampledLine``."""
-
-
-@dataclasses.dataclass
-class StepTimes:
-    """Sums over some steps of one rank.
-
-    Attributes:
-        steps: Number of training steps.
-        seconds: The time of each phase.
-        evaluations: Number of evaluations.
-        collecting_s: Time of Python's garbage collections.
-        compilations: Number of graphs that ``torch.compile`` has compiled.
-        smallest_batch: Fewest elements of a batch, 0 if unknown.
-        largest_batch: Most elements of a batch.
-        samples: Number of samples of the main thread.
-        lines: Number of samples of each line.
-        last: The latest event, for values that can't be added.
-    """
-
-    steps: int = 0
-    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(events.PHASES, 0.0))
-    evaluations: int = 0
-    collecting_s: float = 0.0
-    compilations: int = 0
-    smallest_batch: int = 0
-    largest_batch: int = 0
-    samples: int = 0
-    lines: collections.Counter[Line] = dataclasses.field(default_factory=collections.Counter)
-    last: events.StepTimes | None = None
-
-    @property
-    def wall_s(self) -> float:
-        """The wall time of the steps."""
-        return sum(self.seconds.values())
-
-    @property
-    def step_s(self) -> float:
-        """The mean time of a step, 0 without one."""
-        return self.wall_s / self.steps if self.steps else 0.0
-
-    def per_step_s(self, phase: str) -> float:
-        """Return the mean time of a phase in a step."""
-        return self.seconds.get(phase, 0.0) / self.steps if self.steps else 0.0
-
-    def share(self, phase: str) -> float:
-        """Return a phase's share of the wall time, from 0 to 1."""
-        wall_s = self.wall_s
-        return self.seconds.get(phase, 0.0) / wall_s if wall_s else 0.0
-
-    def add(self, event: events.StepTimes) -> None:
-        """Add the steps of an event."""
-        self._count(event, 1)
-        if event.smallest_batch:
-            self.smallest_batch = min(self.smallest_batch or event.smallest_batch, event.smallest_batch)
-            self.largest_batch = max(self.largest_batch, event.largest_batch)
-        self.last = event
-
-    def remove(self, event: events.StepTimes, rest: Iterable[events.StepTimes]) -> None:
-        """Remove the steps of an event; ``rest`` are the events that stay."""
-        self._count(event, -1)
-        sizes = [(other.smallest_batch, other.largest_batch) for other in rest if other.smallest_batch]
-        self.smallest_batch = min((smallest for smallest, _ in sizes), default=0)
-        self.largest_batch = max((largest for _, largest in sizes), default=0)
-
-    def _count(self, event: events.StepTimes, sign: int) -> None:
-        self.steps += sign * event.steps
-        self.evaluations += sign * event.evaluations
-        self.collecting_s += sign * event.collecting_s
-        self.compilations += sign * event.compilations
-        self.samples += sign * event.samples
-        for phase, seconds in event.seconds.items():
-            if phase in self.seconds:
-                self.seconds[phase] = max(0.0, self.seconds[phase] + sign * seconds)
-        for line in event.lines:
-            key = (line.phase, line.activity, line.place, line.text)
-            if key in self.lines or (sign > 0 and len(self.lines) < _MOST_LINES):
-                self.lines[key] += sign * line.samples
-                if self.lines[key] <= 0:
-                    del self.lines[key]
-
-    def to_event(self) -> events.StepTimes | None:
-        """Return one event that has these sums; ``None`` without a step."""
-        if self.last is None:
-            return None
-        return msgspec.structs.replace(
-            self.last,
-            steps=self.steps,
-            seconds=self.seconds,
-            evaluations=self.evaluations,
-            collecting_s=self.collecting_s,
-            compilations=self.compilations,
-            smallest_batch=self.smallest_batch,
-            largest_batch=self.largest_batch,
-            samples=self.samples,
-            lines=[events.SampledLine(*line, samples) for line, samples in self.lines.items()],
-        )
-
-    def copy(self) -> StepTimes:
-        """Return a copy that later events don't change."""
-        return dataclasses.replace(self, seconds=dict(self.seconds), lines=collections.Counter(self.lines))
 
 
 @dataclasses.dataclass
 class StepHistory:
     """The times of one rank's steps.
 
-    The first event isn't recent: compilation, first allocations and the start of workers say little about later steps.
-
     Attributes:
-        total: Sums over the whole run.
-        recent: Sums over the last steps: at least 50 of them and ten seconds, or as many as there were.
+        total: The steps of the whole run as one event, ``None`` before the first.
         sums: Running sums over the whole run, by the milliseconds of the events' clock. The difference between any two
             points is exact, also where points between them were left out.
     """
 
-    total: StepTimes = dataclasses.field(default_factory=StepTimes)
-    recent: StepTimes = dataclasses.field(default_factory=StepTimes)
+    total: events.StepTimes | None = None
     sums: Series[Sums] = dataclasses.field(default_factory=lambda: Series(_MOST_POINTS))
     _kept: collections.deque[events.StepTimes] = dataclasses.field(default_factory=collections.deque)
     _counted_ms: int = 0  # the last point's time
 
+    @property
+    def recent(self) -> events.StepTimes | None:
+        """The last steps as one event: at least 50 of them and ten seconds, or as many as there were."""
+        if not self._kept:
+            return None
+        first, *later = self._kept
+        return first.followed_by(*later)
+
     def add(self, event: events.StepTimes) -> None:
         """Add the steps of an event."""
-        if self.total.last is not None:
-            self._keep(event)
-        self._add_to_total(event)
-
-    def _add_to_total(self, event: events.StepTimes) -> None:
         end_ms = max(int(event.time_s * 1000), self._counted_ms)
         begin_ms = end_ms - int(sum(event.seconds.values()) * 1000)
-        if self.total.last is not None and begin_ms > self._counted_ms + _GAP_MS:  # no step was done meanwhile
-            self.sums.add(begin_ms, self._sums())
-        self.total.add(event)
-        self.sums.add(end_ms, self._sums())
+        if self.total is None:
+            # This event isn't recent: compilation, first allocations and the start of workers say little about later
+            # steps.
+            self.total = event
+        else:
+            self._keep(event)
+            if begin_ms > self._counted_ms + _GAP_MS:  # no step was done meanwhile
+                self.sums.add(begin_ms, _sums(self.total))
+            self.total = self.total.followed_by(event)
+        self.sums.add(end_ms, _sums(self.total))
         self._counted_ms = end_ms
-
-    def _sums(self) -> Sums:
-        return (self.total.steps, *(self.total.seconds[phase] for phase in events.PHASES))
 
     def _keep(self, event: events.StepTimes) -> None:
         self._kept.append(event)
-        self.recent.add(event)
-        while len(self._kept) > 1 and self._can_spare(self._kept[0]):
-            oldest = self._kept.popleft()
-            self.recent.remove(oldest, self._kept)
-
-    def _can_spare(self, oldest: events.StepTimes) -> bool:
-        steps = self.recent.steps - oldest.steps
-        wall_s = self.recent.wall_s - sum(oldest.seconds.values())
-        return (steps >= _RECENT_STEPS and wall_s >= _RECENT_S) or len(self._kept) > _MOST_EVENTS
-
-    def since(self, began_s: float) -> StepHistory:
-        """Return the history of the recent events that came after ``began_s``."""
-        history = StepHistory()
-        for event in self._kept:
-            if event.time_s >= began_s:
-                history._keep(event)
-                history._add_to_total(event)
-        return history
+        steps = sum(kept.steps for kept in self._kept)
+        wall_s = sum(sum(kept.seconds.values()) for kept in self._kept)
+        while len(self._kept) > 1:
+            steps -= self._kept[0].steps
+            wall_s -= sum(self._kept[0].seconds.values())
+            if (steps < _RECENT_STEPS or wall_s < _RECENT_S) and len(self._kept) <= _MOST_EVENTS:
+                break
+            self._kept.popleft()
 
     def to_events(self) -> list[events.StepTimes]:
         """Return events that recreate this history, one for each point. The last one has all lines."""
-        whole = self.total.to_event()
+        whole = self.total
         if whole is None:
             return []
         found: list[events.StepTimes] = []
@@ -203,4 +91,8 @@ class StepHistory:
 
     def copy(self) -> StepHistory:
         """Return a copy that later events don't change."""
-        return StepHistory(self.total.copy(), self.recent.copy(), self.sums.copy(), self._kept.copy(), self._counted_ms)
+        return StepHistory(self.total, self.sums.copy(), self._kept.copy(), self._counted_ms)
+
+
+def _sums(times: events.StepTimes) -> Sums:
+    return (times.steps, *(times.seconds.get(phase, 0.0) for phase in events.PHASES))

@@ -47,15 +47,7 @@ def folded(ranks: Sequence[RankState], now_s: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _RankValue:
-    """A value that each rank may have.
-
-    Attributes:
-        value: A function that returns a rank's value, ``None`` if it has none.
-        written: A function that formats a value.
-        before: Text before the value.
-        after: Text after the value.
-        total: A function that returns the total that a rank's value counts up to, ``None`` if it isn't known.
-    """
+    """A value that each rank may have, the texts around it, and the total that it counts up to, if that is known."""
 
     value: Callable[[RankState], float | None]
     written: Callable[[float], str]
@@ -154,13 +146,11 @@ def _label(ranks: Iterable[int]) -> str:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RankLine:
-    """One shown line, and the ranks that printed it.
+    """One shown line, and the ranks that printed it, by their numbers on this node.
 
     Attributes:
-        ranks: The ranks' numbers on this node.
-        text: The line.
-        came_s: Time at which the first rank printed it, in seconds.
-        due_s: Time after which no other rank can join it, in seconds.
+        came_s: Time at which the first rank printed it.
+        due_s: Time after which no other rank can join it.
         number: Its position among the unsettled lines.
     """
 
@@ -294,15 +284,9 @@ class AlikeLines:
 
 
 class LineLimit(Generic[_Line]):
-    """Passes on a rank's first lines at once, and keeps the last ones for the end of the run.
+    """Passes on a rank's first lines, ``most`` of them, and keeps the ``last`` ones for the end of the run.
 
-    Args:
-        log_file: The file with the whole output; empty if there is none.
-        most: Number of lines that are passed on.
-        last: Number of lines that are kept.
-
-    Attributes:
-        kept: The lines to show at the end.
+    ``log_file`` has the whole output; it is empty if there is none.
     """
 
     def __init__(self, log_file: str, most: int, last: int) -> None:

@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from notebook_accel import VERSION
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, RunError
+from notebook_accel.formatting import ranks_in_words
 from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import detached
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
-from notebook_accel.sessions.kernel.output import ranks_in_words
 from notebook_accel.sessions.kernel.rank_pool import RankPool
 from notebook_accel.sessions.listener import JoinedRank
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.errors import RankEnd, RankFailedError, RunError
+from notebook_accel.formatting import ranks_in_words
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.state.failures import raised_error, raised_in_words, where_ranks_stood
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.session_messages import Reply
-from notebook_accel.sessions.kernel.output import ranks_in_words
 
 _RESTART = "%distributed restart, or session.restart(), brings a fresh one; living ranks keep their variables"
 _DEATH_DEADLINE_S = 30.0  # for the agent's report of a death, which is late on a busy machine

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from notebook_accel.formatting import clipped, format_clock, plain_text, rank_spans
+from notebook_accel.formatting import clipped, format_clock, plain_text, ranks_in_words
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.views import rank_lines
 from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay, LineLimit, RankLine
@@ -275,9 +275,3 @@ def _markup(data: Mapping[str, str]) -> str:
         if kind in data:
             return f'<img src="data:{kind};base64,{data[kind].strip()}">'
     return data.get("image/svg+xml", "")
-
-
-def ranks_in_words(ranks: list[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0-2, 5``."""
-    text = ", ".join(rank_spans(ranks))
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

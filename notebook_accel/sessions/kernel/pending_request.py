@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from notebook_accel.errors import NotebookAccelError, RunError
+from notebook_accel.formatting import ranks_in_words
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
-from notebook_accel.sessions.kernel.output import CellOutput, ranks_in_words
+from notebook_accel.sessions.kernel.output import CellOutput
 from notebook_accel.sessions.kernel.rank_connections import RankConnections, RankRequest
 
 _TICK_S = 0.1

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError, RunStoppedError
+from notebook_accel.formatting import ranks_in_words
 from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import detached, foreground, launcher
 from notebook_accel.launching.kernel.job import Job, Status
@@ -27,7 +28,7 @@ from notebook_accel.sessions.kernel import failures
 from notebook_accel.sessions.kernel.failures import GroupRecovery
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.namespace_sync import Inputs, NamespaceSync, Parcel
-from notebook_accel.sessions.kernel.output import CellOutput, ranks_in_words
+from notebook_accel.sessions.kernel.output import CellOutput
 from notebook_accel.sessions.kernel.pending_request import Console, PendingRequest
 from notebook_accel.sessions.kernel.rank_connections import RankConnections
 from notebook_accel.sessions.kernel.request_queue import RequestQueue

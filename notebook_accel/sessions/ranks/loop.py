@@ -275,12 +275,12 @@ class _SessionRank:
 
         displays.redirect(show)
         try:
-            with loops.loops().count_cell():
+            with loops.LOOPS.count_cell():
                 yield
             displays.end()
         finally:
             displays.redirect(None)
-            profiling.profiler().end("the cell ended", is_final=False)
+            profiling.PROFILER.end("the cell ended", is_final=False)
 
     def _pull(self, request: messages.Pull, _: None) -> dict[str, Any]:
         values = {name: self._namespace[name] for name in request.names if name in self._namespace}

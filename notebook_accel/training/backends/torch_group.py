@@ -89,7 +89,7 @@ class Group:
                 None if deadline is None else deadline.total_seconds(),
                 warns_before_s=None if nccl_deadline is None else nccl_deadline.total_seconds(),
             )
-            reporter().at_close(self._watchdog.close)
+            reporter().at_close.append(self._watchdog.close)
             atexit.register(self._watchdog.close)
 
     def has_gloo_for(self, device: torch.device) -> bool:
@@ -127,7 +127,7 @@ class Group:
         """Stop the watchdog, which tells the other ranks that this one has left."""
         if self._watchdog is not None:
             atexit.unregister(self._watchdog.close)
-            reporter().not_at_close(self._watchdog.close)
+            reporter().at_close.remove(self._watchdog.close)
             self._watchdog.close()
             self._watchdog = None
 

@@ -275,7 +275,7 @@ class _XlaUploader:
         if taken is None:
             raise self._loader._exception_queue.get(timeout=self._DEADLINE_S)
         if self._are_new.popleft():
-            reporter().set_compiling(True)
+            reporter().is_compiling = True
         return taken
 
     def close(self) -> None:
@@ -332,7 +332,7 @@ class Compilations:
     def step_ended(self) -> None:
         """Report whether the step that ends here was compiled."""
         before, self._count = self._count, compiled_count()
-        reporter().set_compiling(self._count > before)
+        reporter().is_compiling = self._count > before
 
     def _warn_once(self, what: str, fix: str) -> None:
         kind = what.partition(" shape")[0]

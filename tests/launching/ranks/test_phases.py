@@ -166,6 +166,7 @@ def test_phases_of_a_ranks_steps_are_measured(launch: Callable[..., Job]) -> Non
     job = launch(training_loops.epochs_and_evaluations, num_processes=1)
     job.results(timeout_s=60)
     times = job.ranks[0].step_history.total
+    assert times is not None
     assert times.steps > 0  # of fast steps, some are measured and stand for the others
     assert all(times.seconds[phase] > 0 for phase in ("data", "forward", "backward", "optimizer"))
 

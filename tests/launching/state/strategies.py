@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hypothesis import strategies as st
 
+from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
+
+
+def replay(world_size: int, stored: Iterable[tuple[int, events.Event]]) -> RunState:
+    """Return the state after stored events of ranks, in the order of arrival."""
+    state = RunState(world_size)
+    for rank, event in stored:
+        state.apply(rank, event)
+    return state
+
 
 times = st.floats(0, 1e6)
 texts = st.text(max_size=40)

@@ -8,6 +8,7 @@ from notebook_accel.launching.state import phases
 from notebook_accel.launching.state.diagnosis import diagnose
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
+from tests.launching.state.strategies import replay
 
 _STEPS_PER_S = 20
 
@@ -96,7 +97,7 @@ def test_course_leaves_out_the_first_second_and_a_short_run() -> None:
 
 def test_course_is_told_again_by_events() -> None:
     state = run_with_straggler(8, seconds=300, late_from=150)
-    known, told = course(state), course(RunState.replay(8, state.to_events()))
+    known, told = course(state), course(replay(8, state.to_events()))
     assert len(told) == len(known) == 40
     for before, after in zip(known, told, strict=True):
         assert after.mean == pytest.approx(before.mean, abs=1e-6)

@@ -22,14 +22,22 @@ def times(
     )
 
 
+def recent(history: StepHistory) -> events.StepTimes:
+    assert history.recent is not None
+    return history.recent
+
+
+def total(history: StepHistory) -> events.StepTimes:
+    assert history.total is not None
+    return history.total
+
+
 def test_first_steps_count_in_the_whole_run_only() -> None:
     history = StepHistory()
     for seconds in (60.0, 1.0, 1.0):
         history.add(times(10, seconds=seconds))
-    assert (history.total.steps, history.total.wall_s) == (30, pytest.approx(62))
-    assert (history.recent.steps, history.recent.wall_s) == (20, pytest.approx(2))
-    assert history.recent.step_s == pytest.approx(0.1)
-    assert history.recent.share("data") == pytest.approx(0.25)
+    assert (total(history).steps, sum(total(history).seconds.values())) == (30, pytest.approx(62))
+    assert (recent(history).steps, recent(history).seconds) == (20, {"data": 0.5, "forward": 1.5})
 
 
 def test_recent_steps_are_the_last_ones_with_their_lines_and_sizes() -> None:
@@ -39,27 +47,26 @@ def test_recent_steps_are_the_last_ones_with_their_lines_and_sizes() -> None:
         history.add(times(10, place="In[1], line 1", size=8))
     for _ in range(20):
         history.add(times(10, place="In[1], line 2", size=100))
-    assert history.recent.steps == 100  # ten seconds of them
-    assert history.recent.wall_s == pytest.approx(10)
-    assert [place for _, _, place, _ in history.recent.lines] == ["In[1], line 2"]
-    assert (history.recent.smallest_batch, history.recent.largest_batch) == (100, 200)
-    assert (history.total.smallest_batch, history.total.steps) == (8, 410)
+    assert recent(history).steps == 100  # ten seconds of them
+    assert sum(recent(history).seconds.values()) == pytest.approx(10)
+    assert [line.place for line in recent(history).lines] == ["In[1], line 2"]
+    assert (recent(history).smallest_batch, recent(history).largest_batch) == (100, 200)
+    assert (total(history).smallest_batch, total(history).steps) == (8, 410)
 
 
 def test_fifty_slow_steps_are_recent_however_long_they_took() -> None:
     history = StepHistory()
     for _ in range(90):
         history.add(times(1, seconds=60.0))
-    assert history.recent.steps == 50
+    assert recent(history).steps == 50
 
 
-def test_copy_and_what_came_since_stay_as_they_are() -> None:
+def test_copy_stays_as_it_is() -> None:
     history = StepHistory()
     for at in range(5):
         history.add(times(10, at=float(at)))
-    copied, since = history.copy(), history.since(3.0)
+    copied = history.copy()
     history.add(times(10, at=9.0))
-    assert (copied.recent.steps, copied.total.steps) == (40, 50)
-    assert (since.recent.steps, since.total.steps) == (20, 20)
+    assert (recent(copied).steps, total(copied).steps) == (40, 50)
     copied.add(times(10))
-    assert history.total.steps == 60
+    assert total(history).steps == 60
