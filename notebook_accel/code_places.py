@@ -18,7 +18,7 @@ _PATHS = sysconfig.get_paths()
 _INSTALLED = tuple(_PATHS[name] + os.sep for name in ("purelib", "platlib"))
 _PYTHONS = (*(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib")), "<frozen", "<string>")
 _LOGGER = os.path.join("torch", "distributed", "c10d_logger.py")  # wraps torch's collectives
-_NOT_THE_USERS = (OURS, *_INSTALLED, *_PYTHONS)
+_NOT_THE_USERS = (OURS, *_INSTALLED, *_PYTHONS, "<")  # such as <eval_with_key>.0, which torch.fx has generated
 # Readable names for calls into libraries.
 _CALLS = {
     "__iter__": "the loader",

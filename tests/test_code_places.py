@@ -3,6 +3,8 @@ from __future__ import annotations
 import sys
 import types
 
+import torch
+
 from notebook_accel import code_places
 
 
@@ -37,6 +39,14 @@ def test_the_call_that_left_the_users_code() -> None:
     call = "found = reduce(here)"
     assert run(call, "train.py", reduce=library(installed)) == "reduce at train.py, line 1"
     assert run(call, "train.py", reduce=library("helpers.py")) == "helpers.py, line 4"
+
+
+def test_generated_code_is_not_the_users() -> None:
+    graph = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Identity()))
+    found: list[str] = []
+    graph.get_submodule("0").register_forward_hook(lambda *_: found.append(code_places.describe(sys._getframe(1))))
+    exec(compile("graph(1)", "train.py", "exec"), {"graph": graph})
+    assert found == ["call_wrapped at train.py, line 1"]
 
 
 def test_no_frame() -> None:

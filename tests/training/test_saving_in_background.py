@@ -12,7 +12,7 @@ import torch
 
 from notebook_accel import Accelerator, ProjectConfiguration
 from notebook_accel.errors import CheckpointError
-from notebook_accel.training import checkpoint_folders
+from notebook_accel.training import checkpoint_folders, checkpoint_saving
 from tests.training.ranks import Ranks
 from tests.training.sharded_programs import Case, Program
 
@@ -81,6 +81,35 @@ def test_the_next_one_waits_for_it(tmp_path: pathlib.Path, monkeypatch: pytest.M
     accelerator.load_state()
     assert torch.equal(net.weight, expected)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_2", "checkpoint_3"]
+
+
+def test_an_interrupted_wait_is_made_up_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    net = accelerator.prepare(torch.nn.Linear(2, 2))
+    held, wait = Held(monkeypatch), checkpoint_saving.Saving.wait
+    accelerator.save_state(tmp_path / "state", async_=True)
+    assert held.has_come.wait(60)
+    monkeypatch.setattr(checkpoint_saving.Saving, "wait", _interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        accelerator.save_state(tmp_path / "state", async_=True)
+
+    def wait_for_release(saving: checkpoint_saving.Saving) -> CheckpointError | None:
+        held.release()
+        return wait(saving)
+
+    monkeypatch.setattr(checkpoint_saving.Saving, "wait", wait_for_release)
+    net.weight.data.fill_(2.0)
+    accelerator.save_state(tmp_path / "state", async_=True)
+    accelerator.end_training()
+    assert os.listdir(tmp_path) == ["state"]
+    again = Accelerator(cpu=True)
+    loaded = again.prepare(torch.nn.Linear(2, 2))
+    again.load_state(tmp_path / "state")
+    assert loaded.weight.eq(2.0).all()
+
+
+def _interrupted(_: checkpoint_saving.Saving) -> None:
+    raise KeyboardInterrupt
 
 
 def failure_in_background(folder: str) -> tuple[str, list[str]]:
