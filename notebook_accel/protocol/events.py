@@ -233,9 +233,7 @@ class Failed(_Event, frozen=True, kw_only=True):
 
 
 class Finished(_Event, frozen=True, kw_only=True):
-    """The user's code returned. The result, of ``result_bytes`` bytes, is in the rank's result file."""
-
-    result_bytes: int
+    """The user's code returned. The result is in the rank's result file."""
 
 
 class TimeLimitReached(_Event, frozen=True, kw_only=True):

@@ -182,7 +182,7 @@ def start(job):
 
 def finish(job):
     for rank in range(job.world_size):
-        job.deliver(rank, events.Finished(result_bytes=1))
+        job.deliver(rank, events.Finished())
         job.deliver(rank, events.Ended(exit_code=0))
     job.end("")
 """

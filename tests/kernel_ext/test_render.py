@@ -78,8 +78,8 @@ def test_metrics_have_few_digits(value: float, text: str) -> None:
 def test_summary_has_everything_and_folds_the_earlier_lines() -> None:
     run = fake_runs.training()
     run.apply(0, events.Output(text="\n".join(f"line {number}" for number in range(40))))
-    run.apply(0, events.Finished(result_bytes=1))
-    run.apply(1, events.Finished(result_bytes=1))
+    run.apply(0, events.Finished())
+    run.apply(1, events.Finished())
     summary = Document(summary_html(fake_runs.facts(status="succeeded"), run, 5.0))
     assert [number for number in range(40) if f"│ line {number}" not in summary.text] == []
     assert "28 earlier lines" in summary.text
@@ -372,7 +372,7 @@ def test_time_since_the_last_sign_of_life() -> None:
     state.apply(0, events.Memory(time_s=64.0, used_bytes=1, total_bytes=2, kind="device"))
     assert "01:00 ago" in Document(table_html(state, 65.0)).text
     for rank in range(2):
-        state.apply(rank, events.Finished(time_s=65.0, result_bytes=1))
+        state.apply(rank, events.Finished(time_s=65.0))
     assert "seen" not in Document(table_html(state, 65.0)).text
 
 

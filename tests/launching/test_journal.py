@@ -77,7 +77,7 @@ def test_what_was_told_is_read_in_order_with_its_numbers(book: Book) -> None:
     told = [
         events.Started(pid=7),
         events.Output(text="one"),
-        events.Finished(result_bytes=1),
+        events.Finished(),
         events.Ended(exit_code=0),
     ]
     for event in told:
@@ -97,7 +97,7 @@ def test_samples_of_a_week_are_some_thousand_and_the_last_one_is_there(book: Boo
             book.tell(events.Progress(step=steps, steps=steps))
             book.tell(events.Metrics(step=steps, values={"loss": float(steps)}))
             book.clock.now_s += 0.2
-    book.tell(events.Finished(result_bytes=1))
+    book.tell(events.Finished())
     kept = book.kept()
     assert steps == 2 * 60 * hours
     assert len(kept) < 10_000
@@ -115,7 +115,7 @@ def test_each_of_many_ranks_has_some_hundred_samples_of_an_hour(tmp_path: pathli
         for step in range(5 * 3600):
             book.clock.now_s = 0.2 * step
             book.tell(events.Metrics(step=step, values={"loss": float(step)}))
-        book.tell(events.Finished(result_bytes=1))
+        book.tell(events.Finished())
         kept[world_size] = [event.step for event in book.kept() if isinstance(event, events.Metrics)]
         os.close(book.descriptor)
     assert len(kept[1]) > 1500
@@ -128,7 +128,7 @@ def test_metric_that_was_reported_between_two_written_samples_is_not_lost(book: 
     book.tell(events.Metrics(step=1, values={"loss": 1.0}))
     book.tell(events.Metrics(step=2, values={"accuracy": 0.5}))
     book.tell(events.Metrics(step=3, values={"loss": 0.9}))
-    book.tell(events.Finished(result_bytes=1))
+    book.tell(events.Finished())
     values = [event.values for event in book.kept() if isinstance(event, events.Metrics)]
     assert values == [{"loss": 1.0}, {"accuracy": 0.5, "loss": 0.9}]
 
@@ -223,7 +223,7 @@ def test_latest_has_the_time_limit_that_ended_the_run_until_it_is_started_again(
         os.close(descriptor)
         return state.early_end != ""
 
-    for event in (events.Started(pid=7), events.TimeLimitReached(limit=1e9), events.Finished(result_bytes=1)):
+    for event in (events.Started(pid=7), events.TimeLimitReached(limit=1e9), events.Finished()):
         book.tell(event)
     assert is_known()
     book.tell(events.Started(pid=8))

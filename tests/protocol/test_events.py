@@ -25,7 +25,7 @@ _ANY_EVENT = st.one_of(
         events.Failed, kind=_TEXT, message=_TEXT, traceback=_TEXT, line=_TEXT, exception=st.binary(),
         lost_peer=st.booleans(),
     ),
-    st.builds(events.Finished, result_bytes=_INT),
+    st.builds(events.Finished),
     st.builds(events.Silent, since_s=st.floats(0, 1e9), at=_TEXT, waits_in=_TEXT),
     st.builds(events.Restarting, number=st.integers(1, 99), of=st.integers(1, 99), why=_TEXT),
     st.builds(events.Ended, exit_code=st.none() | st.integers(0, 255), signal=st.none() | st.integers(1, 64)),

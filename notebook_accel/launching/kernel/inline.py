@@ -64,7 +64,7 @@ def _run(job: Job, target: worker.Target, namespace: dict[str, Any], store_socke
         except BaseException as error:  # noqa: BLE001 - SystemExit too, which must not end the kernel
             raised = error
     if raised is None:
-        job.deliver(0, events.Finished(result_bytes=0))
+        job.deliver(0, events.Finished())
     else:
         outcome = None
         failed = failure.describe(raised, job.spec, [])

@@ -194,8 +194,7 @@ def _run_user_code(
             displays.end()
         if os.getpid() != rank_pid:
             failure.end_fork(None, spec)
-        result_bytes = _send(value, spec, place, result, namespace, by_value)
-        finished = events.Finished(result_bytes=result_bytes)
+        _send(value, spec, place, result, namespace, by_value)
         interruption.defer()
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
         if os.getpid() != rank_pid:
@@ -203,19 +202,19 @@ def _run_user_code(
         error = finished_peers.FINISHED_PEERS.explain(interruption.prefer_interrupt(raised))
         saved = place.local_rank == 0 and _save_pulled(spec, result, place.rank, by_value)
         return failure.describe(error, spec, by_value, saved=saved), 1
-    return finished, 0
+    return events.Finished(), 0
 
 
 def _send(
     value: Any, spec: JobSpec, place: RankPlace, result: int, namespace: dict[str, Any], by_value: list[Any]
-) -> int:
-    """Write the rank's value and, on each machine's first rank, the names to be pulled. Return the file's length."""
+) -> None:
+    """Write the rank's value and, on each machine's first rank, the names to be pulled."""
     pulled, absent = _look_up(namespace, spec.pull, place.rank)
     values = {"": value, **(pulled if place.local_rank == 0 else {})}
     # Every rank has a share of a sharded model, so all of them help to gather the values that the first ones send.
     gathered = gathering.gather({"": value, **pulled}, kept=values, occasion="end", origins=by_value)
     refused = gathered.refused | (absent if place.local_rank == 0 else {})
-    return write_result_file(
+    write_result_file(
         result,
         values,
         rank=place.rank,

@@ -263,7 +263,7 @@ class RankState:
             self.model_memory,
             None if self.cell_since_s is None else events.Serving(cell=self.cell, time_s=self.cell_since_s),
             None if self.time_limit is None else events.TimeLimitReached(limit=self.time_limit, time_s=time_s),
-            events.Finished(result_bytes=0, time_s=time_s) if self.has_result else None,
+            events.Finished(time_s=time_s) if self.has_result else None,
             self.failed,
             self.ended,
         ]

@@ -49,7 +49,7 @@ def job() -> Iterator[Job]:
 
 def write_result(job: Job, rank: int, value: object, pulled: dict[str, object] | None = None) -> None:
     write_result_file(job.result_files.descriptors[rank], {"": value, **(pulled or {})}, rank=rank, advice="")
-    job.deliver(rank, events.Finished(result_bytes=1))
+    job.deliver(rank, events.Finished())
     job.deliver(rank, events.Ended(exit_code=0))
 
 
@@ -178,7 +178,7 @@ def test_ranks_are_described_by_what_they_said(job: Job) -> None:
     job.deliver(0, events.Progress(step=3, steps=13, device="cuda:0"))
     job.deliver(0, events.Memory(used_bytes=5, total_bytes=9, kind="device"))
     job.deliver(0, events.Silent(since_s=1.0, at="In[7], line 3 in f"))
-    job.deliver(1, events.Finished(result_bytes=1))
+    job.deliver(1, events.Finished())
     described = job.ranks
     first, second = described
     assert (first.word, first.pid, first.device, first.step, first.steps) == ("silent", 7, "cuda:0", 3, 13)
@@ -285,7 +285,7 @@ def test_spec_survives_the_way() -> None:
 
 def test_result_that_was_lost_on_its_way_does_not_hide_why(job: Job) -> None:
     for rank in (0, 1):
-        job.deliver(rank, events.Finished(result_bytes=1))
+        job.deliver(rank, events.Finished())
     job.end("", RunError("The node has gone."))
     with pytest.raises(RunError, match=r"^The node has gone\.$"):
         job.results()

@@ -54,7 +54,7 @@ def test_others_are_one_line_each() -> None:
 def test_nothing_is_left_of_ranks_that_are_started_again() -> None:
     state = RunState(2)
     state.apply(0, Output(text="before"))
-    state.apply(0, Finished(result_bytes=1))
+    state.apply(0, Finished())
     state.apply(1, Failed(kind="ValueError", message="first", traceback=""))
     state.apply(1, Ended(exit_code=1))
     state.apply(1, Restarting(number=1, of=1, why="rank 1: ValueError: first"))

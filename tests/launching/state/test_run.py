@@ -34,8 +34,8 @@ def _reduced(*sequence: events.Event, world_size: int = 1) -> RunState:
     [
         ([], "starting", ""),
         ([events.Started(pid=1)], "running", ""),
-        ([events.Started(pid=1), events.Finished(result_bytes=1)], "finished", ""),
-        ([events.Finished(result_bytes=1), events.Ended(exit_code=0)], "finished", ""),
+        ([events.Started(pid=1), events.Finished()], "finished", ""),
+        ([events.Finished(), events.Ended(exit_code=0)], "finished", ""),
         ([events.Started(pid=1), events.Ended(signal=15, stopped=True)], "stopped", ""),
         ([events.Started(pid=1), events.Ended(signal=9)], "killed", "killed by SIGKILL"),
         ([events.Started(pid=1), events.Ended(exit_code=3)], "failed", "exited with status 3 before its end"),
@@ -54,7 +54,7 @@ def test_ranks_that_were_told_to_stop_at_the_time_limit_say_so_until_they_start_
     state = _reduced(events.Started(pid=1), world_size=2)
     assert state.early_end == ""
     state.apply(1, events.TimeLimitReached(limit=limit))
-    state.apply(1, events.Finished(result_bytes=1))
+    state.apply(1, events.Finished())
     assert state.early_end == f"stopped at its time limit ({time_limit.in_words(limit)}): launch it again to go on"
     state.apply(1, events.Started(pid=2))
     assert state.early_end == ""
@@ -80,7 +80,7 @@ def test_an_interrupted_rank_says_where() -> None:
 
 def test_ranks_whose_end_nobody_reported_are_lost_when_the_run_is_over() -> None:
     state = RunState(3)
-    state.apply(0, events.Finished(result_bytes=1))
+    state.apply(0, events.Finished())
     state.apply(1, events.Started(pid=1))
     state.close()
     assert [rank.state for rank in state.ranks] == ["finished", "lost", "stopped"]
@@ -99,7 +99,7 @@ def test_rate_falls_when_a_rank_stands_still_and_stays_when_it_has_ended() -> No
     stuck = _reduced(*sequence).ranks[0].steps_per_s(105.0)
     assert stuck is not None
     assert stuck < 1.0
-    assert _reduced(*sequence, events.Finished(result_bytes=1)).ranks[0].steps_per_s(105.0) == pytest.approx(10.0)
+    assert _reduced(*sequence, events.Finished()).ranks[0].steps_per_s(105.0) == pytest.approx(10.0)
 
 
 def test_rate_starts_anew_with_another_loader() -> None:
@@ -120,7 +120,7 @@ def test_steps_that_compile_are_shown_as_such_and_not_timed() -> None:
     assert rank.steps_per_s(33.0) == 5.0
     assert rank.note == ""
     state.apply(0, _progress(34.0, 13, compiling=True))
-    state.apply(0, events.Finished(result_bytes=1))
+    state.apply(0, events.Finished())
     assert rank.note == ""
 
 
@@ -272,8 +272,8 @@ def test_silence_ends_with_the_next_step_and_with_the_rank() -> None:
     assert state.ranks[0].silent == silent
     state.apply(0, _progress(32.0, 6))
     assert state.ranks[0].silent is None
-    assert _reduced(silent, events.Finished(result_bytes=1)).ranks[0].silent is None
-    assert _reduced(events.Finished(result_bytes=1), silent).ranks[0].silent is None
+    assert _reduced(silent, events.Finished()).ranks[0].silent is None
+    assert _reduced(events.Finished(), silent).ranks[0].silent is None
 
 
 def test_time_left_is_not_guessed_while_a_rank_stands_still() -> None:
@@ -287,7 +287,7 @@ def test_time_left_is_not_guessed_while_a_rank_stands_still() -> None:
     assert state.ranks[1].is_stalled(19.0)
     assert state.ranks[1].left_s(19.0) is None
     assert state.left_s(19.0) is None  # though the other one's is known
-    state.apply(1, events.Finished(result_bytes=1))
+    state.apply(1, events.Finished())
     assert state.left_s(19.0) == pytest.approx((1000 - 190) / 10)
 
 
@@ -325,7 +325,7 @@ def test_a_rank_that_has_ended_is_not_behind() -> None:
     for rank, count in enumerate([1000, 1000, 10]):
         state.apply(rank, _progress(1.0, count))
     assert state.behind(1.0) == {2: 990}
-    state.apply(2, events.Finished(result_bytes=1))
+    state.apply(2, events.Finished())
     assert state.behind(1.0) == {}
 
 

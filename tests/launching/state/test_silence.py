@@ -160,7 +160,7 @@ def test_wait_that_no_stack_shows_is_seen_where_ranks_are_apart() -> None:
 
 def test_rank_that_works_alone_after_the_others_have_finished_is_named() -> None:
     made = SteppingRun(2)
-    made.add(0, events.Finished(result_bytes=1))
+    made.add(0, events.Finished())
     assert set(judged(made, RankStack(0, None, "ended"), stack(1, 12))) == {1}
 
 

@@ -169,7 +169,7 @@ def ended(job: Job, progress: dict[int, events.Progress]) -> list[str]:
     for rank, event in progress.items():
         job.deliver(rank, event)
         job.deliver(rank, events.Memory(used_bytes=(300 + rank) << 20, total_bytes=1 << 34, kind="host"))
-        job.deliver(rank, events.Finished(result_bytes=1))
+        job.deliver(rank, events.Finished())
         job.deliver(rank, events.Ended(exit_code=0))
     job.end("")
     lines.close()
