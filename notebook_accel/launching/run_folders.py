@@ -40,6 +40,16 @@ _FACTS, _DRAFT, _LOCK, _KERNEL, _SOCKET = "run.json", "launch.json", "lock", "ke
 PAYLOAD, HISTORY, JOURNAL, LATEST = "payload", "history", "journal", "latest"
 
 
+@contextlib.contextmanager
+def short_path(path: pathlib.Path) -> Iterator[str]:
+    """Yield an address for the socket at ``path`` that fits the system's 107 bytes, however long the path is."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of a launch, which don't change while the run goes on.
 
@@ -216,16 +226,14 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _new_socket(self) -> Iterator[tuple[socket.socket, str]]:
-        """Yield a socket, which an error closes, and its address, which fits 107 bytes however long the path is."""
-        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            yield made, f"/proc/self/fd/{folder}/{_SOCKET}"
-        except OSError:
-            made.close()
-            raise
-        finally:
-            os.close(folder)
+        """Yield a socket, which an error closes, and its address."""
+        with short_path(self.path / _SOCKET) as address:
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                yield made, address
+            except OSError:
+                made.close()
+                raise
 
     def close_socket(self) -> None:
         """Remove the socket file, when the agent ends."""

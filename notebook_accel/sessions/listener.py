@@ -14,12 +14,11 @@ import pathlib
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
 
 from notebook_accel.errors import LaunchError
 from notebook_accel.launching import logs
 from notebook_accel.launching.processes import pidfd_open
-from notebook_accel.launching.run_folders import RunFolder
+from notebook_accel.launching.run_folders import RunFolder, short_path
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, peer_of
 from notebook_accel.uninterruptible import Latch
@@ -66,7 +65,7 @@ class Listener:
             self._remove_files()  # left behind by a kernel that was killed
             (self.folder / _SECRET).touch(mode=0o600)
             (self.folder / _SECRET).write_bytes(self._secret)
-            with _short_path(self.folder) as path:
+            with short_path(self.folder / _NAME) as path:
                 self._socket.bind(path)
             self._socket.listen(1024)
         except OSError as error:
@@ -133,20 +132,10 @@ def join_session(folder: str, hello: messages.Hello) -> Connection:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection = Connection(sock)
     try:
-        with _short_path(pathlib.Path(folder)) as path:
+        with short_path(pathlib.Path(folder, _NAME)) as path:
             sock.connect(path)
         connection.send(messages.encode(hello))
     except OSError:
         connection.close()
         raise
     return connection
-
-
-@contextlib.contextmanager
-def _short_path(folder: pathlib.Path) -> Iterator[str]:
-    """Yield a path to the folder's socket that is short enough for the system, however long the folder's path is."""
-    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{descriptor}/{_NAME}"
-    finally:
-        os.close(descriptor)

@@ -55,11 +55,10 @@ class RayRun(RemoteRun):
         job: Job,
         cluster: Cluster,
         payload: int,
-        result_files: Sequence[int],
         resources: Mapping[str, float],
         variables: Mapping[str, str],
     ) -> None:
-        super().__init__(job, result_files, variables)
+        super().__init__(job, variables)
         self._cluster = cluster
         self._connection = cluster.connection
         self._payload = _put(cluster, payload)
@@ -322,8 +321,7 @@ class RayEngine:
 
         def start() -> Job:
             with run_payload.prepared_run(dataclasses.replace(request, spec=there), pickled, unsent) as (job, payload):
-                results = job.result_files.descriptors
-                run = RayRun(job, self._cluster, payload, results, resources, request.variables)
+                run = RayRun(job, self._cluster, payload, resources, request.variables)
                 job.send_orders_by(run.take_order)
                 run.start()
             return job

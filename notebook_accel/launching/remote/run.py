@@ -242,12 +242,11 @@ class NodePart:
 class RemoteRun(abc.ABC):
     """One run over several agents, which takes the orders of its job. A base class for engines.
 
-    ``result_files`` are the job's memory files, one per rank; ``variables`` are what the launch sets for the ranks.
+    ``variables`` are what the launch sets for the ranks.
     """
 
-    def __init__(self, job: Job, result_files: Sequence[int], variables: Mapping[str, str]) -> None:
+    def __init__(self, job: Job, variables: Mapping[str, str]) -> None:
         self.job = job
-        self._result_files = result_files
         self._variables = variables
         self._parts: Sequence[NodePart] = ()
         self._is_launched = False
@@ -459,4 +458,4 @@ class RemoteRun(abc.ABC):
             for rank, written in zip(part.ranks, results, strict=True):
                 data = memoryview(written)
                 if data.nbytes:
-                    memory_files.fill(self._result_files[rank], data)
+                    memory_files.fill(self.job.result_files.descriptors[rank], data)

@@ -48,31 +48,7 @@ def test_rank_is_interrupted_in_its_code_also_if_its_template_has_not_said_yet_t
     assert done.stdout == f"{-signal.SIGINT}\n", done.stderr
 
 
-_RUN_ENDS = """
-import os
-from notebook_accel.protocol.channel import Connection
-from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.launching.agent import agent, runs
-
-launch = messages.Launch(
-    job_id="1", world_size=1, port=0, grace_s=60.0, timeout_s=None, log_folder="", idle_timeout_s=1
-)
-kernel, theirs = Connection.pair()
-kernel.set_receive_deadline(5.0)
-made = agent.Agent(agent.Kernel(theirs, os.getpid()))
-run = runs.Run(launch, [])
-made._runs["1"] = run
-run.ended = lambda: print([messages.decode_for_kernel(frame.body) for frame in kernel.receive()])
-made._run_ended(run)
-"""
-
-
-def test_kernel_hears_of_the_end_of_a_run_before_its_logs_are_tidied_up() -> None:
-    done = subprocess.run([sys.executable, "-c", _RUN_ENDS], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.startswith("[RunEnded(job_id='1'"), (done.stdout, done.stderr)
-
-
-_DETACH_WITHOUT_ROOM = """
+_AGENT_WITH_A_RUN = """
 import os
 from notebook_accel.protocol.channel import Connection, Message
 from notebook_accel.protocol import agent_messages as messages
@@ -84,7 +60,22 @@ launch = messages.Launch(
 kernel, theirs = Connection.pair()
 kernel.set_receive_deadline(5.0)
 made = agent.Agent(agent.Kernel(theirs, os.getpid()))
-made._runs["1"] = runs.Run(launch, [])
+run = runs.Run(launch, [])
+made._runs["1"] = run
+"""
+
+_RUN_ENDS = f"""{_AGENT_WITH_A_RUN}
+run.ended = lambda: print([messages.decode_for_kernel(frame.body) for frame in kernel.receive()])
+made._run_ended(run)
+"""
+
+
+def test_kernel_hears_of_the_end_of_a_run_before_its_logs_are_tidied_up() -> None:
+    done = subprocess.run([sys.executable, "-c", _RUN_ENDS], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith("[RunEnded(job_id='1'"), (done.stdout, done.stderr)
+
+
+_DETACH_WITHOUT_ROOM = f"""{_AGENT_WITH_A_RUN}
 made._hear(messages.Detach(job_id="1", folder="/nowhere"), Message(b"", [], is_whole=False))
 made._audience.flush()
 print([messages.decode_for_kernel(frame.body).why for frame in kernel.receive()], [*made._runs])

@@ -76,7 +76,7 @@ class Node:
 
 class Run(RemoteRun):
     def __init__(self, job: Job, payload: int, nodes: Sequence[Node]) -> None:
-        super().__init__(job, job.result_files.descriptors, {})
+        super().__init__(job, {})
         self._nodes = nodes
         self._payload = memory_files.whole(payload)
 
