@@ -60,7 +60,7 @@ def train(*, epochs: int = 2, steps: int = 1, batch: int = 16) -> dict[str, Any]
     says, compiled, executed, losses = [], [], [], []
     for _ in range(epochs):
         for x, y in loader:
-            says.append(reporter()._is_compiling)
+            says.append(reporter().is_compiling)
             with accelerator.accumulate(net):
                 loss = F.cross_entropy(net(x), y)
                 accelerator.backward(loss)
