@@ -163,12 +163,14 @@ class Deal:
         round_samples: Number of samples that all ranks together take at a time.
         epoch_samples: Number of samples of the dataset, ``None`` if unknown.
         batch_samples: Number of samples of a sampler's batch if each rank takes whole ones, else ``None``.
+        workers: Number of worker processes that read a stream, each its own part; 1 for a dataset with indices.
     """
 
     ranks: int
     round_samples: int
     epoch_samples: int | None
     batch_samples: int | None = None
+    workers: int = 1
 
     def samples_after(self, batches: int, undealt: int) -> int:
         """Return how many samples all ranks have taken when each has taken ``batches``; see ``ResumePoint``."""
@@ -195,6 +197,9 @@ class ResumePoint:
         ranks: Number of ranks that shared these samples; 0 in old checkpoints.
         epoch_samples: Number of samples of the dataset, ``None`` if unknown.
         undealt: Number of the sampler's batches that other ranks had taken, to skip before the rest is dealt out.
+        workers: ``Deal.workers``; 0 in old checkpoints.
+        reuses_workers: True if the epoch reuses the worker processes of an earlier one. torch then draws no seed for
+            them from the generator that also draws the order. ``None`` in old checkpoints.
     """
 
     epoch: int
@@ -208,17 +213,26 @@ class ResumePoint:
     ranks: int = 0
     epoch_samples: int | None = None
     undealt: int = 0
+    workers: int = 0
+    reuses_workers: bool | None = None
 
 
 class LoaderPosition:
-    """The position of a loader, shared with the loaders that skip its first batches."""
+    """The position of a loader, shared with the loaders that skip its first batches.
+
+    Attributes:
+        reuses_workers: The value of ``ResumePoint`` for the next epoch of a run that continues from a checkpoint.
+            ``None`` in other runs, whose loaders know it themselves.
+    """
 
     def __init__(self, epochs: EpochCounter) -> None:
+        self.reuses_workers: bool | None = None
         self.ahead: Any = _NOTHING  # the prefetched batch, where reading it again could give another one
         self.epochs = epochs
         self._latest: LoaderIteration | None = None
         self._begun: Any = None
         self._generators: list[torch.Tensor] = []
+        self._reused_workers = False  # by the running epoch
         self._resume_point: ResumePoint | None = None
 
     @property
@@ -231,16 +245,24 @@ class LoaderPosition:
         """The epoch that is running, or else the one that comes next."""
         return self.epochs.following if self._running is None else self.epochs.running
 
-    def state_dict(self, generators: Sequence[torch.Generator], length: int | None, deal: Deal) -> dict[str, Any]:
+    def state_dict(
+        self, generators: Sequence[torch.Generator], length: int | None, deal: Deal, *, reuses_workers: bool
+    ) -> dict[str, Any]:
         """Return the fields of a ``ResumePoint``, which ``torch.load(weights_only=True)`` reads.
 
-        ``generators`` are the loader's own; ``length`` is the number of batches of an epoch, ``None`` if unknown.
+        ``generators`` are the loader's own; ``length`` is the number of batches of an epoch, ``None`` if unknown. The
+        next epoch ``reuses_workers`` of an earlier one.
         """
         if self._resume_point is not None:  # loaded, and not iterated since
             return dict(vars(self._resume_point))
-        dealt: dict[str, Any] = {"ranks": deal.ranks, "epoch_samples": deal.epoch_samples}
+        dealt: dict[str, Any] = {
+            "ranks": deal.ranks,
+            "epoch_samples": deal.epoch_samples,
+            "workers": deal.workers,
+        }
         running = self._running
         if running is None:
+            dealt["reuses_workers"] = reuses_workers
             states = [generator.get_state() for generator in generators]
             return vars(ResumePoint(self.epoch, length=length, generators=states, samples=0, **dealt))
         step = running.counter.step
@@ -253,6 +275,7 @@ class LoaderPosition:
                 generators=self._generators,
                 ahead=[_plain(self.ahead)] if _is_plain(self.ahead) else [],
                 samples=deal.samples_after(step, running.undealt),
+                reuses_workers=self._reused_workers,
                 **dealt,
             )
         )
@@ -266,14 +289,12 @@ class LoaderPosition:
         """
         saved = ResumePoint(**state)
         self.epochs.following = saved.epoch
+        self.reuses_workers = None if environment.follows_accelerate() else saved.reuses_workers
         for generator, its_state in zip(generators, saved.generators, strict=False):
             generator.set_state(its_state)
         resume_point = _dealt_anew(saved, length, deal)
         if resume_point is None and saved.batches:
-            _warn(
-                f"A loader had {saved.length} batches when it was saved and has {length} now: it begins epoch "
-                f"{saved.epoch} anew. Fix: the same data and batch size, or skip_first_batches"
-            )
+            _warn_of_new_epoch(saved, length, deal)
         begins_anew = resume_point is None or resume_point.begun is None or environment.follows_accelerate()
         self._resume_point = None if begins_anew else resume_point
 
@@ -303,9 +324,14 @@ class LoaderPosition:
         return resume_point
 
     @contextlib.contextmanager
-    def beginning(self, resume_point: ResumePoint | None, generators: Sequence[torch.Generator]) -> Iterator[None]:
+    def beginning(
+        self, resume_point: ResumePoint | None, generators: Sequence[torch.Generator], *, reuses_workers: bool
+    ) -> Iterator[None]:
         """Set the random states from which an iteration draws its order, while its first batch is read."""
         self.ahead = _NOTHING
+        self._reused_workers = reuses_workers
+        if self.reuses_workers is not None:  # the epochs after this one reuse its workers
+            self.reuses_workers = True
         if resume_point is None or resume_point.begun is None:
             self._begun = random_state.snapshot()
             self._generators = [generator.get_state() for generator in generators]
@@ -335,12 +361,15 @@ class LoaderPosition:
 def _dealt_anew(saved: ResumePoint, length: int | None, deal: Deal) -> ResumePoint | None:
     """Convert a position to this run's number of ranks; return ``None`` if the data or its batches differ.
 
-    With another number of ranks, it is the first batch that no saved rank had taken.
+    With another number of ranks, it is the first batch that no saved rank had taken. If several workers read a stream,
+    nobody knows how many samples each has yielded.
     """
+    if saved.workers not in (0, deal.workers):
+        return None
     is_alike = saved.ranks in (0, deal.ranks) and saved.samples in (None, saved.batches * deal.round_samples)
     if is_alike and saved.length == length:
         return saved
-    if is_alike or saved.samples is None or saved.epoch_samples != deal.epoch_samples:
+    if is_alike or saved.samples is None or saved.epoch_samples != deal.epoch_samples or deal.workers > 1:
         return None
     here = dataclasses.replace(saved, length=length, ahead=[], ranks=deal.ranks)
     if saved.batches == saved.length and length is not None:
@@ -355,6 +384,20 @@ def _dealt_anew(saved: ResumePoint, length: int | None, deal: Deal) -> ResumePoi
             f"was saved, and now {deal.round_samples} come out at a time."
         )
     return dataclasses.replace(here, batches=rounds, samples=saved.samples - left)
+
+
+def _warn_of_new_epoch(saved: ResumePoint, length: int | None, deal: Deal) -> None:
+    if max(saved.workers, deal.workers) > 1:
+        _warn(
+            f"{saved.ranks} ranks had read a stream with {saved.workers} workers when it was saved, and {deal.ranks} "
+            f"ranks read it with {deal.workers} now: it begins epoch {saved.epoch} anew. "
+            "Fix: as many ranks, samples in a batch and workers as then, or skip_first_batches"
+        )
+    else:
+        _warn(
+            f"A loader had {saved.length} batches when it was saved and has {length} now: it begins epoch "
+            f"{saved.epoch} anew. Fix: the same data and batch size, or skip_first_batches"
+        )
 
 
 def _warn(text: str) -> None:

@@ -130,7 +130,9 @@ class DataLoaderShard(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch, the number of batches handed out, and the random states that drew them."""
-        return self.position.state_dict(self._generators(), self._total(), self._deal())
+        return self.position.state_dict(
+            self._generators(), self._total(), self._deal(), reuses_workers=self._reuses_workers
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration resume where ``state_dict`` was taken."""
@@ -165,7 +167,11 @@ class DataLoaderShard(DataLoader[Any]):
         position = self.position
         # A batch that is read in this process may draw random numbers; reading it again would draw others.
         keeps_ahead = self.num_workers == 0
-        with position.beginning(resume_point, self._generators()):
+        reuses_workers = self._reuses_workers
+        with (
+            position.beginning(resume_point, self._generators(), reuses_workers=reuses_workers),
+            _seeding_workers(self._reader, reuses_workers=reuses_workers),
+        ):
             self._begin_epoch()
             batches = self._read()
             following = next(batches, _END)
@@ -230,6 +236,19 @@ class DataLoaderShard(DataLoader[Any]):
             return following.tail is not None and following.tail.missing > 0
         return getattr(self.shard, "rounds_of_all", None) == self.counter.step - self._rounds_before
 
+    @property
+    def _reader(self) -> DataLoader[Any] | None:
+        """The loader that reads on this rank, ``None`` if another rank reads for this one."""
+        return self
+
+    @property
+    def _reuses_workers(self) -> bool:
+        """True if the next epoch reuses the workers of an earlier one, or did so in the run that this one continues."""
+        if self._reader is None or not self.persistent_workers:
+            return False
+        saved = self.position.reuses_workers
+        return self._reader._iterator is not None if saved is None else saved
+
     def _generators(self) -> list[torch.Generator]:
         """Return the generators, besides torch's global one, that draw the order of the batches."""
         parts = (self, *chain_of(self._batches), self.dataset, self.source.dataset)
@@ -254,6 +273,7 @@ class DataLoaderShard(DataLoader[Any]):
             round_samples=self.total_batch_size,
             epoch_samples=epoch_samples,
             batch_samples=(shard.batch_size or 1) if is_whole and shard is not None else None,
+            workers=max(1, self.num_workers) if isinstance(self.source.dataset, IterableDataset) else 1,
         )
 
     def _total(self) -> int | None:
@@ -265,6 +285,28 @@ class DataLoaderShard(DataLoader[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return operator.itemgetter(0), ((self.source,),)
+
+
+@contextlib.contextmanager
+def _seeding_workers(reader: DataLoader[Any] | None, *, reuses_workers: bool) -> Iterator[None]:
+    """Let an epoch of ``reader``, which begins in the body, draw its order as in the run that this one continues.
+
+    torch draws a seed for new workers from the generator that draws the order, and none for workers that it reuses.
+    Where that run reused its workers and this one starts some, their seed comes from another generator.
+    """
+    if reader is None:
+        yield
+        return
+    own = reader.generator
+    if not reuses_workers:
+        reader._iterator = None
+    elif reader._iterator is None:
+        reader.generator = torch.Generator()
+        reader.generator.set_state(torch.get_rng_state())
+    try:
+        yield
+    finally:
+        reader.generator = own
 
 
 def _sent(feed: Feed, batch: Any) -> Any:
@@ -400,7 +442,12 @@ class DataLoaderDispatcher(DataLoaderShard):
         super().__init__(source, dataset, shard=shard, **{**options, "is_marked": True})
         self._arguments["backend"] = backend
         self._backend = backend
-        self._reader = _round_reader(source, shard, self.skipped) if all_ranks(backend).place.rank == 0 else None
+        reads = all_ranks(backend).place.rank == 0
+        self._round_reader = _round_reader(source, shard, self.skipped) if reads else None
+
+    @property
+    def _reader(self) -> DataLoader[ReadRound] | None:
+        return self._round_reader
 
     def _read(self) -> Iterator[MarkedBatch]:
         messages = None if self._reader is None else self._messages(self._reader)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from notebook_accel import Accelerator, DataLoaderConfiguration
 from notebook_accel.utils import set_seed
@@ -35,12 +35,15 @@ def run(two_ranks: Ranks, three_ranks: Ranks) -> Run:
 
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from torch.arange(_SAMPLES)
+        worker = get_worker_info()
+        yield from torch.arange(_SAMPLES) if worker is None else torch.arange(worker.id, _SAMPLES, worker.num_workers)
 
 
 def loader_of(kind: str, batch_size: int = 2) -> DataLoader[Any]:
     if kind == "stream":
         return DataLoader(Stream(), batch_size=batch_size)
+    if kind == "stream of workers":
+        return DataLoader(Stream(), batch_size=batch_size, num_workers=2)
     generator = torch.Generator().manual_seed(3) if kind == "generator" else None
     return DataLoader(torch.arange(_SAMPLES), batch_size=batch_size, shuffle=True, generator=generator)  # type: ignore[arg-type]
 
@@ -115,6 +118,22 @@ def test_a_stream_repeats_what_can_not_be_dealt_out_and_says_so(run: Run, tmp_pa
     with pytest.warns(UserWarning, match="1 samples of epoch 0 come a second time: 9 had come out"):
         accelerator.load_state(tmp_path / "state")
     assert torch.cat(list(loader)).tolist() == list(range(8, _SAMPLES))
+
+
+def test_a_stream_that_several_workers_read_begins_anew_and_says_so(run: Run, tmp_path: pathlib.Path) -> None:
+    """Its workers have yielded different numbers of samples after an odd number of batches."""
+    folder = str(tmp_path / "state")
+    run(2, read_samples, "stream of workers", {}, 2, None, folder, 3)
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(loader_of("stream of workers"))
+    with pytest.warns(UserWarning, match="2 ranks had read a stream with 2 workers .*, and 1 ranks read it with 2 now"):
+        accelerator.load_state(folder)
+    assert sorted(torch.cat(list(loader)).tolist()) == list(range(_SAMPLES))
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(loader_of("stream"))
+    with pytest.warns(UserWarning, match="2 ranks had read a stream with 2 workers .*, and 1 ranks read it with 1 now"):
+        accelerator.load_state(folder)
+    assert torch.cat(list(loader)).tolist() == list(range(_SAMPLES))
 
 
 def test_after_the_last_batch_the_epoch_ends(run: Run, tmp_path: pathlib.Path) -> None:

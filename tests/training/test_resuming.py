@@ -158,6 +158,37 @@ def test_with_worker_processes(tmp_path: pathlib.Path) -> None:
     assert all_resumed(str(tmp_path), "workers", 1, {}, [1, 4, 11, 14]) == ([], 4)
 
 
+def test_epochs_that_reuse_workers() -> None:
+    def prepared() -> Any:
+        loader = DataLoader(range(8), shuffle=True, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+        return Accelerator(cpu=True).prepare(loader)
+
+    def drawn_from(loader: Any) -> list[Any]:
+        """Return the order of an epoch, and the loader's states before it, inside it and after it."""
+        order, states = [], [loader.state_dict()]
+        for batch in loader:
+            order.append(batch.item())
+            if len(order) == 3:
+                states.append(loader.state_dict())
+        return [order, *states, loader.state_dict()]
+
+    def seeded(loader: Any) -> list[Any]:
+        torch.manual_seed(7)
+        return drawn_from(loader)
+
+    first, second = prepared(), prepared()
+    starting, before, _, _ = seeded(first)
+    reusing, _, inside, after = seeded(first)
+    second.load_state_dict(inside)
+    assert drawn_from(second)[0] == reusing[3:]
+    assert seeded(second)[0] == reusing != starting
+    second.load_state_dict(before)
+    assert seeded(second)[0] == starting
+    third = prepared()
+    third.load_state_dict(after)
+    assert seeded(third)[0] == reusing
+
+
 @pytest.mark.parametrize(("kind", "steps", "options"), [
     ("map", 2, {}),
     ("generator", 4, {"split_batches": True}),
