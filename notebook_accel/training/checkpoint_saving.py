@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import functools
 import pathlib
@@ -183,9 +184,8 @@ class _Parts:
 
     def copied(self, rank: int) -> _Parts:
         """Return a copy on the host of what this rank writes, so that training can go on."""
-        weights, states, own = map_leaves(fsdp.on_host, (self.weights, self.states, self.own))
-        if rank != 0:
-            weights, states = [], {}
+        written = (self.weights, self.states) if rank == 0 else ([], {})
+        weights, states, own = map_leaves(_copied, (*written, self.own))
         return dataclasses.replace(self, weights=weights, states=states, own=own, shares=self.shares.copied())
 
     def write(self, draft: pathlib.Path, rank: int, *, safe: bool, group: Any) -> None:
@@ -201,6 +201,10 @@ class _Parts:
                 for number, of_object in enumerate(of_one_kind):
                     model_files.write_object(of_object, draft / model_files.numbered(name, number))
         sharded_files.write(self.shares, draft, group)
+
+
+def _copied(leaf: Any) -> Any:
+    return fsdp.on_host(leaf) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)  # such as a NumPy array
 
 
 def _collect(backend: Backend, state: CheckpointState, hooks: _Hooks, draft: pathlib.Path) -> _Parts:

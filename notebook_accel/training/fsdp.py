@@ -515,7 +515,7 @@ def whole_tree(tree: Any, backend: Backend) -> Any:
 
 
 def on_host(value: Any) -> Any:
-    """Return a copy of a tensor on the CPU, and any other value as it is."""
+    """Return a copy of a tensor on the CPU, of a sharded one a copy of its shard, and any other value as it is."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 

@@ -11,7 +11,7 @@ import pathlib
 import pickle
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -62,15 +62,7 @@ class Shares:
 
     def copied(self) -> Shares:
         """Return a copy of the shards in host memory."""
-        if not self.tensors:
-            return self
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        # No threads or shared memory of the stager: the caller's thread writes the copy.
-        options = StagingOptions(
-            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
-        )
-        return Shares(dict(cast(Any, DefaultStager(options).stage(dict(self.tensors)))))
+        return Shares({key: fsdp.on_host(tensor) for key, tensor in self.tensors.items()})
 
     def taken_out_of(self, tree: Any, name: str) -> Any:
         """Move a tree's sharded tensors here, each once, and return the tree with references in their place."""

@@ -7,12 +7,13 @@ import pathlib
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from notebook_accel import Accelerator, ProjectConfiguration
 from notebook_accel.errors import CheckpointError
-from notebook_accel.training import checkpoint_folders, checkpoint_saving
+from notebook_accel.training import checkpoint_folders, checkpoint_saving, model_files
 from tests.training.ranks import Ranks
 from tests.training.sharded_programs import Case, Program
 
@@ -63,6 +64,43 @@ def test_the_state_is_that_of_the_call(two_ranks: Ranks, tmp_path: pathlib.Path,
         assert not is_there
         assert state == before
         assert len(losses) == 3
+
+
+class Counts:
+    """An object with state that isn't in tensors, and that changes in place."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"array": np.zeros(3), "set": {1}, "nested": [{"list": [0]}]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def change(self) -> None:
+        self.state["array"] += 1
+        self.state["set"].add(2)
+        self.state["nested"][0]["list"].append(1)
+
+
+def test_an_object_is_saved_as_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, counts = Accelerator(cpu=True), Counts()
+    accelerator.register_for_checkpointing(counts)
+    write, may_go = model_files.write_object, threading.Event()
+
+    def held(*args: Any) -> None:
+        assert may_go.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(model_files, "write_object", held)
+    accelerator.save_state(tmp_path / "state", async_=True)
+    counts.change()
+    may_go.set()
+    accelerator.load_state(tmp_path / "state", {"weights_only": False})
+    assert counts.state["array"].tolist() == [0.0] * 3
+    assert counts.state["set"] == {1}
+    assert counts.state["nested"] == [{"list": [0]}]
 
 
 def test_the_next_one_waits_for_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

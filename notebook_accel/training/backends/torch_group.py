@@ -275,7 +275,7 @@ def break_up() -> tuple[list[TorchDistributed], int]:
     if _broken is not None:
         if _broken.is_current:
             members = list(_broken.members)
-            known += len(_broken.gradient_groups) + _broken.mesh_groups
+            known += len(_broken.gradient_groups) + _broken.mesh_groups + (_broken._background is not None)
         _broken.stop_watchdog()
     others = len(dist.distributed_c10d._world.pg_map) - known
     if "nccl" in dist.get_backend_config():  # destroying waits for the GPU, which waits for other ranks
