@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import re
 import signal
 import sys
@@ -197,8 +198,9 @@ def test_rank_that_waits_for_ranks_that_have_ended_the_cell_is_named(
 
 
 def test_what_the_code_made_itself_is_named_when_it_is_lost(
-    prepared: Session, capsys: pytest.CaptureFixture[str]
+    prepared: Session, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
+    prepared.execute(f"accelerator.save_state({str(tmp_path)!r} + '/state', async_=True)")  # with a group of our own
     prepared.execute("own = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))")
     prepared.execute("subgroup = torch.distributed.new_group()")
     with interrupted(prepared, runs):
