@@ -83,6 +83,16 @@ def test_name_of_the_notebook_that_only_some_ranks_have_yet(session: Session, mo
     assert repr(session.execute("only_here")) == "ranks 0-1: 'sent'"
 
 
+def test_deleted_name_of_the_notebook_is_sent_again(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "rate", 0.1, raising=False)
+    for cell in ("rate\ndel rate", "rate = 5\ndel rate", "if rank == 0: del rate"):
+        session.execute(cell)
+        assert repr(session.execute("rate")) == "ranks 0-1: 0.1"
+    assert capsys.readouterr().err == ""  # the notebook's value hasn't changed
+
+
 def test_output_belongs_to_the_cell(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
     session.execute("print('from', rank)\nos.system(f'echo a child of {rank}')\nsys.stdout.write('no end of line')")
     shown = kernels.unfolded(capsys.readouterr().out)

@@ -1,9 +1,9 @@
 """Namespace sync: the kernel tracks each rank's notebook variables, to send a value once, and again after a change.
 
 An object that the ranks already have, and that hasn't changed since, is sent as a reference: an optimizer that is sent
-after its model updates the parameters of the model that the ranks have, not of a copy. A model or an optimizer that
-has changed arrives as a new object, with references to the ranks' tensors. Tensors that have changed are written into
-those of the ranks.
+after its model updates the parameters of the model that the ranks have, not of a copy. A model that has changed arrives
+as a new object, with references to the ranks' tensors. Tensors and optimizers that have changed are written into those
+of the ranks.
 
 A variable has changed if its name is bound to another object, if a small object pickles differently than before, or if
 a tensor or a model's parameter was written to, which torch counts. Writes into a large array go unnoticed.
@@ -19,7 +19,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from notebook_accel.errors import PayloadError
 from notebook_accel.launching.kernel import run_payload
@@ -66,6 +66,11 @@ class _SentVariables:
     # Of its objects by their numbers; ``None`` for functions and classes.
     objects: dict[int, Fingerprint | None] = dataclasses.field(default_factory=dict)
 
+    def forget(self, name: str) -> None:
+        """Forget the values that the rank had under this name."""
+        self.fingerprints.pop(name, None)
+        self.pulled.pop(name, None)
+
     def known(self, name: str) -> list[Fingerprint]:
         """Return the fingerprints of the values that the rank has under this name."""
         return [known for known in (self.fingerprints.get(name), self.pulled.get(name)) if known is not None]
@@ -82,11 +87,12 @@ class NamespaceSync:
 
     # State of the ranks ---------------------------------------------------------------------------------------------
 
-    def note(self, rank: int, bound: Iterable[str], unbound: Iterable[str]) -> None:
-        """Record the names that a rank has bound itself, and the names that it no longer has."""
-        own = self._ranks[rank].own
-        own.update(bound)
-        own.difference_update(unbound)
+    def note(self, rank: int, own: Iterable[str], deleted: Iterable[str]) -> None:
+        """Record the names that a rank has bound itself, and the sent names that it no longer has."""
+        state = self._ranks[rank]
+        state.own = set(own)
+        for name in deleted:
+            state.forget(name)
 
     def take_over(self, names: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> None:
         """Take over ranks that have variables from an earlier notebook.
@@ -160,12 +166,10 @@ class NamespaceSync:
         for rank in parcel.ranks:
             state = self._ranks[rank]
             for name in parcel.fingerprints:
-                state.pulled.pop(name, None)
-                state.fingerprints.pop(name, None)
+                state.forget(name)
             if rank in lacking:
                 continue
             state.fingerprints.update(parcel.fingerprints)
-            state.own.difference_update(parcel.delivery.by_force)
             for number in parcel.delivery.forgotten:
                 state.objects.pop(number, None)
             state.objects.update(parcel.objects)
@@ -204,7 +208,7 @@ class NamespaceSync:
         known = set.intersection(*(set(state.objects) for state in states))
         found = {number: obj for number in known if (obj := self._object(number)) is not None}
         changes = _Changes(inputs, names, found, states)
-        pickled, names = _pickled(names, changes.written, inputs, changes.origins)
+        pickled, names = _pickled(names, changes, inputs)
         fingerprints: dict[str, Fingerprint] = {}
         objects: dict[int, Fingerprint | None] = {}
         for name, value in names.items():
@@ -221,7 +225,6 @@ class NamespaceSync:
             shared=[self._number(part) for value in names.values() for part in shared_parts.parts(value)],
             by_value=by_value,
             by_force=[name for name in inputs.by_force if name in names],
-            same_statistics=changes.same_statistics(names.values()),
             forgotten=sorted(known - found.keys()),
             sources={name: (source.label, source.text) for name, source in sources.items()},
         )
@@ -258,15 +261,12 @@ class NamespaceSync:
         return number
 
 
-# A tensor that the ranks have, its new values (``None``: the same), and whether it requires a gradient.
-_Written: TypeAlias = Sequence[tuple[Any, Any, bool]]
-
-
 class _Changes:
     """The parts of variables that have changed since they were sent, or that must replace the ranks' own by force.
 
-    Such a part is sent itself; other parts that the ranks have are sent as references. The ranks keep their tensors:
-    those in ``written`` get new values. ``objects`` are what all these ranks have, and ``origins`` what is referred to.
+    Such a part is sent itself; other parts that the ranks have are sent as references. The ranks keep their tensors
+    and optimizers: those in ``written`` get new values, and those in ``settings`` new settings. ``objects`` are what
+    all these ranks have, and ``origins`` what is referred to.
     """
 
     def __init__(
@@ -282,24 +282,27 @@ class _Changes:
             for key, part in parts.items()
             if key in self._numbers and not self._is_same(part, Fingerprint.differs_at_most_in_tensors)
         }
-        self.written: _Written = [
-            (part, None if self._is_same(part, Fingerprint.has_values_of) else part.data, part.requires_grad)
-            for key, part in tensors.items()
-            if key in self._numbers and key in self._stale
+        to_write = [part for key, part in (parts | tensors).items() if key in self._numbers and key in self._stale]
+        optimizers = [part for part in to_write if shared_parts.is_optimizer(part)]
+        self.written = [
+            (part, self._unless_same(part, part.data, Fingerprint.has_values_of), part.requires_grad)
+            for part in to_write
+            if id(part) in tensors
         ]
-        self.origins = {
-            number: obj for number, obj in objects.items() if id(obj) in tensors or id(obj) not in self._stale
-        }
+        self.settings = [
+            (each, each.defaults, each.param_groups, self._unless_same(each, each.state, Fingerprint.has_statistics_of))
+            for each in optimizers
+        ]
+        kept = tensors.keys() | {id(each) for each in optimizers}
+        self.origins = {number: obj for number, obj in objects.items() if id(obj) in kept or id(obj) not in self._stale}
 
     def unchanged(self, value: Any) -> Fingerprint | None:
         """Return the fingerprint of a value that is sent as a reference."""
         number = self._numbers.get(id(value))
         return None if number is None or id(value) in self._stale else self._states[0].objects[number]
 
-    def same_statistics(self, values: Iterable[Any]) -> list[int]:
-        """Return the numbers of the optimizers whose statistics the ranks have."""
-        known = [value for value in values if id(value) in self._numbers and shared_parts.is_optimizer(value)]
-        return [self._numbers[id(each)] for each in known if self._is_same(each, Fingerprint.has_statistics_of)]
+    def _unless_same(self, part: Any, value: Any, check: Callable[[Fingerprint, Any], bool]) -> Any:
+        return None if self._is_same(part, check) else value
 
     def _is_same(self, part: Any, check: Callable[[Fingerprint, Any], bool]) -> bool:
         sent = [state.objects[self._numbers[id(part)]] for state in self._states]
@@ -318,34 +321,31 @@ def _sealed(pickled: serialization.Pickled) -> int:
     return descriptor
 
 
-def _pickled(
-    names: dict[str, Any], written: _Written, inputs: Inputs, origins: Mapping[int, Any]
-) -> tuple[serialization.Pickled, dict[str, Any]]:
+def _pickled(names: dict[str, Any], changes: _Changes, inputs: Inputs) -> tuple[serialization.Pickled, dict[str, Any]]:
     """Return the pickle, and the variables in it: without the optional ones that can't be pickled."""
     try:
-        done = _pickle(names, written, inputs, origins)
+        done = _pickle(names, changes, inputs)
     except PayloadError:
         optional = [name for name in inputs.optional_names if name in names]
-        staying = [name for name in optional if pickled_alone(names[name], origins) is None]
+        staying = [name for name in optional if pickled_alone(names[name], changes.origins) is None]
         if not staying:
             raise
         names = {name: value for name, value in names.items() if name not in staying}
-        done = _pickle(names, written, inputs, origins)
+        done = _pickle(names, changes, inputs)
     run_payload.report_large(done.sizes_bytes)
     run_payload.report_lost_graphs({run_payload.variable_label(name): value for name, value in names.items()})
     return done, names
 
 
-def _pickle(
-    names: dict[str, Any], written: _Written, inputs: Inputs, origins: Mapping[int, Any]
-) -> serialization.Pickled:
+def _pickle(names: dict[str, Any], changes: _Changes, inputs: Inputs) -> serialization.Pickled:
     roots = {run_payload.variable_label(name): value for name, value in names.items()}
-    roots["changed weights"] = [values for _, values, _ in written]
+    roots["changed weights"] = [values for _, values, _ in changes.written]
+    roots["changed optimizers"] = [settings for _, *settings in changes.settings]
     if inputs.call is not None:
         roots |= run_payload.call_roots(*inputs.call)
     shared = [part for value in names.values() for part in shared_parts.parts(value)]
-    contents: SealedDelivery = names, shared, written, inputs.submodules, inputs.call
-    return pickle_by_value(contents, roots, origins)
+    contents = SealedDelivery(names, shared, changes.written, changes.settings, inputs.submodules, inputs.call)
+    return pickle_by_value(contents, roots, changes.origins)
 
 
 def _replaced_parts(value: Any) -> list[Any]:

@@ -179,7 +179,7 @@ class RankPool:
             interrupts.forget_taken()  # an interrupt is a normal way to leave the debugger
             replies = request.replies
             self._connections.drop(request)
-            self._output.finish(replies)
+            self._finish(replies)
             # A typed command may have entered a collective.
             self._group_recovery.after(self.alive, is_broken=bool(request.lost or request.interrupted))
         if request.lost:
@@ -417,9 +417,7 @@ class RankPool:
         replies = dict(sorted(request.replies.items()))
         for parcel in parcels:
             self.namespace_sync.sent(parcel, lacking=[rank for rank, reply in replies.items() if reply.lacks_delivery])
-        for rank, reply in replies.items():
-            self.namespace_sync.note(rank, reply.bound, reply.unbound)
-        self._output.finish(replies)
+        self._finish(replies)
         if request.lost or any(reply.failed is not None for reply in replies.values()):
             if self._is_closed:
                 raise RunStoppedError(self._closed_text)
@@ -429,6 +427,12 @@ class RankPool:
             raise request.interrupt
         values = self._values(request, is_pull=is_pull)
         return {rank: (reply, values.get(rank)) for rank, reply in replies.items()}
+
+    def _finish(self, replies: Mapping[int, messages.Reply]) -> None:
+        """Record which variables the ranks have after user code, and show the rest of its output."""
+        for rank, reply in replies.items():
+            self.namespace_sync.note(rank, reply.own, reply.deleted)
+        self._output.finish(replies)
 
     def _failure(self, request: PendingRequest, replies: Mapping[int, messages.Reply]) -> BaseException:
         if request.lost:
