@@ -152,7 +152,7 @@ class Agent:
         elif isinstance(told, messages.Release):
             if told.job_id in self._runs:
                 self._runs[told.job_id].release()
-        else:
+        elif isinstance(told, messages.Quit):
             self._leave("stopped")
 
     def _read_signals(self, signals: int) -> None:
