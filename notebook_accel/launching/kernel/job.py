@@ -318,21 +318,22 @@ class Job(Handle):
         """Return the standard output and error of a rank of this node.
 
         Args:
-            rank: The rank.
+            rank: Its number among all ranks of the run, as in messages and in the panel.
             tail: Number of last lines to return; ``None`` for all.
 
         Raises:
-            IndexError: There is no such rank.
+            IndexError: There is no such rank on this node.
             NotebookAccelError: The run has no logs, or the log was removed.
         """
         if not self.log_files:
             raise NotebookAccelError("This run has no log files.", why="No folder for them could be made.",
                                      fix="give log_dir a folder that you can write to")  # fmt: skip
-        if rank not in range(self.world_size):
-            raise IndexError(f"There is no rank {rank}: this run has ranks 0 to {self.world_size - 1}")
-        if self.state.ranks[rank].state == "starting" and not self.log_files[rank].exists():
-            return ""
-        return logs.read(self.log_files[rank], tail)
+        numbers = range(self.first_rank, self.first_rank + self.world_size)
+        if rank not in numbers:
+            has = "this run" if self.world_size == self.total_ranks else "this node"
+            raise IndexError(f"There is no rank {rank}: {has} has ranks {numbers[0]} to {numbers[-1]}")
+        file, state = self.log_files[numbers.index(rank)], self.state.ranks[numbers.index(rank)]
+        return "" if state.state == "starting" and not file.exists() else logs.read(file, tail)
 
     def stacks(self, timeout_s: float = 10.0) -> Stacks:
         """Return every rank's stack. A rank that hangs in a collective answers too.
