@@ -45,6 +45,7 @@ def test_value_is_shown_once_where_ranks_have_the_same(session: Session) -> None
     assert repr(session.execute("rank")) == "rank 0: 0\nrank 1: 1"
     assert repr(session.execute("torch.ones(2, 2)")) == "ranks 0-1:\ntensor([[1., 1.],\n        [1., 1.]])"
     assert not session.execute("nothing = 3")
+    assert dict(session.execute("rank", ranks=[1])) == {1: "1"}
     assert session.execute("_.shape == (2, 2)", ranks=[0])[0] == "True"  # the last value that there was
     many = session.execute("'x' * 1_000_000")[0]
     assert len(many) < 21_000 and many.endswith("more characters")

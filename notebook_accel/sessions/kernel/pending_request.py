@@ -63,9 +63,11 @@ class PendingRequest(RankRequest):
         self.interrupt: BaseException | None = None  # the first one, or another exception that ended the wait
 
     def ask(self) -> None:
-        """Send the request and wait until every rank has answered or died. A second interrupt kills the pending ranks.
+        """Send the request and wait until every rank has answered or died.
 
-        The first interrupt is stored, not raised, like any other exception: raising would abandon the ranks.
+        An interrupt kills the pending ranks if it is the second one, or if a message has reported that they go on after
+        another rank's failure. Another interrupt is stored, not raised, like any other exception: raising would abandon
+        the ranks.
         """
         is_over = False
         with held() as interrupts, interrupts.waking(self.notify):
@@ -81,10 +83,11 @@ class PendingRequest(RankRequest):
 
     def _act_on(self, interrupts: Interrupts) -> None:
         while (interrupt := interrupts.take()) is not None:
-            if self.interrupt is None:
-                self.interrupt = interrupt
-            elif isinstance(interrupt, KeyboardInterrupt):
+            # Ranks that were interrupted after another rank's failure are killed only when a message has offered that.
+            if isinstance(interrupt, KeyboardInterrupt) and (self.interrupt is not None or self._is_reported):
                 self._kill()
+            elif self.interrupt is None:
+                self.interrupt = interrupt
 
     def _wait(self, interrupts: Interrupts) -> None:
         failed_s: float | None = None

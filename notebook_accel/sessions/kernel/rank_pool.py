@@ -435,11 +435,16 @@ class RankPool:
         self._output.finish(replies)
 
     def _failure(self, request: PendingRequest, replies: Mapping[int, messages.Reply]) -> BaseException:
-        if request.lost:
-            return self._death_error(min(request.lost))
+        deaths = {rank: self._death_error(rank) for rank in sorted(request.lost, key=request.lost.__getitem__)}
+        if deaths:
+            raised_s = failures.first_raised_s(replies, request.interrupted)
+            is_cause = raised_s is None or raised_s > min(request.lost.values())
+            if is_cause or self.job.done or request.interrupt is not None:
+                return next(iter(deaths.values()))
         if request.interrupt is not None:
             return failures.describe_interrupt(request.interrupt, replies)
         failure = failures.first_failure(replies, request.interrupted, self.job.world_size, self.namespace_sync.origins)
+        failures.add_deaths(failure, deaths, request.killed)
         self._failed_rank = failure.rank
         return failure
 
