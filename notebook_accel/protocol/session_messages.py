@@ -26,7 +26,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
 
     shared: list[int] = []  # numbers of the objects that are listed in the file, in order
     by_value: list[int] = []  # numbers of the functions and classes in it, in order; -1 for one without later use
-    by_force: list[str] = []  # names whose values replace the rank's own
+    pushed: list[str] = []  # names whose values replace the rank's own
     forgotten: list[int] = []  # numbers of earlier objects that the notebook no longer has
     sources: dict[str, tuple[str, str]] = {}  # texts by the file name in their code, each with a label for tracebacks
 

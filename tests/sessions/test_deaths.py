@@ -110,6 +110,13 @@ def test_rank_that_dies_in_its_debugger(
     assert whole.restart() == [1]
     with pytest.raises(RunError, match="Nothing has failed on rank 1 yet"):
         whole.debug(1)
+    with pytest.raises(RankFailedError, match="ZeroDivisionError"):
+        whole.execute("1 / 0", ranks=[1])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("typed = 1\nq\n"))
+    whole.debug(1)
+    monkeypatch.setattr(sys.modules["__main__"], "typed", 2, raising=False)
+    with pytest.raises(RankFailedError, match=r"rank 0 of 2 .*name 'typed' is not defined"):
+        whole.execute("typed")  # rank 1 has its own, so the notebook's isn't sent to rank 0
 
 
 def test_session_that_was_stopped_says_so(engine: local.LocalEngine) -> None:

@@ -36,7 +36,7 @@ class Inputs:
     """Notebook variables and objects that a request needs."""
 
     names: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # variables that the code uses
-    by_force: Sequence[str] = ()  # names whose values replace the ranks' own
+    pushed: Sequence[str] = ()  # names whose values replace the ranks' own
     optional_names: Sequence[str] = ()  # names that are left out if they can't be sent
     submodules: tuple[str, ...] = ()  # modules to import
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None  # a function with its arguments
@@ -51,7 +51,7 @@ class Parcel:
     descriptor: int
     fingerprints: Mapping[str, Fingerprint]  # of the variables
     objects: Mapping[int, Fingerprint | None]  # of the objects that the delivery numbers
-    again: tuple[str, ...]  # the variables of which the ranks have earlier values
+    resent: tuple[str, ...]  # the variables of which the ranks have earlier values
 
 
 @dataclasses.dataclass
@@ -71,9 +71,9 @@ class _SentVariables:
         self.fingerprints.pop(name, None)
         self.pulled.pop(name, None)
 
-    def known(self, name: str) -> list[Fingerprint]:
+    def fingerprints_of(self, name: str) -> list[Fingerprint]:
         """Return the fingerprints of the values that the rank has under this name."""
-        return [known for known in (self.fingerprints.get(name), self.pulled.get(name)) if known is not None]
+        return [each for each in (self.fingerprints.get(name), self.pulled.get(name)) if each is not None]
 
 
 class NamespaceSync:
@@ -103,9 +103,9 @@ class NamespaceSync:
         here = sys.modules["__main__"].__dict__
         was_sent = {name for _, sent in names.values() for name in sent if name in here}
         was_sent = {name for name in was_sent if not isinstance(here[name], (type, types.FunctionType))}
-        known = {name: fingerprint(here[name]) for name in was_sent}
+        present = {name: fingerprint(here[name]) for name in was_sent}
         for rank, (own, sent) in names.items():
-            self._ranks[rank] = _SentVariables(set(own), {name: known.get(name) for name in sent})
+            self._ranks[rank] = _SentVariables(set(own), {name: present.get(name) for name in sent})
 
     def forget(self, rank: int) -> None:
         """Forget the variables of a rank whose process was replaced by a fresh one."""
@@ -187,8 +187,8 @@ class NamespaceSync:
             needed = tuple(
                 name
                 for name in inputs.names
-                if name in inputs.by_force
-                or (name not in own and not any(is_same(sent, name) for sent in state.known(name)))
+                if name in inputs.pushed
+                or (name not in own and not any(is_same(sent, name) for sent in state.fingerprints_of(name)))
             )
             # A rank that has a model gets a reference to it. A restarted one beside it gets the model itself.
             trained = self._models_in(state) if needed or inputs.call is not None else frozenset()
@@ -204,9 +204,9 @@ class NamespaceSync:
 
     def _parcel(self, inputs: Inputs, names: dict[str, Any], ranks: tuple[int, ...]) -> Parcel:
         states = [self._ranks[rank] for rank in ranks]
-        again = {name for name in names if any(name in state.fingerprints for state in states)}
-        known = set.intersection(*(set(state.objects) for state in states))
-        found = {number: obj for number in known if (obj := self._object(number)) is not None}
+        resent = {name for name in names if any(name in state.fingerprints for state in states)}
+        common = set.intersection(*(set(state.objects) for state in states))
+        found = {number: obj for number in common if (obj := self._object(number)) is not None}
         changes = _Changes(inputs, names, found, states)
         pickled, names = _pickled(names, changes, inputs)
         fingerprints: dict[str, Fingerprint] = {}
@@ -224,12 +224,12 @@ class NamespaceSync:
         delivery = Delivery(
             shared=[self._number(part) for value in names.values() for part in shared_parts.parts(value)],
             by_value=by_value,
-            by_force=[name for name in inputs.by_force if name in names],
-            forgotten=sorted(known - found.keys()),
+            pushed=[name for name in inputs.pushed if name in names],
+            forgotten=sorted(common - found.keys()),
             sources={name: (source.label, source.text) for name, source in sources.items()},
         )
-        again.difference_update(inputs.by_force)
-        return Parcel(ranks, delivery, _sealed(pickled), fingerprints, objects, tuple(sorted(again)))
+        resent.difference_update(inputs.pushed)
+        return Parcel(ranks, delivery, _sealed(pickled), fingerprints, objects, tuple(sorted(resent)))
 
     def _part_fingerprints(self, value: Any, of_value: Fingerprint) -> dict[int, Fingerprint | None]:
         """Return the fingerprints of a value's parts by their numbers. ``of_value`` is that of the value."""
@@ -262,7 +262,7 @@ class NamespaceSync:
 
 
 class _Changes:
-    """The parts of variables that have changed since they were sent, or that must replace the ranks' own by force.
+    """The parts of variables that have changed since they were sent, or that were pushed and replace the ranks' own.
 
     Such a part is sent itself; other parts that the ranks have are sent as references. The ranks keep their tensors
     and optimizers: those in ``written`` get new values, and those in ``settings`` new settings. ``objects`` are what
@@ -274,10 +274,10 @@ class _Changes:
     ) -> None:
         self._states = states
         self._numbers = {id(obj): number for number, obj in objects.items()}
-        self._forced = {id(part) for name in inputs.by_force if name in names for part in _replaced_parts(names[name])}
+        self._pushed = {id(part) for name in inputs.pushed if name in names for part in _replaced_parts(names[name])}
         parts = {id(part): part for value in names.values() for part in shared_parts.parts(value)}
         tensors = {id(part): part for value in names.values() for part in shared_parts.tensors(value).values()}
-        self._stale = self._forced | {
+        self._stale = self._pushed | {
             key
             for key, part in parts.items()
             if key in self._numbers and not self._is_same(part, Fingerprint.differs_at_most_in_tensors)
@@ -306,7 +306,7 @@ class _Changes:
 
     def _is_same(self, part: Any, check: Callable[[Fingerprint, Any], bool]) -> bool:
         sent = [state.objects[self._numbers[id(part)]] for state in self._states]
-        return id(part) not in self._forced and all(each is None or check(each, part) for each in sent)
+        return id(part) not in self._pushed and all(each is None or check(each, part) for each in sent)
 
 
 def _sealed(pickled: serialization.Pickled) -> int:
@@ -349,7 +349,7 @@ def _pickle(names: dict[str, Any], changes: _Changes, inputs: Inputs) -> seriali
 
 
 def _replaced_parts(value: Any) -> list[Any]:
-    """Return what a forced value replaces: also a model's tensors, but not those that an optimizer only refers to."""
+    """Return what a pushed value replaces: also a model's tensors, but not those that an optimizer only refers to."""
     return [value] if shared_parts.is_optimizer(value) else [value, *shared_parts.tensors(value).values()]
 
 

@@ -62,7 +62,7 @@ class PendingRequest(RankRequest):
         self.killed: list[int] = []  # ranks that ignored the interrupt
         self.interrupt: BaseException | None = None  # the first one, or another exception that ended the wait
 
-    def ask(self) -> None:
+    def send_and_wait(self) -> None:
         """Send the request and wait until every rank has answered or died.
 
         An interrupt kills the pending ranks if it is the second one, or if a message has reported that they go on after
@@ -73,8 +73,8 @@ class PendingRequest(RankRequest):
         with held() as interrupts, interrupts.waking(self.notify):
             while not is_over:
                 try:
-                    if not self.was_asked:
-                        self._connections.ask(self)
+                    if not self.was_queued:
+                        self._connections.send(self)
                     self._wait(interrupts)
                     is_over = True
                 except BaseException as error:  # noqa: BLE001 - a signal handler of the user's may raise anything

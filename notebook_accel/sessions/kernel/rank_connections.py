@@ -39,7 +39,7 @@ class RankRequest:
     incoming: collections.deque[tuple[int, Displayed | Prompt]] = dataclasses.field(default_factory=collections.deque)
     # Ranks that have died, or that it couldn't reach, with the time when this was noticed, in seconds since the epoch.
     lost: dict[int, float] = dataclasses.field(default_factory=dict)
-    was_asked: bool = False  # it was passed to ``RankConnections.ask``
+    was_queued: bool = False  # it was passed to ``RankConnections.send``
     was_sent: bool = False  # the ranks will answer
     _news: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -79,10 +79,10 @@ class RankConnections:
         self._put(lambda: self._take(joined))
         joined.was_taken.wait(_SEND_DEADLINE_S)
 
-    def ask(self, request: RankRequest) -> None:
+    def send(self, request: RankRequest) -> None:
         """Send a request, without waiting for answers. A second call with the same request does nothing."""
-        self._put(lambda: self._send(request))
-        request.was_asked = True
+        self._put(lambda: self._deliver(request))
+        request.was_queued = True
 
     def tell(self, rank: int, message: messages.Input | messages.Leave) -> None:
         """Send a rank a message that has no answer."""
@@ -158,7 +158,7 @@ class RankConnections:
         self._poll.register(joined.connection.fileno(), select.POLLIN)
         joined.was_taken.set()
 
-    def _send(self, request: RankRequest) -> None:
+    def _deliver(self, request: RankRequest) -> None:
         if request.was_sent:
             return
         self._requests[request.number] = request

@@ -102,7 +102,7 @@ class RankPool:
         self._output = CellOutput(self.job)
         self._closing.callback(self._output.close)
         self.namespace_sync = NamespaceSync(self.job.world_size)
-        self._group_recovery = GroupRecovery(self.job.world_size, self._ask_quietly)
+        self._group_recovery = GroupRecovery(self.job.world_size, self._ask)
 
     def _launched(self, job: Job) -> None:
         self._job = job  # set first, since an interrupt may come
@@ -130,7 +130,7 @@ class RankPool:
                 raise self._death_error(rank)
         return chosen
 
-    def ask(
+    def run_request(
         self,
         make: Callable[..., messages.ToRank],
         ranks: Sequence[int] | None,
@@ -150,16 +150,16 @@ class RankPool:
         with self._turn(title, note):
             chosen = self.chosen(ranks)
             parcels = self.namespace_sync.pack(inputs, chosen)
-            again = sorted({name for parcel in parcels for name in parcel.again})
-            if again:
-                print(f"Sent again after a change in the notebook: {', '.join(again)}", file=sys.stderr)
+            resent = sorted({name for parcel in parcels for name in parcel.resent})
+            if resent:
+                print(f"Sent again after a change in the notebook: {', '.join(resent)}", file=sys.stderr)
             request = self._request(make, chosen, parcels, is_users=True, **fields)
             self._output.start()
             self.job.expect_steps(chosen)
             try:
                 if note is not None:
                     note("running")
-                self._ask_and_settle(request)
+                self._send_and_settle(request)
                 return self._conclude(request, parcels, is_pull=make is messages.Pull)
             finally:
                 self.job.expect_steps([])
@@ -175,7 +175,7 @@ class RankPool:
             self.chosen([rank])
             request = self._request(messages.Debug, [rank], is_users=True, console=console)
             self._output.start()
-            self._ask_and_settle(request)
+            self._send_and_settle(request)
             interrupts.forget_taken()  # an interrupt is a normal way to leave the debugger
             replies = request.replies
             self._connections.drop(request)
@@ -196,7 +196,7 @@ class RankPool:
                 return None
             request = self._request(messages.LookUp, [0], text=text, describes=describes)
             timeout_s = _LOOKUP_DEADLINE_S if timeout_s is None else timeout_s
-            self._ask_for(timeout_s, request, until=lambda: interrupts.has_pending)
+            self._send_with_deadline(request, timeout_s, until=lambda: interrupts.has_pending)
             reply = request.replies.get(0)
             return None if reply is None else reply.lines
 
@@ -250,11 +250,14 @@ class RankPool:
 
     def _tell_where_to_wait(self, folder: str, name: str) -> None:
         """Send the ranks the folder where they wait for the next kernel; empty: end with this one. Uninterruptible."""
-        self._ask_for(_END_DEADLINE_S, self._request(messages.Detach, self.alive, folder=folder, name=name))
+        request = self._request(messages.Detach, self.alive, folder=folder, name=name)
+        self._send_with_deadline(request, _END_DEADLINE_S)
 
-    def _ask_for(self, timeout_s: float, request: PendingRequest, until: Callable[[], bool] = lambda: False) -> None:
+    def _send_with_deadline(
+        self, request: PendingRequest, timeout_s: float, until: Callable[[], bool] = lambda: False
+    ) -> None:
         """Send a request, and wait for its answers for a limited time."""
-        self._connections.ask(request)
+        self._connections.send(request)
         deadline_s = time.monotonic() + timeout_s
         while request.pending and (left_s := deadline_s - time.monotonic()) > 0 and not until():
             request.wait(min(left_s, _POLL_PERIOD_S))
@@ -391,18 +394,19 @@ class RankPool:
             stacks=self.job.stacks if is_users and console is None else None,
         )
 
-    def _ask_quietly(
+    def _ask(
         self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **fields: Any
     ) -> dict[int, messages.Reply]:
+        """Send ranks a request without user code, wait for its end, and return the replies."""
         request = self._request(make, ranks, **fields)
-        self._ask_and_settle(request)
+        self._send_and_settle(request)
         self._connections.drop(request)
         return request.replies
 
-    def _ask_and_settle(self, request: PendingRequest) -> None:
+    def _send_and_settle(self, request: PendingRequest) -> None:
         """Send a request, and wait until none of its interrupts can hit the next request."""
         with held() as interrupts:
-            request.ask()
+            request.send_and_wait()
             if request.output is not None:  # user code has ended; its follow-up requests can't be interrupted
                 interrupts.close()
         self._killed.update(request.killed)
@@ -410,7 +414,7 @@ class RankPool:
         # to the connection afterwards; so each interrupted rank answers one more, empty request.
         interrupted = [rank for rank in request.interrupted if rank in self.alive]
         if interrupted:
-            self._ask_quietly(messages.Settle, interrupted)
+            self._ask(messages.Settle, interrupted)
 
     def _conclude(self, request: PendingRequest, parcels: list[Parcel], *, is_pull: bool) -> dict[int, Answer]:
         """Record the ranks' variables, show their output, and return their answers or raise their failure."""
@@ -464,7 +468,7 @@ class RankPool:
     def _count_as_pulled(self, values: Mapping[str, Any]) -> None:
         """Let values that were pulled count as the ranks' values of these names, so that they aren't sent again."""
         numbers = self.namespace_sync.number_pulled(values)
-        replies = self._ask_quietly(messages.CountAsPulled, self.alive, numbers=numbers)
+        replies = self._ask(messages.CountAsPulled, self.alive, numbers=numbers)
         self.namespace_sync.pulled(values, {rank: reply.lines for rank, reply in replies.items()})
 
     @property

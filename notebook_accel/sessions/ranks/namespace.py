@@ -78,7 +78,7 @@ class NamespaceTracker:
         self._namespace.update(before)
         arrived = {name: obj for name, obj in opened.by_value if name is not None and name not in before}
         arrived.update(
-            (name, obj) for name, obj in contents.names.items() if name in delivery.by_force or not self.is_own(name)
+            (name, obj) for name, obj in contents.names.items() if name in delivery.pushed or not self.is_own(name)
         )
         self._namespace.update(arrived)
         for name in self._namespace.keys() - before.keys() | arrived.keys():
