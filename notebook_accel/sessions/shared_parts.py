@@ -94,6 +94,7 @@ def set_up(optimizer: Any, defaults: dict[str, Any], groups: list[dict[str, Any]
     optimizer.param_groups[len(groups) :] = groups[len(optimizer.param_groups) :]
     if state is not None:
         optimizer.state = state
+        optimizer.load_state_dict(optimizer.state_dict())  # moves it to where the rank has the parameters
 
 
 def _torch() -> Any:

@@ -316,8 +316,10 @@ def test_optimizer_gets_settings_and_keeps_what_only_the_ranks_have() -> None:
     assert [group["lr"] for group in opt.param_groups] == [0.5, 0.7] and opt.state is state
     assert opt.param_groups[0]["nesterov"] and opt.param_groups[0]["foreach"] is False
     opt.step()
+    first.data = first.data.double()
     shared_parts.set_up(opt, new.defaults, new.param_groups[:1], {first: {"momentum_buffer": torch.ones(2)}})
     assert len(opt.param_groups) == 1 and list(opt.state) == [first]
+    assert opt.state[first]["momentum_buffer"].dtype == torch.float64  # as for the parameter, which prepare may move
     schedule.step()
 
 
