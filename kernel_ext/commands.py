@@ -174,7 +174,11 @@ def _logs(given: argparse.Namespace) -> None:
         raise NotebookAccelError(f"The run {entry.name!r} has no log files.")
     job = entry.job  # knows whether a rank hasn't started yet
     for rank in _ranks(given.rank, entry.name, len(entry.log_files)):
-        text = logs.read(entry.log_files[rank], _LAST_LINES) if job is None else job.logs(rank, _LAST_LINES)
+        text = (
+            logs.read(entry.log_files[rank], _LAST_LINES)
+            if job is None
+            else job.logs(job.first_rank + rank, _LAST_LINES)
+        )
         text = text.rstrip("\n")
         yet = "" if job is None or job.done else " yet"
         about = f"rank {rank}, last lines of" if text else f"rank {rank} has printed nothing{yet}:"

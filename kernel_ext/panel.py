@@ -243,7 +243,7 @@ class PanelView(_SummaryView):
         text = ""
         if choice.rank is not None and self._job.log_files:
             try:
-                text = self._job.logs(choice.rank, _LOG_LINES)
+                text = self._job.logs(self._job.first_rank + choice.rank, _LOG_LINES)
             except NotebookAccelError as error:
                 text = str(error)
         return output.log_html([str(path) for path in self._job.log_files], text, choice)

@@ -14,7 +14,7 @@ Messages between the agent and a run's elastic process are in ``elastic_messages
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -258,15 +258,22 @@ class Idle(_AgentMessage, frozen=True):
 
 
 class Fork(_OfRun, frozen=True, kw_only=True):
-    """Fork one rank.
-
-    Descriptors: payload, result file, connection, log, file for its stacks, and the store's listening socket if this is
-    rank 0.
-    """
+    """Fork one rank. Descriptors: those of ``RankFiles``, in its order."""
 
     rank: int  # its local rank, as in all messages of this run
     place: RankPlace  # its place among all ranks
     variables: dict[str, str] = {}  # its further environment variables
+
+
+class RankFiles(NamedTuple):
+    """The descriptors beside ``Fork``, in order."""
+
+    payload: int
+    result: int
+    connection: int  # the rank's end of its connection to the agent
+    log: int
+    dump: int  # of the file for its stacks
+    store: int | None = None  # the listening socket of the ranks' store, for rank 0
 
 
 class ForkElastic(_OfRun, frozen=True, kw_only=True):

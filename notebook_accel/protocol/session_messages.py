@@ -26,9 +26,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
 
     shared: list[int] = []  # numbers of the objects that are listed in the file, in order
     by_value: list[int] = []  # numbers of the functions and classes in it, in order; -1 for one without later use
-    by_force: list[str] = []  # names whose values replace the rank's own
-    # Numbers of optimizers whose statistics, such as momenta, haven't changed in the notebook: the rank's stay.
-    same_statistics: list[int] = []
+    pushed: list[str] = []  # names whose values replace the rank's own
     forgotten: list[int] = []  # numbers of earlier objects that the notebook no longer has
     sources: dict[str, tuple[str, str]] = {}  # texts by the file name in their code, each with a label for tracebacks
 
@@ -184,8 +182,8 @@ class Reply(_SessionMessage, frozen=True, kw_only=True):
     failed: Failed | None = None  # the exception that ended the request, if any
     lacks_delivery: bool = False  # the rank could not open the delivery of the request
     breaks_group: bool = False  # the process group can't be trusted any more
-    bound: list[str] = []  # names that have become the rank's own since its last reply
-    unbound: list[str] = []  # names that were the rank's own and no longer are
+    own: list[str] = []  # names that the rank has bound itself
+    deleted: list[str] = []  # names that the notebook has sent and that the rank no longer has
     missing: str = ""  # the name that the rank doesn't have, if it failed with a NameError
     log_bytes: int = 0  # length of the rank's log so far
     steps: int = 0  # number of steps that the rank has counted so far

@@ -1,7 +1,7 @@
 """The parts that variables share: models, optimizers and their tensors. The kernel and the ranks list them alike.
 
 An optimizer trains a model only as long as both hold the same tensors. So the ranks keep their tensors, and new values
-are written into them.
+are written into them. The ranks keep their optimizers too, since prepared ones and schedules refer to them.
 """
 
 from __future__ import annotations
@@ -80,6 +80,21 @@ def write(tensor: Any, values: Any, *, requires_grad: bool) -> None:
             tensor.data = values.to(tensor.device)
     if tensor.requires_grad != requires_grad and tensor.is_leaf:
         tensor.requires_grad_(requires_grad)
+
+
+def set_up(optimizer: Any, defaults: dict[str, Any], groups: list[dict[str, Any]], state: Any) -> None:
+    """Give an optimizer these settings and this state; ``None`` keeps its own. The optimizer stays the same.
+
+    Settings that only the ranks have stay too, such as those that a schedule stores in the groups.
+    """
+    optimizer.defaults.update(defaults)
+    for own, group in zip(optimizer.param_groups, groups, strict=False):
+        # ``prepare`` may have disabled ``foreach``, and ``None``, the default, doesn't ask for it.
+        own.update({name: value for name, value in group.items() if name != "foreach" or value is not None})
+    optimizer.param_groups[len(groups) :] = groups[len(optimizer.param_groups) :]
+    if state is not None:
+        optimizer.state = state
+        optimizer.load_state_dict(optimizer.state_dict())  # moves it to where the rank has the parameters
 
 
 def _torch() -> Any:

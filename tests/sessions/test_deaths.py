@@ -20,6 +20,7 @@ from notebook_accel import Accelerator
 accelerator = Accelerator()
 int(accelerator.gather(torch.tensor([accelerator.process_index + 1])).sum())
 """
+_STUBBORN = "while True:\n    try: time.sleep(100)\n    except KeyboardInterrupt: pass"
 
 
 @pytest.fixture
@@ -61,14 +62,29 @@ def test_rank_that_is_killed_while_nothing_runs(whole: Session) -> None:
         whole.execute("1")
     assert whole.restart() == [1]
     assert repr(whole.execute("1")) == "ranks 0-1: 1"
-    stubborn = "import time\nwhile True:\n    try: time.sleep(100)\n    except KeyboardInterrupt: pass"
-    cell = whole.start(stubborn, ranks=[1])
+    cell = whole.start(f"import time\n{_STUBBORN}", ranks=[1])
     cell.interrupt()
     cell.interrupt()
     for ask in (cell.results, lambda: whole.execute("1")):  # the cell itself, and those after it
         with pytest.raises(RankFailedError, match="rank 1 of 2 went on although it was interrupted, and was killed"):
             ask()
     assert whole.restart() == [1]
+
+
+def test_rank_that_dies_after_another_has_failed(whole: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    fails = "if rank == 0: raise ValueError('the cause')\n"
+    with pytest.raises(RankFailedError, match=r"rank 0 of 2 failed .*ValueError: the cause") as raised:
+        whole.execute(f"{fails}try: time.sleep(100)\nfinally: os._exit(7)")
+    assert [str(end) for end in raised.value.others] == ["rank 1: exited with status 7"]
+    assert "%distributed restart" in raised.value.fix
+    assert whole.restart() == [1]
+    whole.job.config = whole.job.config.replace(grace_s=0)
+    cell = whole.start("import os, time\nrank = int(os.environ['RANK'])\n" + fails + _STUBBORN)
+    processes.wait_until(lambda: "Interrupt once more to kill" in capsys.readouterr().err, "rank 1 goes on")
+    cell.interrupt()
+    with pytest.raises(RankFailedError, match=r"rank 0 of 2 failed .*ValueError: the cause") as raised:
+        cell.results(60)
+    assert str(raised.value.others[0]).startswith("rank 1: stopped by SIGKILL")
 
 
 def test_living_ranks_can_be_started_again_too(whole: Session) -> None:
@@ -94,6 +110,13 @@ def test_rank_that_dies_in_its_debugger(
     assert whole.restart() == [1]
     with pytest.raises(RunError, match="Nothing has failed on rank 1 yet"):
         whole.debug(1)
+    with pytest.raises(RankFailedError, match="ZeroDivisionError"):
+        whole.execute("1 / 0", ranks=[1])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("typed = 1\nq\n"))
+    whole.debug(1)
+    monkeypatch.setattr(sys.modules["__main__"], "typed", 2, raising=False)
+    with pytest.raises(RankFailedError, match=r"rank 0 of 2 .*name 'typed' is not defined"):
+        whole.execute("typed")  # rank 1 has its own, so the notebook's isn't sent to rank 0
 
 
 def test_session_that_was_stopped_says_so(engine: local.LocalEngine) -> None:

@@ -260,7 +260,7 @@ def test_interrupt_that_comes_while_nothing_runs_is_forgotten(prepared: Session)
     for info in prepared.job.ranks:
         assert info.pid is not None
         os.kill(info.pid, signal.SIGINT)
-    prepared._pool._ask_quietly(messages.InspectGroup, [0, 1])  # when this has been answered, they have had it
+    prepared._pool._ask(messages.InspectGroup, [0, 1])  # when this has been answered, they have had it
     assert repr(prepared.execute("'not interrupted'")) == "ranks 0-1: 'not interrupted'"
 
 
@@ -269,7 +269,7 @@ def test_interrupts_between_cells_are_not_taken_for_one_of_a_later_cell_that_sle
         for info in prepared.job.ranks:
             assert info.pid is not None
             os.kill(info.pid, signal.SIGINT)
-        prepared._pool._ask_quietly(messages.InspectGroup, [0, 1])
+        prepared._pool._ask(messages.InspectGroup, [0, 1])
     prepared.execute("time.sleep(1)")
     assert goes_on(prepared)
 

@@ -45,6 +45,7 @@ def test_value_is_shown_once_where_ranks_have_the_same(session: Session) -> None
     assert repr(session.execute("rank")) == "rank 0: 0\nrank 1: 1"
     assert repr(session.execute("torch.ones(2, 2)")) == "ranks 0-1:\ntensor([[1., 1.],\n        [1., 1.]])"
     assert not session.execute("nothing = 3")
+    assert dict(session.execute("rank", ranks=[1])) == {1: "1"}
     assert session.execute("_.shape == (2, 2)", ranks=[0])[0] == "True"  # the last value that there was
     many = session.execute("'x' * 1_000_000")[0]
     assert len(many) < 21_000 and many.endswith("more characters")
@@ -81,6 +82,16 @@ def test_name_of_the_notebook_that_only_some_ranks_have_yet(session: Session, mo
     monkeypatch.setattr(sys.modules["__main__"], "only_here", "sent", raising=False)
     assert repr(session.execute("only_here", ranks=[1])) == "rank 1: 'sent'"
     assert repr(session.execute("only_here")) == "ranks 0-1: 'sent'"
+
+
+def test_deleted_name_of_the_notebook_is_sent_again(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "rate", 0.1, raising=False)
+    for cell in ("rate\ndel rate", "rate = 5\ndel rate", "if rank == 0: del rate"):
+        session.execute(cell)
+        assert repr(session.execute("rate")) == "ranks 0-1: 0.1"
+    assert capsys.readouterr().err == ""  # the notebook's value hasn't changed
 
 
 def test_output_belongs_to_the_cell(session: Session, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def test_interrupts_that_come_when_the_ranks_have_answered_are_not_for_what_foll
             assert has_started.wait(30)
             for _ in range(2):
                 cell.interrupt()
-            quiet = session._pool._ask_quietly(messages.LookUp, [0, 1], text="rank", describes=False)
+            quiet = session._pool._ask(messages.LookUp, [0, 1], text="rank", describes=False)
             answered.append(sorted(quiet))
         return finish(*args)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from notebook_accel.errors import RankFailedError
+from notebook_accel.sessions import shared_parts
 from notebook_accel.sessions.kernel.session import Session
 
 _TRAIN = """
@@ -274,12 +275,14 @@ def test_values_of_one_rank_do_not_count_as_those_of_another(notebook: Notebook)
     assert notebook.shown("other.tolist()") == [1]
 
 
-@pytest.mark.parametrize("touch", ["pull model", "push model", "fill", "learning rate"])
-def test_prepared_model_and_the_ranks_model_are_one(touch: str, notebook: Notebook) -> None:
+@pytest.mark.parametrize("touch", ["pull model", "push model", "fill", "learning rate", "push opt"])
+def test_prepared_objects_and_the_ranks_objects_are_one(touch: str, notebook: Notebook) -> None:
     notebook.session.execute(_PREPARE)
     assert notebook.shown("train()[0], accelerator.unwrap_model(net) is model") == (True, True)
     _TOUCHES[touch][0](notebook)
-    before = notebook.shown("model\nnet(xs).mean().item()")
+    before = notebook.shown("model, opt\nnet(xs).mean().item()")
+    rate = notebook["opt"].param_groups[0]["lr"]
+    assert notebook.shown("optim.optimizer is opt, optim.param_groups[0]['lr']") == (True, rate)
     is_same, after = notebook.shown("train()")
     assert is_same and abs(after - 5) < abs(before - 5)
     if touch in ("pull model", "fill"):
@@ -296,6 +299,28 @@ net, optim = sharding.prepare(model, opt)
     notebook.push("model")
     pulled = notebook.session.pull("net")
     assert [p.tolist() for p in pulled.parameters()] == [p.tolist() for p in notebook["model"].parameters()]
+    _set_rate(notebook)
+    trained = "net(xs).sum().backward()\noptim.step()\nopt.param_groups[0]['params'] == list(net.parameters())"
+    assert notebook.shown(trained) is True
+    assert notebook.shown("opt is optim.optimizer, optim.param_groups[0]['lr']") == (True, 0.02)
+
+
+def test_optimizer_gets_settings_and_keeps_what_only_the_ranks_have() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    opt = torch.optim.SGD([first], lr=0.01, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=10)
+    opt.param_groups[0]["foreach"], state = False, opt.state
+    new = torch.optim.SGD([first], lr=0.5, nesterov=True, momentum=0.9)
+    new.add_param_group({"params": [second], "lr": 0.7})
+    shared_parts.set_up(opt, new.defaults, new.param_groups, None)
+    assert [group["lr"] for group in opt.param_groups] == [0.5, 0.7] and opt.state is state
+    assert opt.param_groups[0]["nesterov"] and opt.param_groups[0]["foreach"] is False
+    opt.step()
+    first.data = first.data.double()
+    shared_parts.set_up(opt, new.defaults, new.param_groups[:1], {first: {"momentum_buffer": torch.ones(2)}})
+    assert len(opt.param_groups) == 1 and list(opt.state) == [first]
+    assert opt.state[first]["momentum_buffer"].dtype == torch.float64  # as for the parameter, which prepare may move
+    schedule.step()
 
 
 def test_pushed_class_and_function_arrive_as_they_are_now(notebook: Notebook) -> None:

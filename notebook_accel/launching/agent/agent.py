@@ -64,7 +64,7 @@ class Agent:
             loop=self._loop,
             became_ready=self._start_waiting,
             not_started=self._template_not_started,
-            heard=self._heard_of_rank,
+            handle_report=self._handle_report,
             lost=self._template_lost,
         )
         self._elastic = ElasticRuns(
@@ -78,7 +78,7 @@ class Agent:
         self._is_quitting = False
         self._idle_timeout_s: float | None = None
         self._busy_until_s = time.monotonic()
-        audience.begin(self._loop, self._hear, self._quit)
+        audience.begin(self._loop, self._handle_order, self._quit)
 
     def serve(self) -> None:
         """Serve until the kernel has gone, or until every run has been stopped after a Quit or a SIGTERM."""
@@ -96,7 +96,7 @@ class Agent:
             pass
         finally:
             for run in self._runs.values():
-                run.end("kill")
+                run.end_ranks("kill")
             self._templates.close()
 
     @property
@@ -131,7 +131,7 @@ class Agent:
 
     # The kernel ----------------------------------------------------------------------------------------------------
 
-    def _hear(self, told: messages.ToAgent, message: Message) -> None:
+    def _handle_order(self, told: messages.ToAgent, message: Message) -> None:
         if isinstance(told, messages.Prepare):
             self._idle_timeout_s = told.idle_timeout_s
             self._templates.start(told)
@@ -152,7 +152,7 @@ class Agent:
         elif isinstance(told, messages.Release):
             if told.job_id in self._runs:
                 self._runs[told.job_id].release()
-        else:
+        elif isinstance(told, messages.Quit):
             self._leave("stopped")
 
     def _read_signals(self, signals: int) -> None:
@@ -196,7 +196,7 @@ class Agent:
         run.outlive_kernel(told.folder)
         self._audience.leave()
         self._audience = attachments
-        attachments.begin(self._loop, self._hear, self._quit)
+        attachments.begin(self._loop, self._handle_order, self._quit)
 
     # Templates -----------------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Agent:
         text = f"{_NO_TEMPLATE}: {error.strerror}."
         self._refuse_waiting(messages.Broken(text=text, fix=_FIXES.get(error.errno or 0, _MORE_ROOM)))
 
-    def _heard_of_rank(self, said: messages.Forked | messages.NotForked | messages.Exited) -> None:
+    def _handle_report(self, said: messages.Forked | messages.NotForked | messages.Exited) -> None:
         run = self._runs.get(said.job_id)
         if run is None or (said.rank != messages.ELASTIC and not run.awaits(said.rank)):
             if isinstance(said, messages.Forked):  # an error ended the rank here after its fork was ordered
@@ -212,7 +212,7 @@ class Agent:
             return
         if said.rank == messages.ELASTIC:
             with self._ending_run_on_error(run):
-                self._elastic.heard(said)
+                self._elastic.handle_report(said)
             return
         rank = run.ranks[said.rank]
         if isinstance(said, messages.Forked):
@@ -233,7 +233,7 @@ class Agent:
                 continue
             if not template.is_ready and not run.reason:
                 run.refuse(_FORK_FAILED)
-            run.end("kill", "template lost")
+            run.end_ranks("kill", "template lost")
             run.stop_restarting(run.reason)
             self._elastic.lost(run)
             for rank in run.alive:
@@ -358,18 +358,18 @@ class Agent:
         run = self._runs.get(told.job_id)
         if run is None or run.reason or not run.may_respawn(told.rank):
             return  # the run has ended, or the rank is alive again
-        self._say(run, run.ranks[told.rank], events.Respawning())  # for kernels that attach later
+        self._send_event(run, run.ranks[told.rank], events.Respawning())  # for kernels that attach later
         self._fork(run, self._templates.of(run), told.rank)
 
     def _fork(self, run: Run, template: TemplateProcess, number: int) -> bool:
         """Order the fork of one rank, and return whether that was possible."""
         try:
             os.ftruncate(run.descriptors[1 + number], 0)  # an earlier process of this rank may have begun to write
-            rank, theirs, complaint = open_rank(run.launch, number, lambda event: self._say(run, rank, event))
+            rank, theirs, complaint = open_rank(run.launch, number, lambda event: self._send_event(run, rank, event))
             run.put(rank)
             self._loop.watch(rank.connection.fileno(), lambda: self._read_rank(run, rank))
             if complaint:
-                self._say(run, rank, events.Output(text=complaint))
+                self._send_event(run, rank, events.Output(text=complaint))
             with contextlib.closing(theirs):
                 template.connection.send(*fork_order(run, rank, theirs))
         except (ClosedError, TimeoutError):
@@ -384,7 +384,7 @@ class Agent:
         text = f"Rank {number} of {run.launch.world_size} could not be started: {why}."
         rank = run.ranks[number] if number < len(run.ranks) else None
         if run.keeps and rank is not None:
-            self._say(run, rank, events.Output(text=text))
+            self._send_event(run, rank, events.Output(text=text))
         else:
             run.refuse(messages.Broken(text=text, fix=_MORE_ROOM))
         if rank is not None and rank.status is None:
@@ -403,7 +403,7 @@ class Agent:
             peak_bytes=peak_bytes,
             shortage=self._memory.shortage() if status else None,
         )
-        self._say(run, rank, ended)
+        self._send_event(run, rank, ended)
         if not rank.said_finished:
             run.rank_failed(rank)
 
@@ -432,7 +432,7 @@ class Agent:
             self._tell_kernel(messages.RunEnded(job_id=told.job_id, reason=reason))
         if told.job_id in self._runs:
             run = self._runs[told.job_id]
-            run.end(told.how, reason)
+            run.end_ranks(told.how, reason)
             run.stop_restarting(reason)
             self._templates.end_unready_fork_for(run)
 
@@ -462,14 +462,14 @@ class Agent:
         try:
             while frames := rank.connection.receive():
                 for frame in frames:
-                    self._heard(run, rank, frame.body)
+                    self._handle_event(run, rank, frame.body)
         except OSError as error:
             self._loop.unwatch(rank.connection.fileno())
             if not isinstance(error, ClosedError):
                 with self._ending_run_on_error(run):
                     raise
 
-    def _heard(self, run: Run, rank: Rank, body: bytes) -> None:
+    def _handle_event(self, run: Run, rank: Rank, body: bytes) -> None:
         try:
             event = events.decode(body)
         except msgspec.DecodeError:
@@ -501,7 +501,7 @@ class Agent:
         elif not (run.is_held or run.launch.places):
             run.release()
 
-    def _say(self, run: Run, rank: Rank, event: events.Event) -> None:
+    def _send_event(self, run: Run, rank: Rank, event: events.Event) -> None:
         raw = msgspec.Raw(events.encode(event))
         self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=raw))
 

@@ -27,7 +27,7 @@ _LONGEST_ORDER_BYTES = 1 << 16
 _MOST_ATTACHMENTS = 64
 _LATEST_PERIOD_S = 1.0
 
-Hear = Callable[[messages.ToAgent, Message], None]
+OrderHandler = Callable[[messages.ToAgent, Message], None]
 
 
 class Kernel:
@@ -39,9 +39,9 @@ class Kernel:
         self._connection = connection
         self._pid = pid
 
-    def begin(self, loop: EventLoop, hear: Hear, quit_now: Callable[[], None]) -> None:
-        """Start to call ``hear`` for each message, and ``quit_now`` when nobody needs the agent any more."""
-        self._loop, self._hear = loop, hear
+    def begin(self, loop: EventLoop, handle_order: OrderHandler, quit_now: Callable[[], None]) -> None:
+        """Start to call ``handle_order`` for each message, and ``quit_now`` when nobody needs the agent any more."""
+        self._loop, self._handle_order = loop, handle_order
         self._connection.set_blocking(False)
         loop.watch(self._connection.fileno(), self._read)
         # The connection's other end may survive in a process that the kernel forked; the kernel's pidfd tells its end.
@@ -89,7 +89,7 @@ class Kernel:
 
     def _read(self) -> None:
         for message in self._connection.receive():
-            self._hear(messages.decode_for_agent(message.body), message)
+            self._handle_order(messages.decode_for_agent(message.body), message)
 
 
 class Attachments:
@@ -122,8 +122,8 @@ class Attachments:
         if self.is_launched:
             folder.publish()
 
-    def begin(self, loop: EventLoop, hear: Hear, quit_now: Callable[[], None]) -> None:
-        self._loop, self._hear, self._quit = loop, hear, quit_now
+    def begin(self, loop: EventLoop, handle_order: OrderHandler, quit_now: Callable[[], None]) -> None:
+        self._loop, self._handle_order, self._quit = loop, handle_order, quit_now
         loop.watch(self._listening.fileno(), self._accept)
         for attachment in self._attached:
             self._watch(attachment)
@@ -224,7 +224,7 @@ class Attachments:
     def _obey(self, attachment: _Attachment, told: messages.ToAgent, message: Message) -> None:
         if isinstance(told, messages.End | messages.Interrupt):
             self._ended_by = self._ended_by or attachment.who
-        self._hear(told, message)
+        self._handle_order(told, message)
 
     def _greet(self, attachment: _Attachment, hello: messages.Hello) -> None:
         attachment.who = clipped(plain_text(hello.who)) or "somebody"

@@ -101,7 +101,7 @@ class ElasticRuns:
                 self._gone(elastic)  # nothing must wait for a process that was never forked
                 raise
 
-    def heard(self, said: messages.Forked | messages.NotForked | messages.Exited) -> None:
+    def handle_report(self, said: messages.Forked | messages.NotForked | messages.Exited) -> None:
         """Process a template's message about an elastic process."""
         elastic = self._all[said.job_id]
         if isinstance(said, messages.Forked):
@@ -161,12 +161,12 @@ class ElasticRuns:
             try:
                 while frames := elastic.line.receive():
                     for message in frames:
-                        self._heard(elastic, message)
+                        self._handle_message(elastic, message)
             except ClosedError:
                 self.loop.unwatch(elastic.line.fileno())
                 elastic.must_go_s = elastic.must_go_s or time.monotonic() + _LEAVING_S
 
-    def _heard(self, elastic: _ElasticProcess, message: Message) -> None:
+    def _handle_message(self, elastic: _ElasticProcess, message: Message) -> None:
         said = elastic_messages.for_agent.decode(message.body)
         run = elastic.run
         listening = [socket.socket(fileno=descriptor) for descriptor in message.descriptors]
@@ -180,7 +180,7 @@ class ElasticRuns:
         elif isinstance(said, elastic_messages.StopRanks):
             # Without ranks there is nothing to stop: the report of their end is already on its way.
             if elastic.has_ranks and said.attempt == elastic.attempt:
-                run.end("stop", "failed")
+                run.end_ranks("stop", "failed")
         elif isinstance(said, events.Nodes):
             raw = msgspec.Raw(events.encode(said))
             self.tell_kernel(messages.Said(job_id=run.launch.job_id, rank=0, event=raw))
@@ -192,7 +192,7 @@ class ElasticRuns:
             elif said.refusal is not None:
                 run.refuse(said.refusal)
             else:
-                run.end("kill", "failed")
+                run.end_ranks("kill", "failed")
         for sock in listening:
             sock.close()
 
@@ -218,7 +218,7 @@ class ElasticRuns:
         elastic.pid = None
         self._read(elastic)  # the process's last message
         if not elastic.is_ending:
-            elastic.run.end("kill", "elastic lost")
+            elastic.run.end_ranks("kill", "elastic lost")
         elastic.is_ending = True
         elastic.run.is_held = False
         self.loop.unwatch(elastic.line.fileno())

@@ -27,7 +27,7 @@ _CAUSE_DEADLINE_S = 1.0
 _EXIT_DEADLINE_S = 60.0  # from a run's last event to its last exit: an atexit function may upload something
 REASONS: dict[messages.How, messages.Reason] = {"interrupt": "interrupted", "stop": "stopped", "kill": "stopped"}
 _STRENGTH: dict[messages.How, int] = {"interrupt": 0, "stop": 1, "kill": 2}
-_STEPS: dict[messages.How, tuple[signal.Signals, ...]] = {
+_SIGNALS: dict[messages.How, tuple[signal.Signals, ...]] = {
     "interrupt": (signal.SIGINT, signal.SIGTERM, signal.SIGKILL),
     "stop": (signal.SIGTERM, signal.SIGKILL),
     "kill": (signal.SIGKILL,),
@@ -113,8 +113,8 @@ class Run:
     _next_look_s: float = 0.0
     _deadline_s: float | None = None
     _cause_deadline_s: float | None = None
-    _steps: list[signal.Signals] = dataclasses.field(default_factory=list)
-    _next_step_s: float | None = None
+    _signals_left: list[signal.Signals] = dataclasses.field(default_factory=list)
+    _next_signal_s: float | None = None
 
     @property
     def alive(self) -> list[Rank]:
@@ -211,7 +211,7 @@ class Run:
         """Forget the ranks, which are gone, and the reason of their end, so that all can be restarted."""
         self.ranks.clear()
         self.reason, self._how = "", None
-        self._steps, self._next_step_s, self._cause_deadline_s = [], None, None
+        self._signals_left, self._next_signal_s, self._cause_deadline_s = [], None, None
         self._is_interrupted_at_start = False
         self._close_store()
 
@@ -221,7 +221,7 @@ class Run:
         if self.launch.timeout_s is not None and self._deadline_s is None:
             self._deadline_s = time.monotonic() + self.launch.timeout_s
 
-    def end(
+    def end_ranks(
         self, how: messages.How, reason: messages.Reason | None = None, *, interrupting: Rank | None = None
     ) -> None:
         """Start to end the run. The first reason stays; a later call has an effect only if its ``how`` is stronger.
@@ -235,10 +235,10 @@ class Run:
         for rank in self.alive:
             if rank.said_finished:
                 rank.connection.shutdown()  # the rank only waits for its release
-        self._steps = list(_STEPS[how])
+        self._signals_left = list(_SIGNALS[how])
         if interrupting is not None:
-            self._steps.insert(0, self._steps[0])
-        self._step(time.monotonic(), interrupting)
+            self._signals_left.insert(0, self._signals_left[0])
+        self._send_next_signal(time.monotonic(), interrupting)
 
     def become_part(self) -> None:
         """Set the ranks' places from the launch, and the store's socket if rank 0 is here."""
@@ -262,7 +262,7 @@ class Run:
     def refuse(self, broken: messages.Broken) -> None:
         """End the run because it could not be started as a whole."""
         self.refusal = self.refusal or broken
-        self.end("kill", "failed")
+        self.end_ranks("kill", "failed")
 
     def interrupt(self) -> None:
         """Send SIGINT to the ranks that run the user's code, without escalation."""
@@ -288,22 +288,22 @@ class Run:
         first = self.ranks[0]
         is_running = first.status is None and first.said_started and first.failure is None and not first.said_finished
         saves = self.launch.saves and is_running and self._restarts_left <= 0
-        self.end("stop", "failed", interrupting=first if saves else None)
+        self.end_ranks("stop", "failed", interrupting=first if saves else None)
 
     def release(self) -> None:
         """Let the finished ranks exit. They wait until all have finished, since rank 0 serves the store of all."""
         for rank in self.alive:
             rank.connection.shutdown()
-        self._steps, self._next_step_s = [signal.SIGKILL], time.monotonic() + _EXIT_DEADLINE_S
+        self._signals_left, self._next_signal_s = [signal.SIGKILL], time.monotonic() + _EXIT_DEADLINE_S
 
     def tick(self, now_s: float) -> None:
         """Check all deadlines and act on those that have passed."""
         if self._deadline_s is not None and now_s > self._deadline_s and not self.reason:
-            self.end("interrupt", "timeout")  # the interrupt shows where each rank stood
+            self.end_ranks("interrupt", "timeout")  # the interrupt shows where each rank stood
         if self._cause_deadline_s is not None and now_s > self._cause_deadline_s and not self.reason:
             self._end_after_failure()
-        if self._next_step_s is not None and now_s > self._next_step_s:
-            self._step(now_s)
+        if self._next_signal_s is not None and now_s > self._next_signal_s:
+            self._send_next_signal(now_s)
         for rank in self.alive:
             if rank.must_exit_s is not None and now_s > rank.must_exit_s:
                 rank.signal(signal.SIGKILL)
@@ -337,14 +337,14 @@ class Run:
             close_all([self._log_folder])
             self._log_folder = None
 
-    def _step(self, now_s: float, interrupting: Rank | None = None) -> None:
-        number = self._steps.pop(0)
+    def _send_next_signal(self, now_s: float, interrupting: Rank | None = None) -> None:
+        number = self._signals_left.pop(0)
         for rank in self.alive:
             if rank.failure is not None and number != signal.SIGKILL:
                 continue
             rank.was_told_to_end = rank.was_told_to_end or not rank.has_ended_by_itself
             rank.signal(signal.SIGINT if rank is interrupting else number)
-        self._next_step_s = now_s + self.launch.grace_s if self._steps else None
+        self._next_signal_s = now_s + self.launch.grace_s if self._signals_left else None
 
 
 def open_rank(
@@ -374,7 +374,13 @@ def fork_order(run: Run, rank: Rank, theirs: Connection) -> tuple[bytes, list[in
     """Return the message to the template that forks a rank, and its descriptors."""
     payload, *results = run.descriptors
     place, variables = run.place_of(rank.number)
-    listening = [run.store.fileno()] if run.store is not None and place.rank == 0 else []
     fork = messages.Fork(job_id=run.launch.job_id, rank=rank.number, place=place, variables=variables)
-    files = [payload, results[rank.number], theirs.fileno(), rank.log.descriptor, rank.dump, *listening]
-    return messages.encode(fork), files
+    files = messages.RankFiles(
+        payload=payload,
+        result=results[rank.number],
+        connection=theirs.fileno(),
+        log=rank.log.descriptor,
+        dump=rank.dump,
+        store=run.store.fileno() if run.store is not None and place.rank == 0 else None,
+    )
+    return messages.encode(fork), [descriptor for descriptor in files if descriptor is not None]

@@ -73,7 +73,7 @@ class Templates:
     loop: EventLoop
     became_ready: Callable[[], None]  # called when the template for new runs can fork ranks
     not_started: Callable[[OSError], None]  # called when the system refuses the template for new runs
-    heard: Callable[[messages.Forked | messages.NotForked | messages.Exited], None]
+    handle_report: Callable[[messages.Forked | messages.NotForked | messages.Exited], None]
     lost: Callable[[TemplateProcess], None]  # called when a template has gone, before it is dropped
     current: TemplateProcess | None = None  # the one for new runs
     _all: list[TemplateProcess] = dataclasses.field(default_factory=list)  # with those whose last ranks still run
@@ -191,4 +191,4 @@ class Templates:
             elif isinstance(said, messages.Unusable):
                 template.refusal = said.why
             else:
-                self.heard(said)
+                self.handle_report(said)

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 from notebook_accel import environment, time_limit, uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, RunError, SupervisorLostError
-from notebook_accel.launching.kernel.engine import RunHandle
+from notebook_accel.launching.kernel.engine import RunReceiver
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.launching.run_folders import RunFolder
@@ -30,7 +30,7 @@ from notebook_accel.protocol.agent_messages import ElasticOptions
 from notebook_accel.protocol.channel import ClosedError, Connection
 from notebook_accel.uninterruptible import Latch
 
-_Handle = TypeVar("_Handle", bound=RunHandle)
+_Receiver = TypeVar("_Receiver", bound=RunReceiver)
 
 _SEND_DEADLINE_S = 10.0
 _DETACH_DEADLINE_S = 30.0
@@ -53,11 +53,11 @@ class TemplateLine:
         os.close(self.pidfd)
 
 
-class AgentLink(Generic[_Handle]):
+class AgentLink(Generic[_Receiver]):
     """Sends messages to an agent, wherever it runs, and passes the agent's messages to the runs' jobs."""
 
     def __init__(self) -> None:
-        self._jobs: dict[str, _Handle] = {}
+        self._jobs: dict[str, _Receiver] = {}
         self._prepared_for: object = None
         self._preloaded: set[str] = set()
         self._only_samples_since = math.inf
@@ -77,17 +77,17 @@ class AgentLink(Generic[_Handle]):
         )
         self._prepared_for, self._preloaded = settings, set(options.preload)
 
-    def expect(self, job: _Handle) -> None:
+    def expect(self, job: _Receiver) -> None:
         """Register the job before its Launch message, so that its events can be routed."""
         self._jobs[job.id] = job
 
-    def forget(self, job: _Handle) -> None:
+    def forget(self, job: _Receiver) -> None:
         """Unregister a job whose launch failed, or that needs no more messages."""
         self._jobs.pop(job.id, None)
 
     def _launch_message(
         self,
-        job: _Handle,
+        job: _Receiver,
         *,
         template_pid: int = 0,
         elastic: ElasticOptions | None = None,
@@ -177,7 +177,7 @@ class AgentLink(Generic[_Handle]):
         return False
 
 
-class AgentProcess(AgentLink[RunHandle]):
+class AgentProcess(AgentLink[RunReceiver]):
     """This machine's agent: its process and the thread that starts it and reads its messages."""
 
     def __init__(self, is_idle: Callable[[AgentProcess], None]) -> None:
@@ -204,7 +204,7 @@ class AgentProcess(AgentLink[RunHandle]):
         """True if a run is on its way or runs."""
         return bool(self._jobs)
 
-    def serves(self, job: RunHandle) -> bool:
+    def serves(self, job: RunReceiver) -> bool:
         """Return whether this agent serves the job's run and the run hasn't ended."""
         return job.id in self._jobs
 

@@ -258,7 +258,14 @@ def _scan_with(node: ast.With, assigned: frozenset[str]) -> _Scan:
         if item.optional_vars is not None:
             assigned = assigned.union(_names(item.optional_vars, ast.Store))
     body, after = _scan(node.body, assigned)
-    return [*needed, *body], after
+    may_stop = any(_is_suppress(item.context_expr) for item in node.items)
+    return [*needed, *body], after & assigned if may_stop else after
+
+
+def _is_suppress(expression: ast.expr) -> bool:
+    """Return whether an expression is a call of ``contextlib.suppress``, whose body may stop at any statement."""
+    called = expression.func if isinstance(expression, ast.Call) else None
+    return "suppress" in (getattr(called, "id", ""), getattr(called, "attr", ""))
 
 
 def _scan_try(node: ast.Try, assigned: frozenset[str]) -> _Scan:

@@ -27,7 +27,7 @@ RunOrder: TypeAlias = messages.Interrupt | messages.Respawn | messages.End | mes
 """An order that a run's job sends to the agent, by a function of its engine."""
 
 
-class RunHandle(Protocol):
+class RunReceiver(Protocol):
     """The receiver of an agent's events: a ``Job``, which documents these members, or a run's part on another node.
 
     ``saves`` is about the first rank of each node. ``end`` gets the failure on another node that has ended the run.

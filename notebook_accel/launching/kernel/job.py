@@ -120,6 +120,16 @@ class Ending:
     diagnosis: Diagnosis = dataclasses.field(default_factory=Diagnosis)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """How a run has ended, as its engine says."""
+
+    reason: Reason = ""
+    error: NotebookAccelError | None = None  # what ended the run, if it wasn't a rank here
+    elsewhere: Failure | None = None  # the failure on another node, if that ended the run
+    raised: BaseException | None = None  # the exception of a rank that is this process
+
+
 class Job(Handle):
     """A started run. The launcher creates the job, an engine updates it, and views and users read it.
 
@@ -171,7 +181,6 @@ class Job(Handle):
         self.doing: Callable[[], str] = str
         self.ended_by = ""
         self.run_here: Callable[[], None] | None = None
-        self._raised_here: BaseException | None = None
         self.log_folder = log_folder
         ranks = range(spec.world_size)
         self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
@@ -192,10 +201,8 @@ class Job(Handle):
         self._stack_request = StackRequest(spec.world_size, spec.sources)
         self._profile_request: ProfileRequest | None = None
         self._restarts_by_node: int | None = None
-        self._elsewhere: Failure | None = None
-        self._reason: Reason = ""
-        self._engine_error: NotebookAccelError | None = None
-        self._outcome: Results | None = None
+        self._outcome = _Outcome()  # set when the run ends
+        self._read_results: Results | None = None
         self._error: NotebookAccelError | None = None
 
     # For users ------------------------------------------------------------------------------------------------------
@@ -210,7 +217,7 @@ class Job(Handle):
     def _end_status(self) -> Status:
         if self._is_detached:
             return "detached"
-        if self._reason in ("stopped", "interrupted", "terminated"):
+        if self._outcome.reason in ("stopped", "interrupted", "terminated"):
             return "stopped"
         return "succeeded" if self._has_all_results() else "failed"
 
@@ -232,14 +239,14 @@ class Job(Handle):
                 error.pulled, error.not_pulled = saved, lost
             raise error
         with self._lock:
-            if self._outcome is None:
+            if self._read_results is None:
                 try:
-                    self._outcome = self.result_files.read(self.first_rank)
+                    self._read_results = self.result_files.read(self.first_rank)
                 except ResultError as incomplete:
                     incomplete.job = self
                     self._can_be_asked_again = True
                     raise
-        return self._outcome
+        return self._read_results
 
     def interrupt(self, *, escalate: bool = True) -> None:
         """Raise KeyboardInterrupt in every rank, as an interrupt of the kernel does. Doesn't wait for the end.
@@ -318,21 +325,22 @@ class Job(Handle):
         """Return the standard output and error of a rank of this node.
 
         Args:
-            rank: The rank.
+            rank: Its number among all ranks of the run, as in messages and in the panel.
             tail: Number of last lines to return; ``None`` for all.
 
         Raises:
-            IndexError: There is no such rank.
+            IndexError: There is no such rank on this node.
             NotebookAccelError: The run has no logs, or the log was removed.
         """
         if not self.log_files:
             raise NotebookAccelError("This run has no log files.", why="No folder for them could be made.",
                                      fix="give log_dir a folder that you can write to")  # fmt: skip
-        if rank not in range(self.world_size):
-            raise IndexError(f"There is no rank {rank}: this run has ranks 0 to {self.world_size - 1}")
-        if self.state.ranks[rank].state == "starting" and not self.log_files[rank].exists():
-            return ""
-        return logs.read(self.log_files[rank], tail)
+        numbers = range(self.first_rank, self.first_rank + self.world_size)
+        if rank not in numbers:
+            has = "this run" if self.world_size == self.total_ranks else "this node"
+            raise IndexError(f"There is no rank {rank}: {has} has ranks {numbers[0]} to {numbers[-1]}")
+        file, state = self.log_files[numbers.index(rank)], self.state.ranks[numbers.index(rank)]
+        return "" if state.state == "starting" and not file.exists() else logs.read(file, tail)
 
     def stacks(self, timeout_s: float = 10.0) -> Stacks:
         """Return every rank's stack. A rank that hangs in a collective answers too.
@@ -507,17 +515,18 @@ class Job(Handle):
 
     def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
         """Record the end of the run, when every rank is gone. Called once, by the engine's thread."""
-        self._elsewhere = elsewhere
-        self._reason = reason
-        self._engine_error = error
+        self._end(_Outcome(reason, error, elsewhere))
+
+    def _end(self, outcome: _Outcome) -> None:
+        self._outcome = outcome
         self.ended_s = self._now_s()
         status, why = self._end_status(), f"by {self.ended_by}" if self.ended_by else ""
         if status == "failed":
-            why = "timeout_s has run out" if self._reason == "timeout" else failures.in_a_line(self.state)
-            if error is not None:
-                why = error.what
-            elif elsewhere is not None:
-                why = elsewhere.in_a_line
+            why = "timeout_s has run out" if outcome.reason == "timeout" else failures.in_a_line(self.state)
+            if outcome.error is not None:
+                why = outcome.error.what
+            elif outcome.elsewhere is not None:
+                why = outcome.elsewhere.in_a_line
         elif status == "succeeded":
             why = self.state.early_end
         ending = self.ending
@@ -540,11 +549,13 @@ class Job(Handle):
         what = f"The run {self.name!r} was detached under the name {name!r}, and goes on without this notebook."
         self.end("", RunError(what, fix=f"%distributed attach {shlex.quote(name)}, or notebook_accel.attach({name!r})"))
 
-    def end_here(self, outcome: Results | None, raised: BaseException | None) -> None:
+    def end_here(self, results: Results | None, raised: BaseException | None) -> None:
         """Record the end of a run whose only rank was this process, with its results or its exception."""
-        self._outcome = outcome
-        self._raised_here = raised
-        self.end("interrupted" if isinstance(raised, KeyboardInterrupt) else "failed" if raised is not None else "")
+        self._read_results = results
+        reason: Reason = (
+            "interrupted" if isinstance(raised, KeyboardInterrupt) else "failed" if raised is not None else ""
+        )
+        self._end(_Outcome(reason, raised=raised))
 
     def _now_s(self) -> float:
         """Return the time of the event being delivered, in seconds of ``time.monotonic()``."""
@@ -555,34 +566,35 @@ class Job(Handle):
             self._send_order(order)
 
     def _has_all_results(self) -> bool:
-        return self._engine_error is None and self._reason == "" and self.state.have_all_results
+        return self._outcome.error is None and self._outcome.reason == "" and self.state.have_all_results
 
     def _make_error(self) -> NotebookAccelError:
-        if self._engine_error is not None:
-            return self._engine_error
-        if self._reason == "timeout":
+        outcome = self._outcome
+        if outcome.error is not None:
+            return outcome.error
+        if outcome.reason == "timeout":
             return RunTimeoutError(
                 f"The run {self.name!r} took longer than its timeout_s of {self.config.timeout_s:g} s and was stopped.",
                 why="\n".join(self.where_ranks_stood()),
                 fix="give timeout_s more time, or leave it out",
             )
-        if self._reason in ("stopped", "interrupted"):
+        if outcome.reason in ("stopped", "interrupted"):
             return RunStoppedError(
-                f"The run {self.name!r} was {self._reason}.", why=f"By {self.ended_by}." if self.ended_by else ""
+                f"The run {self.name!r} was {outcome.reason}.", why=f"By {self.ended_by}." if self.ended_by else ""
             )
-        if self._reason == "terminated":
+        if outcome.reason == "terminated":
             return RunStoppedError(
                 f"The run {self.name!r} was stopped, since its agent process got SIGTERM.",
                 why="A batch system such as Slurm sends it before it takes the machine back.",
             )
-        if self._reason in ("template lost", "elastic lost"):
-            return failures.lost_process_error(self._reason, self.state.memory_shortage)
-        if self._elsewhere is not None:
-            return self._failures.elsewhere(self.state, self._elsewhere)
+        if outcome.reason in ("template lost", "elastic lost"):
+            return failures.lost_process_error(outcome.reason, self.state.memory_shortage)
+        if outcome.elsewhere is not None:
+            return self._failures.elsewhere(self.state, outcome.elsewhere)
         failure = self._failures.first(self.state)
-        if failure is not None and self._raised_here is not None:
-            failure.__cause__ = self._raised_here
-            failure.__traceback__ = self._raised_here.__traceback__  # where a debugger starts
+        if failure is not None and outcome.raised is not None:
+            failure.__cause__ = outcome.raised
+            failure.__traceback__ = outcome.raised.__traceback__  # where a debugger starts
         if failure is not None:
             failure.restarts, failure.local_rank = self.restarts, failure.rank - self.first_rank
             failure.log_file = str(self.log_files[failure.local_rank]) if self.log_files else ""

@@ -93,22 +93,22 @@ class Inherited:
 
 def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | None = None) -> int:
     """Run one rank and return its exit status. ``descriptors`` are those of the order."""
-    payload, result, connection, log, dump, *listening = descriptors
-    streams.redirect(log)
-    arm_stacks(dump)
+    files = messages.RankFiles(*descriptors)
+    streams.redirect(files.log)
+    arm_stacks(files.dump)
     _reset_process()
-    spec = JobSpec.decode(memory_files.read_head(payload))
+    spec = JobSpec.decode(memory_files.read_head(files.payload))
     _seed_generators(spec, order.place)
     if spec.is_detached:
         set_title(f"notebook-accel rank {order.place.rank} of {spec.name}")
-    link = Connection.from_descriptor(connection)
+    link = Connection.from_descriptor(files.connection)
     link.set_send_deadline(_SEND_DEADLINE_S)
     reporter = reporting.connect(link)
     profiling.PROFILER.start()
     _take_messages(link)
     os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold the connection open
     _keep_garbage_from_forks()
-    last, status = _run_user_code(spec, order, payload, result, listening, inherited)
+    last, status = _run_user_code(spec, order, files, inherited)
     streams.flush()
     reporter.close()
     if status != 0:
@@ -166,47 +166,57 @@ def _keep_garbage_from_forks() -> None:
 
 
 def _run_user_code(
-    spec: JobSpec, order: messages.Fork, payload: int, result: int, listening: list[int], inherited: Inherited | None
+    spec: JobSpec, order: messages.Fork, files: messages.RankFiles, inherited: Inherited | None
 ) -> tuple[events.Event, int]:
-    """Prepare and run the user's code. Return the rank's last event and its exit status."""
-    place, by_value, rank_pid = order.place, list[Any](), os.getpid()
+    """Run the user's code and send its value. Return the rank's last event and its exit status."""
+    rank_pid = os.getpid()
+    by_value: Sequence[Any] = ()
     try:
-        interruption.watch(place.master_port)
-        _set_environment(spec, place, order.variables)
-        for descriptor in listening:  # rank 0 has one
-            store.serve(place, descriptor)
-        store.join()
-        interruption.allow()  # not before: threads started until now inherit the blocked SIGINT
-        node = int(order.variables.get("GROUP_RANK", "0"))
-        reporting.reporter().send(events.Started(pid=rank_pid, node=node))
-        if inherited is None:
-            namespace = _become_main(payload, place.rank)
-            opened = open_namespace(spec, payload, namespace)
-            target: Target = opened.value
-            by_value.extend(obj for _, obj in opened.by_value)
-        else:
-            show_sources(spec.sources)
-            namespace, target = _stay_main(place.rank), inherited.target
-            by_value.extend(inherited.by_value)
+        _join_run(spec, order, files.store)
+        namespace, target, by_value = _open_target(spec, order.place.rank, files.payload, inherited)
         try:
             value = call(spec, target, namespace)
         finally:
             displays.end()
         if os.getpid() != rank_pid:
             failure.end_fork(None, spec)
-        _send(value, spec, place, result, namespace, by_value)
+        _send(value, spec, order.place, files.result, namespace, by_value)
         interruption.defer()
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
         if os.getpid() != rank_pid:
             failure.end_fork(raised, spec)
         error = finished_peers.FINISHED_PEERS.explain(interruption.prefer_interrupt(raised))
-        saved = place.local_rank == 0 and _save_pulled(spec, result, place.rank, by_value)
+        saved = order.place.local_rank == 0 and _save_pulled(spec, files.result, order.place.rank, by_value)
         return failure.describe(error, spec, by_value, saved=saved), 1
     return events.Finished(), 0
 
 
+def _join_run(spec: JobSpec, order: messages.Fork, listening: int | None) -> None:
+    """Become the rank of this order: set its environment, join the ranks' store, and report the start."""
+    interruption.watch(order.place.master_port)
+    _set_environment(spec, order.place, order.variables)
+    if listening is not None:
+        store.serve(order.place, listening)
+    store.join()
+    interruption.allow()  # not before: threads started until now inherit the blocked SIGINT
+    node = int(order.variables.get("GROUP_RANK", "0"))
+    reporting.reporter().send(events.Started(pid=os.getpid(), node=node))
+
+
+def _open_target(
+    spec: JobSpec, rank: int, payload: int, inherited: Inherited | None
+) -> tuple[dict[str, Any], Target, Sequence[Any]]:
+    """Return the names of ``__main__``, the target, and the objects to which results refer by their index."""
+    if inherited is not None:
+        show_sources(spec.sources)
+        return _stay_main(rank), inherited.target, inherited.by_value
+    namespace = _become_main(payload, rank)
+    opened = open_namespace(spec, payload, namespace)
+    return namespace, opened.value, [obj for _, obj in opened.by_value]
+
+
 def _send(
-    value: Any, spec: JobSpec, place: RankPlace, result: int, namespace: dict[str, Any], by_value: list[Any]
+    value: Any, spec: JobSpec, place: RankPlace, result: int, namespace: dict[str, Any], by_value: Sequence[Any]
 ) -> None:
     """Write the rank's value and, on each machine's first rank, the names to be pulled."""
     pulled, absent = _look_up(namespace, spec.pull, place.rank)
@@ -225,7 +235,7 @@ def _send(
     )
 
 
-def _save_pulled(spec: JobSpec, result: int, rank: int, by_value: list[Any]) -> bool:
+def _save_pulled(spec: JobSpec, result: int, rank: int, by_value: Sequence[Any]) -> bool:
     """Save the names to be pulled after a failure, as a cell of the notebook would leave them."""
     pulled, _ = _look_up(sys.modules["__main__"].__dict__, spec.pull, rank)
     if not pulled:

@@ -90,7 +90,7 @@ class RankState:
     """The state of one rank.
 
     Attributes:
-        rank: Its number on this node, from 0.
+        rank: Its number on this node, from 0. ``number`` is the one among all ranks.
         state: The state of its process; ``word`` adds ``waiting`` and ``silent``.
         pid: The id of its process, ``None`` before it has started.
         step: Steps done in the running epoch, ``None`` before anything was counted.

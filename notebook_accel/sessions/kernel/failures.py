@@ -36,6 +36,23 @@ def first_failure(
     return error
 
 
+def first_raised_s(replies: Mapping[int, Reply], interrupted: Sequence[int]) -> float | None:
+    """Return when the first rank has raised an error that doesn't follow from another rank's; ``None`` if none has."""
+    failed = [reply.failed for rank, reply in replies.items() if reply.failed is not None and rank not in interrupted]
+    return min((each.time_s for each in failed if not each.lost_peer), default=None)
+
+
+def add_deaths(error: RankFailedError, deaths: Mapping[int, RunError], killed: Sequence[int]) -> None:
+    """Add the ranks that have died since the failure that an error reports."""
+    ends = list(error.others)
+    for rank, death in deaths.items():
+        status = (death.exit_code, death.signal) if isinstance(death, RankFailedError) else (None, None)
+        ends.append(RankEnd(rank, *status, stopped=rank in killed))
+    error.others = tuple(sorted(ends, key=lambda end: end.rank))
+    if deaths:
+        error.fix = "; ".join(filter(None, [error.fix, _RESTART]))
+
+
 def _of_missing_name(name: str, replies: Mapping[int, Reply]) -> str:
     """Return advice for a variable that some ranks lack and the notebook or other ranks have; otherwise empty text."""
     lacking = [rank for rank, reply in replies.items() if reply.missing == name]

@@ -1,9 +1,9 @@
 """Namespace sync: the kernel tracks each rank's notebook variables, to send a value once, and again after a change.
 
 An object that the ranks already have, and that hasn't changed since, is sent as a reference: an optimizer that is sent
-after its model updates the parameters of the model that the ranks have, not of a copy. A model or an optimizer that
-has changed arrives as a new object, with references to the ranks' tensors. Tensors that have changed are written into
-those of the ranks.
+after its model updates the parameters of the model that the ranks have, not of a copy. A model that has changed arrives
+as a new object, with references to the ranks' tensors. Tensors and optimizers that have changed are written into those
+of the ranks.
 
 A variable has changed if its name is bound to another object, if a small object pickles differently than before, or if
 a tensor or a model's parameter was written to, which torch counts. Writes into a large array go unnoticed.
@@ -19,7 +19,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from notebook_accel.errors import PayloadError
 from notebook_accel.launching.kernel import run_payload
@@ -36,7 +36,7 @@ class Inputs:
     """Notebook variables and objects that a request needs."""
 
     names: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # variables that the code uses
-    by_force: Sequence[str] = ()  # names whose values replace the ranks' own
+    pushed: Sequence[str] = ()  # names whose values replace the ranks' own
     optional_names: Sequence[str] = ()  # names that are left out if they can't be sent
     submodules: tuple[str, ...] = ()  # modules to import
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None  # a function with its arguments
@@ -51,7 +51,7 @@ class Parcel:
     descriptor: int
     fingerprints: Mapping[str, Fingerprint]  # of the variables
     objects: Mapping[int, Fingerprint | None]  # of the objects that the delivery numbers
-    again: tuple[str, ...]  # the variables of which the ranks have earlier values
+    resent: tuple[str, ...]  # the variables of which the ranks have earlier values
 
 
 @dataclasses.dataclass
@@ -66,9 +66,14 @@ class _SentVariables:
     # Of its objects by their numbers; ``None`` for functions and classes.
     objects: dict[int, Fingerprint | None] = dataclasses.field(default_factory=dict)
 
-    def known(self, name: str) -> list[Fingerprint]:
+    def forget(self, name: str) -> None:
+        """Forget the values that the rank had under this name."""
+        self.fingerprints.pop(name, None)
+        self.pulled.pop(name, None)
+
+    def fingerprints_of(self, name: str) -> list[Fingerprint]:
         """Return the fingerprints of the values that the rank has under this name."""
-        return [known for known in (self.fingerprints.get(name), self.pulled.get(name)) if known is not None]
+        return [each for each in (self.fingerprints.get(name), self.pulled.get(name)) if each is not None]
 
 
 class NamespaceSync:
@@ -82,11 +87,12 @@ class NamespaceSync:
 
     # State of the ranks ---------------------------------------------------------------------------------------------
 
-    def note(self, rank: int, bound: Iterable[str], unbound: Iterable[str]) -> None:
-        """Record the names that a rank has bound itself, and the names that it no longer has."""
-        own = self._ranks[rank].own
-        own.update(bound)
-        own.difference_update(unbound)
+    def note(self, rank: int, own: Iterable[str], deleted: Iterable[str]) -> None:
+        """Record the names that a rank has bound itself, and the sent names that it no longer has."""
+        state = self._ranks[rank]
+        state.own = set(own)
+        for name in deleted:
+            state.forget(name)
 
     def take_over(self, names: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> None:
         """Take over ranks that have variables from an earlier notebook.
@@ -97,9 +103,9 @@ class NamespaceSync:
         here = sys.modules["__main__"].__dict__
         was_sent = {name for _, sent in names.values() for name in sent if name in here}
         was_sent = {name for name in was_sent if not isinstance(here[name], (type, types.FunctionType))}
-        known = {name: fingerprint(here[name]) for name in was_sent}
+        present = {name: fingerprint(here[name]) for name in was_sent}
         for rank, (own, sent) in names.items():
-            self._ranks[rank] = _SentVariables(set(own), {name: known.get(name) for name in sent})
+            self._ranks[rank] = _SentVariables(set(own), {name: present.get(name) for name in sent})
 
     def forget(self, rank: int) -> None:
         """Forget the variables of a rank whose process was replaced by a fresh one."""
@@ -160,12 +166,10 @@ class NamespaceSync:
         for rank in parcel.ranks:
             state = self._ranks[rank]
             for name in parcel.fingerprints:
-                state.pulled.pop(name, None)
-                state.fingerprints.pop(name, None)
+                state.forget(name)
             if rank in lacking:
                 continue
             state.fingerprints.update(parcel.fingerprints)
-            state.own.difference_update(parcel.delivery.by_force)
             for number in parcel.delivery.forgotten:
                 state.objects.pop(number, None)
             state.objects.update(parcel.objects)
@@ -183,8 +187,8 @@ class NamespaceSync:
             needed = tuple(
                 name
                 for name in inputs.names
-                if name in inputs.by_force
-                or (name not in own and not any(is_same(sent, name) for sent in state.known(name)))
+                if name in inputs.pushed
+                or (name not in own and not any(is_same(sent, name) for sent in state.fingerprints_of(name)))
             )
             # A rank that has a model gets a reference to it. A restarted one beside it gets the model itself.
             trained = self._models_in(state) if needed or inputs.call is not None else frozenset()
@@ -200,11 +204,11 @@ class NamespaceSync:
 
     def _parcel(self, inputs: Inputs, names: dict[str, Any], ranks: tuple[int, ...]) -> Parcel:
         states = [self._ranks[rank] for rank in ranks]
-        again = {name for name in names if any(name in state.fingerprints for state in states)}
-        known = set.intersection(*(set(state.objects) for state in states))
-        found = {number: obj for number in known if (obj := self._object(number)) is not None}
+        resent = {name for name in names if any(name in state.fingerprints for state in states)}
+        common = set.intersection(*(set(state.objects) for state in states))
+        found = {number: obj for number in common if (obj := self._object(number)) is not None}
         changes = _Changes(inputs, names, found, states)
-        pickled, names = _pickled(names, changes.written, inputs, changes.origins)
+        pickled, names = _pickled(names, changes, inputs)
         fingerprints: dict[str, Fingerprint] = {}
         objects: dict[int, Fingerprint | None] = {}
         for name, value in names.items():
@@ -220,13 +224,12 @@ class NamespaceSync:
         delivery = Delivery(
             shared=[self._number(part) for value in names.values() for part in shared_parts.parts(value)],
             by_value=by_value,
-            by_force=[name for name in inputs.by_force if name in names],
-            same_statistics=changes.same_statistics(names.values()),
-            forgotten=sorted(known - found.keys()),
+            pushed=[name for name in inputs.pushed if name in names],
+            forgotten=sorted(common - found.keys()),
             sources={name: (source.label, source.text) for name, source in sources.items()},
         )
-        again.difference_update(inputs.by_force)
-        return Parcel(ranks, delivery, _sealed(pickled), fingerprints, objects, tuple(sorted(again)))
+        resent.difference_update(inputs.pushed)
+        return Parcel(ranks, delivery, _sealed(pickled), fingerprints, objects, tuple(sorted(resent)))
 
     def _part_fingerprints(self, value: Any, of_value: Fingerprint) -> dict[int, Fingerprint | None]:
         """Return the fingerprints of a value's parts by their numbers. ``of_value`` is that of the value."""
@@ -258,15 +261,12 @@ class NamespaceSync:
         return number
 
 
-# A tensor that the ranks have, its new values (``None``: the same), and whether it requires a gradient.
-_Written: TypeAlias = Sequence[tuple[Any, Any, bool]]
-
-
 class _Changes:
-    """The parts of variables that have changed since they were sent, or that must replace the ranks' own by force.
+    """The parts of variables that have changed since they were sent, or that were pushed and replace the ranks' own.
 
-    Such a part is sent itself; other parts that the ranks have are sent as references. The ranks keep their tensors:
-    those in ``written`` get new values. ``objects`` are what all these ranks have, and ``origins`` what is referred to.
+    Such a part is sent itself; other parts that the ranks have are sent as references. The ranks keep their tensors
+    and optimizers: those in ``written`` get new values, and those in ``settings`` new settings. ``objects`` are what
+    all these ranks have, and ``origins`` what is referred to.
     """
 
     def __init__(
@@ -274,36 +274,39 @@ class _Changes:
     ) -> None:
         self._states = states
         self._numbers = {id(obj): number for number, obj in objects.items()}
-        self._forced = {id(part) for name in inputs.by_force if name in names for part in _replaced_parts(names[name])}
+        self._pushed = {id(part) for name in inputs.pushed if name in names for part in _replaced_parts(names[name])}
         parts = {id(part): part for value in names.values() for part in shared_parts.parts(value)}
         tensors = {id(part): part for value in names.values() for part in shared_parts.tensors(value).values()}
-        self._stale = self._forced | {
+        self._stale = self._pushed | {
             key
             for key, part in parts.items()
             if key in self._numbers and not self._is_same(part, Fingerprint.differs_at_most_in_tensors)
         }
-        self.written: _Written = [
-            (part, None if self._is_same(part, Fingerprint.has_values_of) else part.data, part.requires_grad)
-            for key, part in tensors.items()
-            if key in self._numbers and key in self._stale
+        to_write = [part for key, part in (parts | tensors).items() if key in self._numbers and key in self._stale]
+        optimizers = [part for part in to_write if shared_parts.is_optimizer(part)]
+        self.written = [
+            (part, self._unless_same(part, part.data, Fingerprint.has_values_of), part.requires_grad)
+            for part in to_write
+            if id(part) in tensors
         ]
-        self.origins = {
-            number: obj for number, obj in objects.items() if id(obj) in tensors or id(obj) not in self._stale
-        }
+        self.settings = [
+            (each, each.defaults, each.param_groups, self._unless_same(each, each.state, Fingerprint.has_statistics_of))
+            for each in optimizers
+        ]
+        kept = tensors.keys() | {id(each) for each in optimizers}
+        self.origins = {number: obj for number, obj in objects.items() if id(obj) in kept or id(obj) not in self._stale}
 
     def unchanged(self, value: Any) -> Fingerprint | None:
         """Return the fingerprint of a value that is sent as a reference."""
         number = self._numbers.get(id(value))
         return None if number is None or id(value) in self._stale else self._states[0].objects[number]
 
-    def same_statistics(self, values: Iterable[Any]) -> list[int]:
-        """Return the numbers of the optimizers whose statistics the ranks have."""
-        known = [value for value in values if id(value) in self._numbers and shared_parts.is_optimizer(value)]
-        return [self._numbers[id(each)] for each in known if self._is_same(each, Fingerprint.has_statistics_of)]
+    def _unless_same(self, part: Any, value: Any, check: Callable[[Fingerprint, Any], bool]) -> Any:
+        return None if self._is_same(part, check) else value
 
     def _is_same(self, part: Any, check: Callable[[Fingerprint, Any], bool]) -> bool:
         sent = [state.objects[self._numbers[id(part)]] for state in self._states]
-        return id(part) not in self._forced and all(each is None or check(each, part) for each in sent)
+        return id(part) not in self._pushed and all(each is None or check(each, part) for each in sent)
 
 
 def _sealed(pickled: serialization.Pickled) -> int:
@@ -318,38 +321,35 @@ def _sealed(pickled: serialization.Pickled) -> int:
     return descriptor
 
 
-def _pickled(
-    names: dict[str, Any], written: _Written, inputs: Inputs, origins: Mapping[int, Any]
-) -> tuple[serialization.Pickled, dict[str, Any]]:
+def _pickled(names: dict[str, Any], changes: _Changes, inputs: Inputs) -> tuple[serialization.Pickled, dict[str, Any]]:
     """Return the pickle, and the variables in it: without the optional ones that can't be pickled."""
     try:
-        done = _pickle(names, written, inputs, origins)
+        done = _pickle(names, changes, inputs)
     except PayloadError:
         optional = [name for name in inputs.optional_names if name in names]
-        staying = [name for name in optional if pickled_alone(names[name], origins) is None]
+        staying = [name for name in optional if pickled_alone(names[name], changes.origins) is None]
         if not staying:
             raise
         names = {name: value for name, value in names.items() if name not in staying}
-        done = _pickle(names, written, inputs, origins)
+        done = _pickle(names, changes, inputs)
     run_payload.report_large(done.sizes_bytes)
     run_payload.report_lost_graphs({run_payload.variable_label(name): value for name, value in names.items()})
     return done, names
 
 
-def _pickle(
-    names: dict[str, Any], written: _Written, inputs: Inputs, origins: Mapping[int, Any]
-) -> serialization.Pickled:
+def _pickle(names: dict[str, Any], changes: _Changes, inputs: Inputs) -> serialization.Pickled:
     roots = {run_payload.variable_label(name): value for name, value in names.items()}
-    roots["changed weights"] = [values for _, values, _ in written]
+    roots["changed weights"] = [values for _, values, _ in changes.written]
+    roots["changed optimizers"] = [settings for _, *settings in changes.settings]
     if inputs.call is not None:
         roots |= run_payload.call_roots(*inputs.call)
     shared = [part for value in names.values() for part in shared_parts.parts(value)]
-    contents: SealedDelivery = names, shared, written, inputs.submodules, inputs.call
-    return pickle_by_value(contents, roots, origins)
+    contents = SealedDelivery(names, shared, changes.written, changes.settings, inputs.submodules, inputs.call)
+    return pickle_by_value(contents, roots, changes.origins)
 
 
 def _replaced_parts(value: Any) -> list[Any]:
-    """Return what a forced value replaces: also a model's tensors, but not those that an optimizer only refers to."""
+    """Return what a pushed value replaces: also a model's tensors, but not those that an optimizer only refers to."""
     return [value] if shared_parts.is_optimizer(value) else [value, *shared_parts.tensors(value).values()]
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.formatting import clipped, format_clock, plain_text, ranks_in_words
@@ -220,18 +220,24 @@ class _CellProgress:
             sys.stdout.writelines(f"[{taken}] {line}\n" for line in described)
 
 
-class Shown:
-    """A cell's value as each rank shows it, by mime type. Equal values are shown once."""
+class Shown(Mapping[int, str]):
+    """A cell's value as text, by rank. In a notebook it shows each rank's value, and equal values once.
+
+    Args:
+        bundles: The value as each rank shows it, by mime type.
+    """
 
     def __init__(self, bundles: Mapping[int, dict[str, str]]) -> None:
         self._bundles = dict(sorted(bundles.items()))
 
-    def __bool__(self) -> bool:
-        return bool(self._bundles)
-
     def __getitem__(self, rank: int) -> str:
-        """Return the text of one rank's value."""
         return self._bundles[rank][_TEXT]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._bundles)
+
+    def __len__(self) -> int:
+        return len(self._bundles)
 
     def __repr__(self) -> str:
         parts = []

@@ -62,17 +62,19 @@ class PendingRequest(RankRequest):
         self.killed: list[int] = []  # ranks that ignored the interrupt
         self.interrupt: BaseException | None = None  # the first one, or another exception that ended the wait
 
-    def ask(self) -> None:
-        """Send the request and wait until every rank has answered or died. A second interrupt kills the pending ranks.
+    def send_and_wait(self) -> None:
+        """Send the request and wait until every rank has answered or died.
 
-        The first interrupt is stored, not raised, like any other exception: raising would abandon the ranks.
+        An interrupt kills the pending ranks if it is the second one, or if a message has reported that they go on after
+        another rank's failure. Another interrupt is stored, not raised, like any other exception: raising would abandon
+        the ranks.
         """
         is_over = False
         with held() as interrupts, interrupts.waking(self.notify):
             while not is_over:
                 try:
-                    if not self.was_asked:
-                        self._connections.ask(self)
+                    if not self.was_queued:
+                        self._connections.send(self)
                     self._wait(interrupts)
                     is_over = True
                 except BaseException as error:  # noqa: BLE001 - a signal handler of the user's may raise anything
@@ -81,10 +83,11 @@ class PendingRequest(RankRequest):
 
     def _act_on(self, interrupts: Interrupts) -> None:
         while (interrupt := interrupts.take()) is not None:
-            if self.interrupt is None:
-                self.interrupt = interrupt
-            elif isinstance(interrupt, KeyboardInterrupt):
+            # Ranks that were interrupted after another rank's failure are killed only when a message has offered that.
+            if isinstance(interrupt, KeyboardInterrupt) and (self.interrupt is not None or self._is_reported):
                 self._kill()
+            elif self.interrupt is None:
+                self.interrupt = interrupt
 
     def _wait(self, interrupts: Interrupts) -> None:
         failed_s: float | None = None

@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -36,8 +37,9 @@ class RankRequest:
     values: dict[int, int] = dataclasses.field(default_factory=dict)  # the descriptors that came with the replies
     # Messages that ranks sent before their answers, each with the rank, in order.
     incoming: collections.deque[tuple[int, Displayed | Prompt]] = dataclasses.field(default_factory=collections.deque)
-    lost: set[int] = dataclasses.field(default_factory=set)  # ranks that have died, or that it couldn't reach
-    was_asked: bool = False  # it was passed to ``RankConnections.ask``
+    # Ranks that have died, or that it couldn't reach, with the time when this was noticed, in seconds since the epoch.
+    lost: dict[int, float] = dataclasses.field(default_factory=dict)
+    was_queued: bool = False  # it was passed to ``RankConnections.send``
     was_sent: bool = False  # the ranks will answer
     _news: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -77,10 +79,10 @@ class RankConnections:
         self._put(lambda: self._take(joined))
         joined.was_taken.wait(_SEND_DEADLINE_S)
 
-    def ask(self, request: RankRequest) -> None:
+    def send(self, request: RankRequest) -> None:
         """Send a request, without waiting for answers. A second call with the same request does nothing."""
-        self._put(lambda: self._send(request))
-        request.was_asked = True
+        self._put(lambda: self._deliver(request))
+        request.was_queued = True
 
     def tell(self, rank: int, message: messages.Input | messages.Leave) -> None:
         """Send a rank a message that has no answer."""
@@ -156,14 +158,14 @@ class RankConnections:
         self._poll.register(joined.connection.fileno(), select.POLLIN)
         joined.was_taken.set()
 
-    def _send(self, request: RankRequest) -> None:
+    def _deliver(self, request: RankRequest) -> None:
         if request.was_sent:
             return
         self._requests[request.number] = request
         request.was_sent = True
         for rank, (body, descriptors) in request.outgoing.items():
             if rank not in self._joined:
-                request.lost.add(rank)
+                request.lost[rank] = time.time()
             self._send_to(rank, body, descriptors)
         for descriptor in {number for _, descriptors in request.outgoing.values() for number in descriptors}:
             os.close(descriptor)
@@ -207,5 +209,5 @@ class RankConnections:
             joined.close()
         for request in list(self._requests.values()):
             if rank in request.pending:
-                request.lost.add(rank)
+                request.lost[rank] = time.time()
                 request.notify()

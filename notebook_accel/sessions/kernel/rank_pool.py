@@ -102,7 +102,7 @@ class RankPool:
         self._output = CellOutput(self.job)
         self._closing.callback(self._output.close)
         self.namespace_sync = NamespaceSync(self.job.world_size)
-        self._group_recovery = GroupRecovery(self.job.world_size, self._ask_quietly)
+        self._group_recovery = GroupRecovery(self.job.world_size, self._ask)
 
     def _launched(self, job: Job) -> None:
         self._job = job  # set first, since an interrupt may come
@@ -130,7 +130,7 @@ class RankPool:
                 raise self._death_error(rank)
         return chosen
 
-    def ask(
+    def run_request(
         self,
         make: Callable[..., messages.ToRank],
         ranks: Sequence[int] | None,
@@ -150,16 +150,16 @@ class RankPool:
         with self._turn(title, note):
             chosen = self.chosen(ranks)
             parcels = self.namespace_sync.pack(inputs, chosen)
-            again = sorted({name for parcel in parcels for name in parcel.again})
-            if again:
-                print(f"Sent again after a change in the notebook: {', '.join(again)}", file=sys.stderr)
+            resent = sorted({name for parcel in parcels for name in parcel.resent})
+            if resent:
+                print(f"Sent again after a change in the notebook: {', '.join(resent)}", file=sys.stderr)
             request = self._request(make, chosen, parcels, is_users=True, **fields)
             self._output.start()
             self.job.expect_steps(chosen)
             try:
                 if note is not None:
                     note("running")
-                self._ask_and_settle(request)
+                self._send_and_settle(request)
                 return self._conclude(request, parcels, is_pull=make is messages.Pull)
             finally:
                 self.job.expect_steps([])
@@ -175,11 +175,11 @@ class RankPool:
             self.chosen([rank])
             request = self._request(messages.Debug, [rank], is_users=True, console=console)
             self._output.start()
-            self._ask_and_settle(request)
+            self._send_and_settle(request)
             interrupts.forget_taken()  # an interrupt is a normal way to leave the debugger
             replies = request.replies
             self._connections.drop(request)
-            self._output.finish(replies)
+            self._finish(replies)
             # A typed command may have entered a collective.
             self._group_recovery.after(self.alive, is_broken=bool(request.lost or request.interrupted))
         if request.lost:
@@ -196,7 +196,7 @@ class RankPool:
                 return None
             request = self._request(messages.LookUp, [0], text=text, describes=describes)
             timeout_s = _LOOKUP_DEADLINE_S if timeout_s is None else timeout_s
-            self._ask_for(timeout_s, request, until=lambda: interrupts.has_pending)
+            self._send_with_deadline(request, timeout_s, until=lambda: interrupts.has_pending)
             reply = request.replies.get(0)
             return None if reply is None else reply.lines
 
@@ -250,11 +250,14 @@ class RankPool:
 
     def _tell_where_to_wait(self, folder: str, name: str) -> None:
         """Send the ranks the folder where they wait for the next kernel; empty: end with this one. Uninterruptible."""
-        self._ask_for(_END_DEADLINE_S, self._request(messages.Detach, self.alive, folder=folder, name=name))
+        request = self._request(messages.Detach, self.alive, folder=folder, name=name)
+        self._send_with_deadline(request, _END_DEADLINE_S)
 
-    def _ask_for(self, timeout_s: float, request: PendingRequest, until: Callable[[], bool] = lambda: False) -> None:
+    def _send_with_deadline(
+        self, request: PendingRequest, timeout_s: float, until: Callable[[], bool] = lambda: False
+    ) -> None:
         """Send a request, and wait for its answers for a limited time."""
-        self._connections.ask(request)
+        self._connections.send(request)
         deadline_s = time.monotonic() + timeout_s
         while request.pending and (left_s := deadline_s - time.monotonic()) > 0 and not until():
             request.wait(min(left_s, _POLL_PERIOD_S))
@@ -391,18 +394,19 @@ class RankPool:
             stacks=self.job.stacks if is_users and console is None else None,
         )
 
-    def _ask_quietly(
+    def _ask(
         self, make: Callable[..., messages.ToRank], ranks: Sequence[int], **fields: Any
     ) -> dict[int, messages.Reply]:
+        """Send ranks a request without user code, wait for its end, and return the replies."""
         request = self._request(make, ranks, **fields)
-        self._ask_and_settle(request)
+        self._send_and_settle(request)
         self._connections.drop(request)
         return request.replies
 
-    def _ask_and_settle(self, request: PendingRequest) -> None:
+    def _send_and_settle(self, request: PendingRequest) -> None:
         """Send a request, and wait until none of its interrupts can hit the next request."""
         with held() as interrupts:
-            request.ask()
+            request.send_and_wait()
             if request.output is not None:  # user code has ended; its follow-up requests can't be interrupted
                 interrupts.close()
         self._killed.update(request.killed)
@@ -410,16 +414,14 @@ class RankPool:
         # to the connection afterwards; so each interrupted rank answers one more, empty request.
         interrupted = [rank for rank in request.interrupted if rank in self.alive]
         if interrupted:
-            self._ask_quietly(messages.Settle, interrupted)
+            self._ask(messages.Settle, interrupted)
 
     def _conclude(self, request: PendingRequest, parcels: list[Parcel], *, is_pull: bool) -> dict[int, Answer]:
         """Record the ranks' variables, show their output, and return their answers or raise their failure."""
         replies = dict(sorted(request.replies.items()))
         for parcel in parcels:
             self.namespace_sync.sent(parcel, lacking=[rank for rank, reply in replies.items() if reply.lacks_delivery])
-        for rank, reply in replies.items():
-            self.namespace_sync.note(rank, reply.bound, reply.unbound)
-        self._output.finish(replies)
+        self._finish(replies)
         if request.lost or any(reply.failed is not None for reply in replies.values()):
             if self._is_closed:
                 raise RunStoppedError(self._closed_text)
@@ -430,12 +432,23 @@ class RankPool:
         values = self._values(request, is_pull=is_pull)
         return {rank: (reply, values.get(rank)) for rank, reply in replies.items()}
 
+    def _finish(self, replies: Mapping[int, messages.Reply]) -> None:
+        """Record which variables the ranks have after user code, and show the rest of its output."""
+        for rank, reply in replies.items():
+            self.namespace_sync.note(rank, reply.own, reply.deleted)
+        self._output.finish(replies)
+
     def _failure(self, request: PendingRequest, replies: Mapping[int, messages.Reply]) -> BaseException:
-        if request.lost:
-            return self._death_error(min(request.lost))
+        deaths = {rank: self._death_error(rank) for rank in sorted(request.lost, key=request.lost.__getitem__)}
+        if deaths:
+            raised_s = failures.first_raised_s(replies, request.interrupted)
+            is_cause = raised_s is None or raised_s > min(request.lost.values())
+            if is_cause or self.job.done or request.interrupt is not None:
+                return next(iter(deaths.values()))
         if request.interrupt is not None:
             return failures.describe_interrupt(request.interrupt, replies)
         failure = failures.first_failure(replies, request.interrupted, self.job.world_size, self.namespace_sync.origins)
+        failures.add_deaths(failure, deaths, request.killed)
         self._failed_rank = failure.rank
         return failure
 
@@ -455,7 +468,7 @@ class RankPool:
     def _count_as_pulled(self, values: Mapping[str, Any]) -> None:
         """Let values that were pulled count as the ranks' values of these names, so that they aren't sent again."""
         numbers = self.namespace_sync.number_pulled(values)
-        replies = self._ask_quietly(messages.CountAsPulled, self.alive, numbers=numbers)
+        replies = self._ask(messages.CountAsPulled, self.alive, numbers=numbers)
         self.namespace_sync.pulled(values, {rank: reply.lines for rank, reply in replies.items()})
 
     @property

@@ -140,8 +140,8 @@ class Session:
         inputs: Inputs = Inputs(),  # noqa: B008 - it is frozen
         **fields: Any,
     ) -> SessionJob:
-        """Create the job of a request to ranks, by default all. See ``RankPool.ask``."""
-        return SessionJob(title, functools.partial(self._pool.ask, make, ranks, inputs, **fields), self.stacks)
+        """Create the job of a request to ranks, by default all. See ``RankPool.run_request``."""
+        return SessionJob(title, functools.partial(self._pool.run_request, make, ranks, inputs, **fields), self.stacks)
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Results:
         """Call a function on all ranks, and return each rank's value.

@@ -20,7 +20,7 @@ from notebook_accel.uninterruptible import Latch
 
 _POLL_PERIOD_S = 0.1
 
-Ask: TypeAlias = Callable[..., Mapping[int, Answer]]
+RunRequest: TypeAlias = Callable[..., Mapping[int, Answer]]
 
 
 class SessionJob(Handle):
@@ -28,14 +28,14 @@ class SessionJob(Handle):
 
     Args:
         name: The code's name, such as ``In[7]``.
-        ask: Function that sends the request, waits for its end, and returns the ranks' answers. Takes the request's
-            ``title``, and in the background a function ``note``, which it calls with the job's status.
+        run_request: Function that sends the request, waits for its end, and returns the ranks' answers. Takes the
+            request's ``title``, and in the background a function ``note``, which it calls with the job's status.
         stacks: Function that takes a deadline in seconds and returns the ranks' stacks.
     """
 
-    def __init__(self, name: str, ask: Ask, stacks: Callable[[float], Stacks]) -> None:
+    def __init__(self, name: str, run_request: RunRequest, stacks: Callable[[float], Stacks]) -> None:
         super().__init__(name)
-        self._ask = ask
+        self._run_request = run_request
         self._stacks = stacks
         self._answers: Mapping[int, Answer] = {}
         self._error: BaseException | None = None
@@ -83,7 +83,7 @@ class SessionJob(Handle):
 
     def run(self) -> SessionJob:
         """Run the code, and return this job once it has ended. Raises the code's error."""
-        self._answers = self._ask(title=self.name)
+        self._answers = self._run_request(title=self.name)
         self._ended.set()
         return self
 
@@ -121,7 +121,7 @@ class SessionJob(Handle):
     def _run_in_thread(self) -> None:
         try:
             with held(self._interrupts):
-                self._answers = self._ask(title=self.name, note=self._note)
+                self._answers = self._run_request(title=self.name, note=self._note)
         except KeyboardInterrupt:
             self._error, self._end = RunStoppedError(f"{self.name} was interrupted."), "stopped"
         except BaseException as error:  # noqa: BLE001 - results() raises it

@@ -150,13 +150,12 @@ class _SessionRank:
             if "values" in fields:
                 fields, descriptors = self._sealed(fields, opened)
             self._note(request, fields)
-            bound, unbound = self._tracker.changes()
             streams.flush()
             reply = messages.Reply(
                 number=request.number,
                 lacks_delivery=self._lacks_delivery,
-                bound=bound,
-                unbound=unbound,
+                own=self._tracker.own(),
+                deleted=self._tracker.deleted(),
                 log_bytes=streams.log_bytes(),
                 steps=reporting.reporter().catch_up(),
                 **fields,

@@ -13,7 +13,7 @@ import os
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from notebook_accel.errors import PayloadError
 from notebook_accel.formatting import clipped
@@ -24,19 +24,22 @@ from notebook_accel.protocol.session_messages import Delivery
 from notebook_accel.sessions import shared_parts
 
 _MISSING = object()
-
-# The contents of a sealed file: variables, objects that get numbers, tensors to write to (with their new values, or
-# ``None``, and with ``requires_grad``), modules to import, and a call with its arguments.
-SealedDelivery = tuple[
-    dict[str, Any],
-    list[Any],
-    Sequence[tuple[Any, Any, bool]],
-    tuple[str, ...],
-    "tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None",
-]
 _DOTTED = re.compile(r"(?:[^\W\d]\w*\.)*(?:[^\W\d]\w*)?$")
 _MOST_CHARACTERS = 4000
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+class SealedDelivery(NamedTuple):
+    """The contents of a sealed file."""
+
+    names: dict[str, Any]  # variables
+    shared: list[Any]  # objects that get numbers
+    # Tensors to write to, with their new values (``None``: the rank's own) and with ``requires_grad``.
+    written: Sequence[tuple[Any, Any, bool]]
+    # Optimizers to write to, with their defaults, parameter groups and state (``None``: the rank's own).
+    settings: Sequence[tuple[Any, dict[str, Any], list[dict[str, Any]], Any]]
+    submodules: tuple[str, ...]  # modules to import
+    call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None  # a function with its arguments
 
 
 class NamespaceTracker:
@@ -45,8 +48,7 @@ class NamespaceTracker:
     def __init__(self, namespace: dict[str, Any]) -> None:
         self._namespace = namespace
         self._given = set(namespace)  # names that every rank has from its start
-        self._taken: dict[str, Any] = {}
-        self._own: set[str] = set()
+        self._taken: dict[str, Any] = {}  # values from the notebook; ``_MISSING`` once the rank has deleted the name
         self.objects: dict[int, Any] = {}  # from the notebook, by the numbers by which later deliveries refer to them
         self._tensor_numbers: dict[int, dict[str, int]] = {}  # of each model, by its number and their names
 
@@ -62,9 +64,11 @@ class NamespaceTracker:
         self._follow_models()
         try:
             opened = serialization.load(descriptor, namespace=self._namespace, origins=self.objects)
-            names, shared, written, submodules, call = opened.value
-            for tensor, values, requires_grad in written:
+            contents: SealedDelivery = opened.value
+            for tensor, values, requires_grad in contents.written:
                 shared_parts.write(tensor, values, requires_grad=requires_grad)
+            for optimizer, defaults, groups, state in contents.settings:
+                shared_parts.set_up(optimizer, defaults, groups, state)
         except BaseException:  # otherwise names that have arrived would count as the rank's own, and not be sent again
             for name in self._namespace.keys() - before.keys():
                 del self._namespace[name]
@@ -73,23 +77,22 @@ class NamespaceTracker:
         # Functions bring the globals that they use. These must not replace variables that the rank has.
         self._namespace.update(before)
         arrived = {name: obj for name, obj in opened.by_value if name is not None and name not in before}
-        arrived.update((name, obj) for name, obj in names.items() if name in delivery.by_force or not self.is_own(name))
+        arrived.update(
+            (name, obj) for name, obj in contents.names.items() if name in delivery.pushed or not self.is_own(name)
+        )
         self._namespace.update(arrived)
         for name in self._namespace.keys() - before.keys() | arrived.keys():
             self._taken[name] = self._namespace[name]
         for number in delivery.forgotten:
             self.objects.pop(number, None)
             self._tensor_numbers.pop(number, None)
-        arrived_parts = dict(zip(delivery.shared, shared, strict=True))
-        for number in delivery.same_statistics:
-            arrived_parts[number].state = self.objects[number].state
-        self._number(arrived_parts.items())
+        self._number(zip(delivery.shared, contents.shared, strict=True))
         definitions = zip(delivery.by_value, (obj for _, obj in opened.by_value), strict=True)
         self._number((number, obj) for number, obj in definitions if number >= 0)
-        for name in submodules:
+        for name in contents.submodules:
             with contextlib.suppress(ImportError):  # code that needs the module raises by itself
                 importlib.import_module(name)
-        return call
+        return contents.call
 
     def count_as_pulled(self, numbers: Mapping[str, Sequence[int]]) -> list[str]:
         """Give the parts of variables, by the variables' names, the numbers of the notebook's copies of them.
@@ -135,19 +138,22 @@ class NamespaceTracker:
         """
         self.objects.clear()
         self._tensor_numbers.clear()
-        self._own = {name for name in self._namespace if self.is_own(name)}
         sent = [
             name
             for name, value in self._taken.items()
-            if self._namespace.get(name, _MISSING) is value and not isinstance(value, types.ModuleType)
+            if name in self._namespace and not self.is_own(name) and not isinstance(value, types.ModuleType)
         ]
-        return sorted(self._own), sorted(sent)
+        return self.own(), sorted(sent)
 
-    def changes(self) -> tuple[list[str], list[str]]:
-        """Return the names that became the rank's own since the last call, and the names that no longer are."""
-        own = {name for name in self._namespace if self.is_own(name)}
-        before, self._own = self._own, own
-        return sorted(own - before), sorted(before - own)
+    def own(self) -> list[str]:
+        """Return the names that the rank itself has bound."""
+        return sorted(name for name in list(self._namespace) if self.is_own(name))  # threads may bind others
+
+    def deleted(self) -> list[str]:
+        """Return the names that came from the notebook and that the rank no longer has. Release their values."""
+        names = [name for name in self._taken if name not in self._namespace]
+        self._taken.update(dict.fromkeys(names, _MISSING))
+        return sorted(names)
 
 
 def share_with_workers(namespace: dict[str, Any], spec: JobSpec) -> None:

@@ -37,7 +37,7 @@ run.put(rank)
 process = subprocess.Popen(["sleep", "60"])
 line.send(events.encode(events.Started(pid=process.pid)))
 made._read_rank(run, rank)
-run.end("interrupt")
+run.end_ranks("interrupt")
 print(process.wait(20))
 """
 
@@ -75,8 +75,15 @@ def test_kernel_hears_of_the_end_of_a_run_before_its_logs_are_tidied_up() -> Non
     assert done.stdout.startswith("[RunEnded(job_id='1'"), (done.stdout, done.stderr)
 
 
+def test_message_that_the_agent_does_not_know_ends_no_run() -> None:
+    heard = "made._handle_order(messages.Idle(), Message(b'', [], is_whole=True))\nprint(made._is_leaving, run.reason)"
+    command = [sys.executable, "-c", f"{_AGENT_WITH_A_RUN}{heard}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "False \n", done.stderr
+
+
 _DETACH_WITHOUT_ROOM = f"""{_AGENT_WITH_A_RUN}
-made._hear(messages.Detach(job_id="1", folder="/nowhere"), Message(b"", [], is_whole=False))
+made._handle_order(messages.Detach(job_id="1", folder="/nowhere"), Message(b"", [], is_whole=False))
 made._audience.flush()
 print([messages.decode_for_kernel(frame.body).why for frame in kernel.receive()], [*made._runs])
 """

@@ -78,7 +78,7 @@ class Agent:
 
     def close(self) -> None:
         self.theirs.close()
-        self.runs.heard(messages.Exited(job_id="1", rank=messages.ELASTIC, status=0, peak_bytes=0))
+        self.runs.handle_report(messages.Exited(job_id="1", rank=messages.ELASTIC, status=0, peak_bytes=0))
         self._end_ranks()
         self.run.close_descriptors()
         self._loop._selector.close()

@@ -23,6 +23,8 @@ from notebook_accel.launching.kernel import cell
     ("for i in items:\n    best = max(best, i)", ("items", "best")),
     ("while flag:\n    x = 1\nx", ("flag", "x")),
     ("with open_it() as file:\n    y = file\ny", ("open_it",)),
+    ("import contextlib\nwith contextlib.suppress(KeyError) as s:\n    y = int(z)\ny, s", ("y", "z")),
+    ("from contextlib import suppress\ny = 1\nwith suppress(KeyError):\n    del y\n    z = 2\ny, z", ("y", "z")),
     ("try:\n    x = risky()\nexcept E as error:\n    print(error)\nx", ("risky", "E", "x")),
     ("def f(a): return a + g + h\ng = 1\nf(2)", ("g", "h")),
     ("class C(Base):\n    def m(self): return helper", ("Base", "helper")),

@@ -122,7 +122,10 @@ def test_amds_gpus_are_launched_on_as_on_cuda(
     found = Devices.find(LaunchConfig())
     assert found == Devices("GPU", 3)
     variables = launcher._variables(LaunchConfig(), found)
-    assert "ACCELERATE_USE_CPU" not in variables and "CUDA_VISIBLE_DEVICES" not in variables
+    assert (variables["ACCELERATE_USE_CPU"], variables["NOTEBOOK_ACCEL_OVERSUBSCRIBE"]) == ("false", "false")
+    assert "CUDA_VISIBLE_DEVICES" not in variables
+    shared = LaunchConfig(num_processes=4, oversubscribe=True)
+    assert launcher._variables(shared, found)["NOTEBOOK_ACCEL_OVERSUBSCRIBE"] == "true"
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1,2")
     assert Devices.find(LaunchConfig()) == Devices("GPU", 2)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")

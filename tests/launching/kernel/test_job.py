@@ -87,6 +87,9 @@ def test_logs_are_of_ranks_that_there_are(job: Job, rank: int, tmp_path: pathlib
     job.log_files = (tmp_path / "rank_0.log", tmp_path / "rank_1.log")
     with pytest.raises(IndexError, match=f"no rank {rank}: this run has ranks 0 to 1"):
         job.logs(rank)
+    job.deliver(0, events.Numbered(first_rank=2, world_size=4))
+    with pytest.raises(IndexError, match="no rank 1: this node has ranks 2 to 3"):
+        job.logs(1)
 
 
 def test_result_that_is_not_there_yet(job: Job) -> None:
@@ -165,6 +168,9 @@ def test_logs_are_text(tmp_path: pathlib.Path, job: Job) -> None:
     (tmp_path / "rank_1.log").write_text("a\nb\n")
     assert (logged.logs(1), logged.logs(1, tail=1)) == ("a\nb\n", "b\n")
     assert logged.logs(0) == ""  # the rank is about to be started
+    logged.deliver(0, events.Numbered(first_rank=2, world_size=4))
+    assert logged.logs(3) == "a\nb\n"  # by its number among all nodes' ranks
+    logged.deliver(0, events.Numbered(first_rank=0, world_size=2))
     logged.deliver(0, events.Started(pid=7))
     with pytest.raises(NotebookAccelError, match=r"rank_0\.log can't be read: No such file"):
         logged.logs(0)
