@@ -138,7 +138,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu_ids", metavar="INT,...", help="The GPUs that ranks may use. Default: all that are visible."
     )
     parser.add_argument(
-        "--num_machines", type=int, metavar="INT", help="As --num_nodes, with --num_processes for all of them together."
+        "--num_machines",
+        type=int,
+        metavar="INT",
+        help="As --num_nodes, but num_processes, from the flag or elsewhere, counts those of all nodes.",
     )
     parser.add_argument("--machine_rank", type=int, metavar="INT", help="The same as --node_rank.")
     parser.add_argument("--main_process_ip", metavar="STR", help="The same as --master_addr.")
@@ -217,13 +220,24 @@ def _set_variables(parsed: argparse.Namespace) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = parsed.gpu_ids
     if parsed.debug:
         os.environ[environment.DEBUG[0]] = "1"
+    # An exported script has settings of its own, which count where no variable is set. So a flag that turns one off
+    # needs its variable.
+    for option, variable, off in (
+        ("mixed_precision", environment.MIXED_PRECISION, "no"),
+        ("dynamo_backend", f"{environment.DYNAMO}BACKEND", "no"),
+        ("fsdp", environment.USE_FSDP, False),
+        ("use_cpu", environment.USE_CPU, False),
+    ):
+        if getattr(parsed, option) == off:
+            os.environ[variable] = str(off).lower()
 
 
 def _options(parsed: argparse.Namespace) -> LaunchConfig:
     given: dict[str, Any] = config.given_flags(parsed)
     if parsed.cpu:
         given["use_cpu"] = True
-    given |= _of_machines(parsed)
+    asked = {"num_nodes": parsed.num_machines, "node_rank": parsed.machine_rank, "master_addr": parsed.main_process_ip}
+    given |= {name: value for name, value in asked.items() if value is not None}
     settings = [
         f"{name}={value}" for name in environment.FSDP_OPTIONS for value in getattr(parsed, f"fsdp_{name}") or ()
     ]
@@ -232,7 +246,7 @@ def _options(parsed: argparse.Namespace) -> LaunchConfig:
     file = parsed.config_file or config.default_path()
     if parsed.config_file is not None and not file.exists():
         raise ConfigError(f"There is no configuration file {file}.", fix="notebook-accel config writes one")
-    chosen = config.resolve(given, file=file)
+    chosen = _shared_out(config.resolve(given, file=file), parsed.num_machines or 1)
     devices = Devices.find(chosen)
     for flag, is_asked, is_there, kind in (
         ("--multi_gpu", parsed.multi_gpu, devices.kind == "GPU", "GPU"),
@@ -246,19 +260,17 @@ def _options(parsed: argparse.Namespace) -> LaunchConfig:
     return chosen
 
 
-def _of_machines(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Return the options for Accelerate's flags about several machines."""
-    asked = {"num_nodes": parsed.num_machines, "node_rank": parsed.machine_rank, "master_addr": parsed.main_process_ip}
-    given = {name: value for name, value in asked.items() if value is not None}
-    if (parsed.num_machines or 1) > 1 and isinstance(parsed.num_processes, int):
-        if parsed.num_processes % parsed.num_machines:
-            raise ConfigError(
-                f"{parsed.num_processes} processes can't be shared out evenly among {parsed.num_machines} machines.",
-                why="With --num_machines, --num_processes counts those of all machines, as with Accelerate.",
-                fix="a multiple, or --num_nodes, with which it counts those of each",
-            )
-        given["num_processes"] = parsed.num_processes // parsed.num_machines
-    return given
+def _shared_out(chosen: LaunchConfig, machines: int) -> LaunchConfig:
+    """Return the options with the number of processes on each machine instead of on all together."""
+    if machines == 1 or chosen.num_processes is None:
+        return chosen
+    if chosen.num_processes % machines:
+        raise ConfigError(
+            f"{chosen.num_processes} processes can't be shared out evenly among {machines} machines.",
+            why="With --num_machines, num_processes counts those of all machines, as with Accelerate.",
+            fix="a multiple, or --num_nodes, with which it counts those of each",
+        )
+    return chosen.replace(num_processes=chosen.num_processes // machines)
 
 
 def _status(error: RankFailedError) -> int:

@@ -60,6 +60,7 @@ if __name__ == "__main__":
 def script(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """A training script in the current folder, without a configuration of the user's."""
     monkeypatch.setenv("NOTEBOOK_ACCEL_CONFIG_FILE", str(tmp_path / "config.yaml"))
+    (tmp_path / "config.yaml").touch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -237,18 +238,41 @@ def test_options_come_from_the_configuration_file(script: pathlib.Path, capsys: 
     assert "mixed_precision='fp16' was asked for, and the ranks run on the CPU." in capsys.readouterr().err
 
 
-def test_machines_of_accelerates_flags_are_nodes() -> None:
+@pytest.mark.parametrize("source", ["flag", "file", "variable"])
+def test_machines_of_accelerates_flags_are_nodes(
+    script: pathlib.Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parser = argparse.ArgumentParser()
     launch_command.add_arguments(parser)
-    line = "--num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --num_processes 4 train.py"
-    assert launch_command._of_machines(parser.parse_args(line.split())) == {
-        "num_nodes": 2, "node_rank": 1, "master_addr": "10.0.0.1", "num_processes": 2
-    }  # fmt: skip
+    line = "--num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 train.py"
+    if source == "flag":
+        line = f"--num_processes 4 {line}"
+    elif source == "file":
+        config.default_path().write_text("num_processes: 4")
+    else:
+        monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "4")
+    assert launch_command._options(parser.parse_args(line.split())) == config.LaunchConfig(
+        num_nodes="2", node_rank=1, master_addr="10.0.0.1", num_processes=2
+    )
 
 
 @pytest.mark.usefixtures("template")
-def test_script_may_have_a_name_that_no_run_may_have(script: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_script_with_an_odd_name_and_settings_of_its_own_gets_those_of_the_flags(
+    script: pathlib.Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_DYNAMO_BACKEND": "eager",
+    }
+    for name in settings:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # at the end of the test too
     odd = script.with_name("odd\nname.py")
-    odd.write_text("print('hello')")
-    assert launch(odd) == 0
-    assert "0-1 │ hello" in capfd.readouterr().out
+    odd.write_text(
+        "import os\n"
+        f"own = {settings}\n"
+        "print('hello', *[os.environ.setdefault(name, value) for name, value in own.items()])"
+    )
+    assert launch("--mixed_precision", "no", "--no-fsdp", odd) == 0
+    assert "0-1 │ hello no false eager\n" in capfd.readouterr().out
