@@ -155,7 +155,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag in _FLAGS:
         flag.add_to(parser)
     parser.add_argument("script", help="The script, or with -m the module.")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The script's arguments.")
+    arguments = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The script's arguments.")
+    arguments.required = False  # in the error about a missing script
 
 
 def _refuse_foreign_flags(parsed: argparse.Namespace) -> None:
@@ -202,14 +203,19 @@ def run(parsed: argparse.Namespace) -> int:
             sys.stderr.write(f"{error}\n")
             return _status(error)
         except KeyboardInterrupt as interrupt:
-            text = "\n".join(
-                getattr(interrupt, "_render_traceback_", lambda: [f"{_INTERRUPT}: nothing was launched."])()
-            )
+            text = _described(interrupt)
             if received.number != signal.SIGINT:
                 text = text.replace(_INTERRUPT, received.number.name, 1)
             sys.stderr.write(f"\n{text}\n")
             return 128 + received.number  # as in shells
     return 0
+
+
+def _described(interrupt: KeyboardInterrupt) -> str:
+    if hasattr(interrupt, "_render_traceback_"):
+        return "\n".join(interrupt._render_traceback_())
+    is_another = isinstance(interrupt.__context__, KeyboardInterrupt)
+    return f"{_INTERRUPT}: {'the ranks are killed' if is_another else 'nothing was launched'}."
 
 
 def _set_variables(parsed: argparse.Namespace) -> None:
@@ -290,8 +296,9 @@ class EndSignal:
         has_closed = silence_closed_streams()
         if number == signal.SIGPIPE and not has_closed:  # from a socket, whose writer gets an error too
             return
-        if self.number == signal.SIGINT:
-            self.number = signal.Signals(number)
+        if self.number != signal.SIGINT:  # systemd and closed terminals send several, which mustn't shorten the grace
+            return
+        self.number = signal.Signals(number)
         raise KeyboardInterrupt
 
 

@@ -109,7 +109,7 @@ def test_option_that_is_not_allowed_is_one_clear_line(capsys: pytest.CaptureFixt
     ("arguments", "said"),
     [
         ([], "usage: notebook-accel [-h]"),
-        (["launch"], "usage: notebook-accel launch [-h]"),
+        (["launch"], "the following arguments are required: script\n"),
         (["doctor", "--gpus", "2"], "notebook-accel doctor: there is no option --gpus; is it --num_processes? "),
         (["launch", "--num_proceses=2", "train.py"], "there is no option --num_proceses=2; is it --num_processes? "),
     ],
