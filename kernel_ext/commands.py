@@ -13,7 +13,6 @@ from IPython.core.getipython import get_ipython
 
 from kernel_ext.arguments import Parser
 from kernel_ext.config_form import ConfigForm
-from notebook_accel import config as configuration
 from notebook_accel import runs_command
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.formatting import aligned, format_count, format_duration, format_size, json_text, plain_lines
@@ -255,7 +254,7 @@ def _push(variables: dict[str, Any]) -> None:
 
 
 def _doctor(given: argparse.Namespace) -> None:
-    found = launcher.examine(configuration.resolve({}, file=configuration.default_path()))
+    found = launcher.examine({})
     print(json_text(found.to_dict()) if given.json else found)
 
 

@@ -163,8 +163,7 @@ def _config(parsed: argparse.Namespace) -> int:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    asked = config.resolve(config.given_flags(parsed), file=config.default_path())
-    found = launcher.examine(asked, tries=parsed.trial)
+    found = launcher.examine(config.given_flags(parsed), tries=parsed.trial)
     print(json_text(found.to_dict(), indent=2) if parsed.json else found)
     return int(found.is_refused)
 

@@ -194,9 +194,14 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return _checked({**msgspec.structs.asdict(self), **changes})
 
 
-def training_variables(config: LaunchConfig) -> dict[str, str]:
-    """Return the environment variables by which an ``Accelerator`` finds these options."""
-    variables: dict[str, str] = {environment.MIXED_PRECISION: config.mixed_precision}
+def training_variables(config: LaunchConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment variables by which an ``Accelerator`` finds these options.
+
+    A precision or a backend of ``no`` needs none, so that a script may have its own.
+    """
+    variables: dict[str, str] = {}
+    if config.mixed_precision != "no" or environment.MIXED_PRECISION in environ:
+        variables[environment.MIXED_PRECISION] = config.mixed_precision
     if config.gradient_accumulation_steps is not None:
         variables[environment.GRADIENT_ACCUMULATION_STEPS] = str(config.gradient_accumulation_steps)
     if config.dynamo_backend != "no":  # otherwise the user's own variable counts
@@ -261,7 +266,7 @@ def _option(field: msgspec.inspect.Field) -> Option:
 
 def default_path() -> pathlib.Path:
     """Return the configuration file's path: ``NOTEBOOK_ACCEL_CONFIG_FILE``, or one in the user's cache folder."""
-    named = os.environ.get("NOTEBOOK_ACCEL_CONFIG_FILE")
+    named = os.environ.get(environment.CONFIG_FILE)
     if named:
         return config_file.from_home(named)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -310,34 +315,50 @@ def resolve(
 ) -> LaunchConfig:
     """Merge defaults < file < environment (``NOTEBOOK_ACCEL_<OPTION>``) < arguments.
 
+    Accelerate's variable for the precision counts too, below ours.
+
     Args:
         arguments: Options that were given in code or as flags; ``None`` counts as not given.
-        file: A configuration file, ignored if it doesn't exist. The default file is also ignored if its folder can't be
-            read.
+        file: A configuration file. It is ignored if it doesn't exist or its folder can't be read, unless a variable of
+            this process names it.
         environ: The environment to read.
 
     Raises:
-        ConfigError: A value isn't allowed, wherever it came from.
+        ConfigError: A value isn't allowed, wherever it came from; or there is no file that a variable names.
     """
     merged: dict[str, Any] = load(file) if file is not None and _is_there(file) else {}
     for option in fields():
-        text = environ.get(f"NOTEBOOK_ACCEL_{option.name.upper()}")
-        if text:
-            merged[option.name] = from_text(option, text)
+        for name in (f"NOTEBOOK_ACCEL_{option.name.upper()}", _VARIABLES_OF_ACCELERATE.get(option.name, "")):
+            if text := environ.get(name):
+                merged[option.name] = _from_variable(option, name, text)
+                break
     merged.update({name: value for name, value in arguments.items() if value is not None})
     return _checked(merged)
 
 
+_VARIABLES_OF_ACCELERATE = {"mixed_precision": environment.MIXED_PRECISION}
+
+
+def _from_variable(option: Option, variable: str, text: str) -> Any:
+    value = from_text(option, text.lower() if option.choices else text)
+    try:
+        _checked({option.name: value})
+    except ConfigError as error:
+        raise ConfigError(f"The environment variable {variable} can't be used: {error.what}", fix=error.fix) from None
+    return value
+
+
 def _is_there(file: pathlib.Path) -> bool:
-    if "NOTEBOOK_ACCEL_CONFIG_FILE" not in os.environ:
+    if not os.environ.get(environment.CONFIG_FILE) or file != default_path():
         return os.path.exists(file)  # also false in an unreadable home, as on a root-squashed file system
     try:
-        return file.exists()
+        file.stat()
     except OSError as error:
         raise ConfigError(
             f"The configuration file {file} can't be read: {error.strerror}.",
-            fix="unset NOTEBOOK_ACCEL_CONFIG_FILE, which names it, or set it to a file that you can read",
+            fix=f"unset {environment.CONFIG_FILE}, which names it, or notebook-accel config to write it",
         ) from None
+    return True
 
 
 def from_text(option: Option, text: str) -> Any:

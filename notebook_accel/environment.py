@@ -23,7 +23,10 @@ DYNAMO = "ACCELERATE_DYNAMO_"  # prefix of the settings of torch.compile
 USE_CPU = "ACCELERATE_USE_CPU"
 USE_FSDP = "ACCELERATE_USE_FSDP"
 USE_PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
+# Accelerate's variables for what isn't supported here.
+UNSUPPORTED = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
 COMPAT = "NOTEBOOK_ACCEL_COMPAT"
+CONFIG_FILE = "NOTEBOOK_ACCEL_CONFIG_FILE"
 SESSION_FOLDER = "NOTEBOOK_ACCEL_SESSION_FOLDER"  # where ranks wait for a kernel, if their session was detached later
 OVERSUBSCRIBE = "NOTEBOOK_ACCEL_OVERSUBSCRIBE"
 PROFILE = "NOTEBOOK_ACCEL_PROFILE"
@@ -43,6 +46,17 @@ FSDP_OPTIONS = {
 }  # fmt: skip
 # Debug mode: ranks compare their collectives before they run them. The second is Accelerate's name.
 DEBUG = ("NOTEBOOK_ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE")
+# Variables of this package that belong to no option. Those with the last two prefixes are for its tests.
+OWN = (
+    *(COMPAT, SESSION_FOLDER, CONFIG_FILE, DEBUG[0], "NOTEBOOK_ACCEL_NAMESPACE", "NOTEBOOK_ACCEL_TIME_LIMIT"),
+    *("NOTEBOOK_ACCEL_CHAOS_", "NOTEBOOK_ACCEL_SCREENSHOTS"),
+)
+
+# Prefixes of variables that change the training. Ranks that differ in one compute other numbers, or wait for ever.
+_OF_TRAINING = (
+    *(MIXED_PRECISION, GRADIENT_ACCUMULATION_STEPS, DYNAMO, USE_CPU, USE_FSDP, USE_PARALLELISM),
+    *("FSDP_", "PARALLELISM_CONFIG_", COMPAT, OVERSUBSCRIBE, *DEBUG),
+)
 
 # Prefixes of variables that torch, its math libraries, Python and the Hugging Face libraries read once, when they are
 # imported or load their shared objects. A template that has imported them has the old values.
@@ -156,8 +170,26 @@ def is_debugging(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def follows_accelerate(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether training behaves as Accelerate does even where that is worse."""
-    return environ.get(COMPAT) == "accelerate"
+    """Return whether training behaves as Accelerate does even where that is worse.
+
+    Raises:
+        ConfigError: The variable has another value than ``accelerate``.
+    """
+    text = environ.get(COMPAT, "")
+    if text not in ("", "accelerate"):
+        raise ConfigError(
+            f"The environment variable {COMPAT} is {text!r}.",
+            why="Its only value is accelerate, for the behaviour of Accelerate even where that is worse.",
+            fix=f"{COMPAT}=accelerate, or unset {COMPAT}",
+        )
+    return bool(text)
+
+
+def training_options(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that change what ranks compute together, by the names of their options."""
+    found = {name: value for name, value in environ.items() if name.startswith(_OF_TRAINING)}
+    unset = {"mixed_precision": "no", "dynamo_backend": "no"}
+    return unset | {name.removeprefix("ACCELERATE_").lower(): value for name, value in found.items()}
 
 
 def import_time_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -138,7 +138,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu_ids", metavar="INT,...", help="The GPUs that ranks may use. Default: all that are visible."
     )
     parser.add_argument(
-        "--num_machines", type=int, metavar="INT", help="As --num_nodes, with --num_processes for all of them together."
+        "--num_machines",
+        type=int,
+        metavar="INT",
+        help="As --num_nodes, but num_processes, from the flag or elsewhere, counts those of all nodes.",
     )
     parser.add_argument("--machine_rank", type=int, metavar="INT", help="The same as --node_rank.")
     parser.add_argument("--main_process_ip", metavar="STR", help="The same as --master_addr.")
@@ -152,7 +155,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag in _FLAGS:
         flag.add_to(parser)
     parser.add_argument("script", help="The script, or with -m the module.")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The script's arguments.")
+    arguments = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The script's arguments.")
+    arguments.required = False  # in the error about a missing script
 
 
 def _refuse_foreign_flags(parsed: argparse.Namespace) -> None:
@@ -199,14 +203,19 @@ def run(parsed: argparse.Namespace) -> int:
             sys.stderr.write(f"{error}\n")
             return _status(error)
         except KeyboardInterrupt as interrupt:
-            text = "\n".join(
-                getattr(interrupt, "_render_traceback_", lambda: [f"{_INTERRUPT}: nothing was launched."])()
-            )
+            text = _described(interrupt)
             if received.number != signal.SIGINT:
                 text = text.replace(_INTERRUPT, received.number.name, 1)
             sys.stderr.write(f"\n{text}\n")
             return 128 + received.number  # as in shells
     return 0
+
+
+def _described(interrupt: KeyboardInterrupt) -> str:
+    if hasattr(interrupt, "_render_traceback_"):
+        return "\n".join(interrupt._render_traceback_())
+    is_another = isinstance(interrupt.__context__, KeyboardInterrupt)
+    return f"{_INTERRUPT}: {'the ranks are killed' if is_another else 'nothing was launched'}."
 
 
 def _set_variables(parsed: argparse.Namespace) -> None:
@@ -217,13 +226,24 @@ def _set_variables(parsed: argparse.Namespace) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = parsed.gpu_ids
     if parsed.debug:
         os.environ[environment.DEBUG[0]] = "1"
+    # An exported script has settings of its own, which count where no variable is set. So a flag that turns one off
+    # needs its variable.
+    for option, variable, off in (
+        ("mixed_precision", environment.MIXED_PRECISION, "no"),
+        ("dynamo_backend", f"{environment.DYNAMO}BACKEND", "no"),
+        ("fsdp", environment.USE_FSDP, False),
+        ("use_cpu", environment.USE_CPU, False),
+    ):
+        if getattr(parsed, option) == off:
+            os.environ[variable] = str(off).lower()
 
 
 def _options(parsed: argparse.Namespace) -> LaunchConfig:
     given: dict[str, Any] = config.given_flags(parsed)
     if parsed.cpu:
         given["use_cpu"] = True
-    given |= _of_machines(parsed)
+    asked = {"num_nodes": parsed.num_machines, "node_rank": parsed.machine_rank, "master_addr": parsed.main_process_ip}
+    given |= {name: value for name, value in asked.items() if value is not None}
     settings = [
         f"{name}={value}" for name in environment.FSDP_OPTIONS for value in getattr(parsed, f"fsdp_{name}") or ()
     ]
@@ -232,7 +252,7 @@ def _options(parsed: argparse.Namespace) -> LaunchConfig:
     file = parsed.config_file or config.default_path()
     if parsed.config_file is not None and not file.exists():
         raise ConfigError(f"There is no configuration file {file}.", fix="notebook-accel config writes one")
-    chosen = config.resolve(given, file=file)
+    chosen = _shared_out(config.resolve(given, file=file), parsed.num_machines or 1)
     devices = Devices.find(chosen)
     for flag, is_asked, is_there, kind in (
         ("--multi_gpu", parsed.multi_gpu, devices.kind == "GPU", "GPU"),
@@ -246,19 +266,17 @@ def _options(parsed: argparse.Namespace) -> LaunchConfig:
     return chosen
 
 
-def _of_machines(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Return the options for Accelerate's flags about several machines."""
-    asked = {"num_nodes": parsed.num_machines, "node_rank": parsed.machine_rank, "master_addr": parsed.main_process_ip}
-    given = {name: value for name, value in asked.items() if value is not None}
-    if (parsed.num_machines or 1) > 1 and isinstance(parsed.num_processes, int):
-        if parsed.num_processes % parsed.num_machines:
-            raise ConfigError(
-                f"{parsed.num_processes} processes can't be shared out evenly among {parsed.num_machines} machines.",
-                why="With --num_machines, --num_processes counts those of all machines, as with Accelerate.",
-                fix="a multiple, or --num_nodes, with which it counts those of each",
-            )
-        given["num_processes"] = parsed.num_processes // parsed.num_machines
-    return given
+def _shared_out(chosen: LaunchConfig, machines: int) -> LaunchConfig:
+    """Return the options with the number of processes on each machine instead of on all together."""
+    if machines == 1 or chosen.num_processes is None:
+        return chosen
+    if chosen.num_processes % machines:
+        raise ConfigError(
+            f"{chosen.num_processes} processes can't be shared out evenly among {machines} machines.",
+            why="With --num_machines, num_processes counts those of all machines, as with Accelerate.",
+            fix="a multiple, or --num_nodes, with which it counts those of each",
+        )
+    return chosen.replace(num_processes=chosen.num_processes // machines)
 
 
 def _status(error: RankFailedError) -> int:
@@ -278,8 +296,9 @@ class EndSignal:
         has_closed = silence_closed_streams()
         if number == signal.SIGPIPE and not has_closed:  # from a socket, whose writer gets an error too
             return
-        if self.number == signal.SIGINT:
-            self.number = signal.Signals(number)
+        if self.number != signal.SIGINT:  # systemd and closed terminals send several, which mustn't shorten the grace
+            return
+        self.number = signal.Signals(number)
         raise KeyboardInterrupt
 
 

@@ -105,6 +105,8 @@ def _logs(parsed: argparse.Namespace) -> int:
 
 
 def _stop(parsed: argparse.Namespace) -> int:
+    if not parsed.name:  # such as an unset variable of a shell; ``find`` would take the run that goes on
+        raise NotebookAccelError("The run to stop has no name.", fix="notebook-accel runs lists them")
     folder = run_folders.find(parsed.name)
     was_held = folder.is_held
     detached.stop(folder)

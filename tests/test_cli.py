@@ -22,7 +22,9 @@ from notebook_accel.launching.kernel import launcher
 
 @pytest.fixture(autouse=True)
 def _no_configuration_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    monkeypatch.setenv("NOTEBOOK_ACCEL_CONFIG_FILE", str(tmp_path / "config.yaml"))
+    monkeypatch.delenv("NOTEBOOK_ACCEL_CONFIG_FILE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config.default_path().parent.mkdir()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "none"))
 
@@ -50,7 +52,7 @@ def test_doctor_says_what_would_be_refused(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_doctor_reads_the_configuration_file(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
-    (tmp_path / "config.yaml").write_text("mixed_precision: fp16\n")
+    config.default_path().write_text("mixed_precision: fp16\n")
     assert cli.main(["doctor"]) == 1
     assert "fp16" in capsys.readouterr().out
 
@@ -60,13 +62,13 @@ def test_doctor_reads_the_configuration_file(capsys: pytest.CaptureFixture[str],
     ("max_restarts: 1\nnum_nodes: '2:4'\n", "refused: "),
     ("num_processes: 300\n", "refused: num_processes=300 is too many for one machine."),
     ("mixed_precision: fp16\n", "refused: mixed_precision='fp16' was asked for"),
+    ("grace_s: long\n", "refused: The configuration file "),
     ("use_cpu: true\n", "Nothing speaks against a launch."),
 ])  # fmt: skip
 def test_every_doctor_says_what_a_launch_would(
     said: str, expected: str, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
-    (tmp_path / "config.yaml").write_text(said)
-    asked = config.resolve({}, file=config.default_path())
+    config.default_path().write_text(said)
     status = cli.main(["doctor"])
     in_terminal = capsys.readouterr().out
     commands.run("doctor")
@@ -80,12 +82,24 @@ def test_every_doctor_says_what_a_launch_would(
     assert all(finding["what"] in in_terminal for finding in as_data["findings"])
     if status:
         with pytest.raises(NotebookAccelError) as refused:
-            launcher.launch_function(print, (), {}, asked)
+            launcher.launch_function(print, (), {}, config.resolve({}, file=config.default_path()))
         assert str(refused.value).splitlines()[0] in in_terminal
 
 
+def test_doctor_finds_that_the_folder_is_deleted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    os.chdir("gone")
+    (tmp_path / "gone").rmdir()
+    assert cli.main(["doctor", "--json"]) == 1
+    [finding] = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["what"].startswith("The kernel's working directory has been deleted")
+
+
 def test_option_that_is_not_allowed_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--num_processes", "two"]) == 1
+    assert cli.main(["launch", "--num_processes", "two", __file__]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("num_processes='two' is not a whole number.\nFix: ")
@@ -95,7 +109,7 @@ def test_option_that_is_not_allowed_is_one_clear_line(capsys: pytest.CaptureFixt
     ("arguments", "said"),
     [
         ([], "usage: notebook-accel [-h]"),
-        (["launch"], "usage: notebook-accel launch [-h]"),
+        (["launch"], "the following arguments are required: script\n"),
         (["doctor", "--gpus", "2"], "notebook-accel doctor: there is no option --gpus; is it --num_processes? "),
         (["launch", "--num_proceses=2", "train.py"], "there is no option --num_proceses=2; is it --num_processes? "),
     ],
@@ -158,7 +172,7 @@ def test_config_without_an_input_writes_nothing(tmp_path: pathlib.Path) -> None:
     run = _in_shell("$notebook_accel config <&-")
     assert run.returncode == 1
     assert run.stderr.startswith("Nobody answers here, so nothing was written.\nFix: ")
-    assert not (tmp_path / "config.yaml").exists()
+    assert not config.default_path().exists()
 
 
 def test_flags_may_have_dashes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +187,7 @@ def _answer(monkeypatch: pytest.MonkeyPatch, answers: str) -> None:
 def test_config_asks_writes_and_is_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
-    file = tmp_path / "config.yaml"
+    file = config.default_path()
     others = "\n" * (len(config.fields()) - 5)  # Enter keeps the value
     _answer(monkeypatch, f"two\n2\nint8\nbf16\n\n\n\ny\n{others}\n")
     assert cli.main(["config"]) == 0
@@ -205,13 +219,13 @@ def test_config_asks_for_what_is_usual_and_offers_the_rest_once(
     others = len(config.fields()) - asked - 2  # flags count as answers
     assert shown.count(f"There are {others} more options") == shown.count("Ask for them too? [y/N] ") == 1
     basic = {"mixed_precision": "no", "use_cpu": True, "log_dir": "/logs", "grace_s": 5.0}
-    assert config.load(tmp_path / "config.yaml") == {**basic, **written}
+    assert config.load(config.default_path()) == {**basic, **written}
 
 
 def test_config_offers_accelerates_file_and_asks_before_it_replaces_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
-    file = tmp_path / "config.yaml"
+    file = config.default_path()
     file.write_text("num_processes: 1\n")
     theirs = tmp_path / "accelerate" / "default_config.yaml"
     theirs.parent.mkdir()
@@ -248,7 +262,7 @@ def test_config_is_left_by_an_interrupt(
     monkeypatch.setattr("builtins.input", lambda _: signal.raise_signal(signal.SIGINT))
     assert cli.main(["config"]) == 130
     assert capsys.readouterr().err == "\nInterrupted.\n"
-    assert not (tmp_path / "config.yaml").exists()
+    assert not config.default_path().exists()
 
 
 def test_config_where_nobody_answers_writes_nothing(
@@ -257,4 +271,4 @@ def test_config_where_nobody_answers_writes_nothing(
     _answer(monkeypatch, "2\n")
     assert cli.main(["config"]) == 1
     assert "Nobody answers here, so nothing was written." in capsys.readouterr().err
-    assert not (tmp_path / "config.yaml").exists()
+    assert not config.default_path().exists()

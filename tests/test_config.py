@@ -85,8 +85,25 @@ def test_bad_value_in_the_environment_is_refused(variable: str) -> None:
         config.resolve({}, environ={variable: "banana"})
 
 
-def test_file_that_is_not_there_is_no_file(file: pathlib.Path) -> None:
+def test_file_that_is_not_there_is_no_file_unless_a_variable_names_it(
+    file: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert config.resolve({}, file=file, environ={}) == LaunchConfig()
+    monkeypatch.setenv("NOTEBOOK_ACCEL_CONFIG_FILE", str(file))
+    with pytest.raises(ConfigError, match="can't be read: No such file"):
+        config.resolve({}, file=config.default_path())
+
+
+def test_accelerates_variable_for_the_precision_counts_unless_ours_is_set(file: pathlib.Path) -> None:
+    _write(file, "mixed_precision: no\n")
+    theirs = {"ACCELERATE_MIXED_PRECISION": "BF16"}
+    assert config.resolve({}, file=file, environ=theirs).mixed_precision == "bf16"
+    assert config.resolve({}, environ={**theirs, "NOTEBOOK_ACCEL_MIXED_PRECISION": "fp16"}).mixed_precision == "fp16"
+    off = config.resolve({"mixed_precision": "no"}, environ=theirs)
+    assert config.training_variables(off, theirs) == {"ACCELERATE_MIXED_PRECISION": "no"}
+    assert config.training_variables(off, {}) == {}
+    with pytest.raises(ConfigError, match="ACCELERATE_MIXED_PRECISION can't be used: mixed_precision='fp8'"):
+        config.resolve({}, environ={"ACCELERATE_MIXED_PRECISION": "fp8"})
 
 
 def test_file_of_accelerate_reads_as_ours(file: pathlib.Path) -> None:
@@ -135,7 +152,6 @@ def test_a_division_of_the_ranks_in_accelerates_words(file: pathlib.Path) -> Non
     )
     variables = config.training_variables(config.resolve({}, file=file, environ={}))
     assert variables == {
-        "ACCELERATE_MIXED_PRECISION": "no",
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
         "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1",
         "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",

@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
+import zipapp
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
 from notebook_accel import cli, config, launch_command
+from notebook_accel.launching.kernel import local
 from tests.launches import template  # noqa: F401 - ranks start at once where it is ready
 
 _SCRIPT = """
@@ -60,6 +62,7 @@ if __name__ == "__main__":
 def script(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """A training script in the current folder, without a configuration of the user's."""
     monkeypatch.setenv("NOTEBOOK_ACCEL_CONFIG_FILE", str(tmp_path / "config.yaml"))
+    (tmp_path / "config.yaml").touch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -86,6 +89,21 @@ def test_script_is_the_main_program_of_every_rank(
     assert "Launching training on 2 CPUs." in shown
     squares = [index * index for index in range(8)]
     assert f'0 │ [{squares}, "{script}", ["--epochs", "3"], false, 3, "EAGER"]\n' in shown
+
+
+@pytest.mark.usefixtures("template")
+@pytest.mark.parametrize("is_zip", [False, True], ids=["folder", "zip"])
+def test_folder_and_zip_file_run_as_python_runs_them(
+    script: pathlib.Path, is_zip: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = script.with_name("program")
+    target.mkdir()
+    (target / "part.py").write_text("name = 'part'")
+    (target / "__main__.py").write_text("import sys, part\nprint(part.name, __name__, sys.argv)")
+    if is_zip:
+        zipapp.create_archive(target, target := script.with_name("program.pyz"))
+    assert launch(target, 7) == 0
+    assert f"0-1 │ part __main__ ['{target}', '7']\n" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("template")
@@ -165,6 +183,20 @@ def test_signal_ends_it_and_ranks_clean_up(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_only_the_first_of_several_end_signals_interrupts() -> None:
+    with launch_command.end_signals_as_interrupts() as received:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGTERM)
+    assert received.number == signal.SIGTERM
+
+
+def test_interrupt_at_the_end_of_the_process_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local.engine(), "close", lambda: signal.raise_signal(signal.SIGINT))
+    local._close()
+
+
 def test_closed_pipe_ends_it(tmp_path: pathlib.Path, script: pathlib.Path) -> None:
     endless = tmp_path / "endless.py"
     endless.write_text("import time\nwhile True:\n    print('on and on', flush=True)\n    time.sleep(0.01)\n")
@@ -184,6 +216,10 @@ def test_closed_pipe_ends_it(tmp_path: pathlib.Path, script: pathlib.Path) -> No
     [
         (["nothing.py"], "There is no file 'nothing.py' to launch."),
         (["-m", "nothing.at_all"], "There is no module 'nothing.at_all' to launch."),
+        (["-m", "train_squares.py"], "There is no module 'train_squares.py' to launch."),
+        (["-m", "failing.nothing"], "There is no module 'failing.nothing' to launch."),
+        (["-m", ".train_squares"], "There is no module '.train_squares' to launch."),
+        (["failing"], "There is no file 'failing' to launch."),
         (["--tpu", "train_squares.py"], "--tpu was asked for, and there is no TPU"),
         (["--num_machines", "2", "-n", "3", "train_squares.py"], "3 processes can't be shared out evenly among 2"),
         (["--num_machines", "2", "--machine_rank", "2", "train_squares.py"], "node_rank=2 is too high for num_nodes=2"),
@@ -196,6 +232,9 @@ def test_closed_pipe_ends_it(tmp_path: pathlib.Path, script: pathlib.Path) -> No
 def test_what_is_not_there_is_refused(
     script: pathlib.Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    package = script.with_name("failing")
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ValueError('in the launcher')")
     assert launch(*arguments) == 1
     assert capsys.readouterr().err.startswith(said)
 
@@ -237,18 +276,41 @@ def test_options_come_from_the_configuration_file(script: pathlib.Path, capsys: 
     assert "mixed_precision='fp16' was asked for, and the ranks run on the CPU." in capsys.readouterr().err
 
 
-def test_machines_of_accelerates_flags_are_nodes() -> None:
+@pytest.mark.parametrize("source", ["flag", "file", "variable"])
+def test_machines_of_accelerates_flags_are_nodes(
+    script: pathlib.Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parser = argparse.ArgumentParser()
     launch_command.add_arguments(parser)
-    line = "--num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --num_processes 4 train.py"
-    assert launch_command._of_machines(parser.parse_args(line.split())) == {
-        "num_nodes": 2, "node_rank": 1, "master_addr": "10.0.0.1", "num_processes": 2
-    }  # fmt: skip
+    line = "--num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 train.py"
+    if source == "flag":
+        line = f"--num_processes 4 {line}"
+    elif source == "file":
+        config.default_path().write_text("num_processes: 4")
+    else:
+        monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "4")
+    assert launch_command._options(parser.parse_args(line.split())) == config.LaunchConfig(
+        num_nodes="2", node_rank=1, master_addr="10.0.0.1", num_processes=2
+    )
 
 
 @pytest.mark.usefixtures("template")
-def test_script_may_have_a_name_that_no_run_may_have(script: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_script_with_an_odd_name_and_settings_of_its_own_gets_those_of_the_flags(
+    script: pathlib.Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_DYNAMO_BACKEND": "eager",
+    }
+    for name in settings:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # at the end of the test too
     odd = script.with_name("odd\nname.py")
-    odd.write_text("print('hello')")
-    assert launch(odd) == 0
-    assert "0-1 │ hello" in capfd.readouterr().out
+    odd.write_text(
+        "import os\n"
+        f"own = {settings}\n"
+        "print('hello', *[os.environ.setdefault(name, value) for name, value in own.items()])"
+    )
+    assert launch("--mixed_precision", "no", "--no-fsdp", odd) == 0
+    assert "0-1 │ hello no false eager\n" in capfd.readouterr().out

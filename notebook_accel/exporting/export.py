@@ -205,13 +205,14 @@ def _usage(request: ExportRequest) -> list[str]:
 
 
 def _settings(request: ExportRequest) -> list[str]:
-    """Return lines that set the environment variables for ``Accelerator`` as the launch would."""
-    values = config.training_variables(request.options)
-    if request.options.mixed_precision == "no":
-        del values[environment.MIXED_PRECISION]
+    """Return lines that set the environment variables for ``Accelerator`` as the launch would.
+
+    The flags of the script's own launch win over them.
+    """
+    values = config.training_variables(request.options, environ={})
     if request.given.get("use_cpu"):
         values[environment.USE_CPU] = "true"
-    return [f'os.environ["{name}"] = "{value}"' for name, value in values.items()]
+    return [f'os.environ.setdefault("{name}", "{value}")' for name, value in values.items()]
 
 
 def _sorted_imports(statements: Iterable[str]) -> list[str]:

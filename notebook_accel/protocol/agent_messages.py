@@ -65,6 +65,7 @@ class ElasticOptions(msgspec.Struct, frozen=True, kw_only=True):
     monitor_interval_s: float
     run_id: str
     meeting: Meeting
+    training: dict[str, str] = {}  # options of the training, which must be the same on all nodes
 
 
 class Prepare(_AgentMessage, frozen=True, kw_only=True):

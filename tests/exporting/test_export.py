@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import subprocess
@@ -77,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def notebook(folder: pathlib.Path) -> Iterator[kernels.Kernel]:
-    variables = {"NOTEBOOK_ACCEL_CONFIG_FILE": str(folder / "none.yaml"), "CUDA_VISIBLE_DEVICES": ""}
+    variables = {"NOTEBOOK_ACCEL_CONFIG_FILE": os.devnull, "CUDA_VISIBLE_DEVICES": ""}
     with kernels.running(folder, variables) as kernel:
         for cell in (_SETUP, _DEFINITIONS, _EDITED):
             assert kernel.run(cell).status == "ok"
@@ -123,7 +124,7 @@ def test_script_comes_to_what_the_cell_comes_to(
 def test_script_compiles_as_the_launch_does(notebook: kernels.Kernel, folder: pathlib.Path) -> None:
     assert export(notebook, _CELL, "-n 2 --dynamo_backend eager").status == "ok"
     script = (folder / "train.py").read_text()
-    assert 'os.environ["ACCELERATE_DYNAMO_BACKEND"] = "eager"\n' in script
+    assert 'os.environ.setdefault("ACCELERATE_DYNAMO_BACKEND", "eager")\n' in script
     assert "launch --num_processes 2 --dynamo_backend eager train.py" in script
 
 
@@ -145,7 +146,7 @@ import torch
 import torch.nn as nn
 from notebook_accel import Accelerator
 
-os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "bf16")
 EPOCHS = 2
 factor = 1.0
 

@@ -121,7 +121,7 @@ def test_configuration_file_and_environment_are_read(notebook: kernels.Kernel, t
         "num_processes: 2\nmixed_precision: bf16\ncompute_environment: LOCAL_MACHINE\n"
     )
     notebook.run(f"os.environ['NOTEBOOK_ACCEL_CONFIG_FILE'] = {str(tmp_path / 'config.yaml')!r}")
-    cell = "\nimport os\nos.environ['ACCELERATE_MIXED_PRECISION']"
+    cell = "\nimport os\nos.environ.get('ACCELERATE_MIXED_PRECISION', 'no')"
     assert notebook.run("%%distributed" + cell).result == "['bf16', 'bf16']"
     notebook.run("os.environ['NOTEBOOK_ACCEL_MIXED_PRECISION'] = 'no'")
     assert notebook.run("%%distributed" + cell).result == "['no', 'no']"

@@ -26,7 +26,7 @@ print(accelerator.device.type, accelerator.num_processes, total.item())
 def test_script_runs_where_a_tpu_was_asked_for(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)
-    variables = {**os.environ, **PJRT, "NOTEBOOK_ACCEL_CONFIG_FILE": str(tmp_path / "none.yaml")}
+    variables = {**os.environ, **PJRT, "NOTEBOOK_ACCEL_CONFIG_FILE": os.devnull}
     command = [sys.executable, "-W", "ignore", "-m", "notebook_accel", "launch", "--tpu", str(script)]
     run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100, check=False)
     assert run.returncode == 0, run.stderr

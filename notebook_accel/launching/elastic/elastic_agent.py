@@ -175,6 +175,7 @@ class ElasticAgent(api.SimpleElasticAgent):
             python=platform.python_version(),
             torch=str(torch.__version__),
             notebook_accel=notebook_accel.VERSION,
+            training=self._order.options.training,
             host=socket.gethostname(),
             restarts=self._restarts,
         )

@@ -51,17 +51,21 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     torch: str
     notebook_accel: str
+    training: dict[str, str] = {}  # options of the training that are set
     host: str
     restarts: int = 0  # of the node's ranks, so far
 
     def misfit(self, other: Card) -> str:
         """Return in words how another node differs from this one; empty if both fit together."""
-        found = [
-            f"{shown} is {getattr(self, name)} here and {getattr(other, name)} there"
-            for name, shown in _NAMES.items()
-            if getattr(self, name) != getattr(other, name)
-        ]
-        return "; ".join(found)
+        mine, theirs = self._facts(), other._facts()
+        return "; ".join(
+            f"{name} is {mine.get(name, 'unset')} here and {theirs.get(name, 'unset')} there"
+            for name in {**mine, **theirs}
+            if mine.get(name) != theirs.get(name)
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        return {**{shown: getattr(self, name) for name, shown in _NAMES.items()}, **self.training}
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):

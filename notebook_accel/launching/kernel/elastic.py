@@ -6,6 +6,7 @@ the same as those of a run on one machine.
 
 from __future__ import annotations
 
+from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel import local
@@ -61,6 +62,7 @@ def launch(request: LaunchRequest) -> Job:
         monitor_interval_s=config.monitor_interval,
         run_id=config.rdzv_id,
         meeting=_meeting(config),
+        training=environment.training_options(request.spec.environment),
     )
     return local.engine().launch(request, options)
 

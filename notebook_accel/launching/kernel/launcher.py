@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from notebook_accel import config as configuration
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig, training_variables
 from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError, RunError
@@ -150,11 +151,15 @@ class Examination:
         return {"is_refused": self.is_refused, **dataclasses.asdict(self)}
 
 
-def examine(config: LaunchConfig, *, tries: bool = False) -> Examination:
-    """Check a launch, here or on its cluster, without starting it. ``tries`` adds a trial run if nothing refuses it."""
+def examine(given: Mapping[str, Any], *, tries: bool = False) -> Examination:
+    """Check a launch, here or on its cluster, without starting it. ``tries`` adds a trial run if nothing refuses it.
+
+    ``given`` has the options that were given as flags.
+    """
     findings: tuple[Finding, ...] = ()
     notes = []
     try:
+        config = configuration.resolve(given, file=configuration.default_path())
         _, _, findings = _checked(config, {})
         if tries and not any(finding.refuses for finding in findings):
             notes.append(f"The trial run went well, in {try_out(config):.1f} s.")
@@ -173,11 +178,12 @@ def _checked(
     """Return the cluster (``None`` for a launch on this machine), the devices, and the findings.
 
     Raises:
-        NotebookAccelError: An option can't be honoured, or there is no such cluster.
+        NotebookAccelError: An option can't be honoured, there is no such cluster, or the working directory is gone.
     """
+    _working_directory()
     cluster = connect_cluster(config)
     if cluster is not None:
-        return cluster, cluster.devices(config), cluster.check(config)
+        return cluster, cluster.devices(config), (*preflight.check_environment(), *cluster.check(config))
     elastic.check(config)
     devices = Devices.find(config)
     if (world_size := config.num_processes or devices.available) > _MOST_RANKS:

@@ -141,7 +141,8 @@ def _forget_after_fork() -> None:
 
 
 def _close() -> None:
-    _engine.close()
+    with contextlib.suppress(KeyboardInterrupt):  # what isn't gone yet ends with this process
+        _engine.close()
 
 
 if hasattr(os, "register_at_fork"):  # Windows, where this module can be imported, lacks it

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel import config as configuration
+from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.config_file import plain_text
 from notebook_accel.errors import ConfigError
@@ -72,7 +74,8 @@ def notebook_launcher(
         function: The function that each rank calls.
         args: Its positional arguments.
         num_processes: Number of ranks. Default: one for each visible device, one on a machine with only a CPU.
-        mixed_precision: ``no``, ``fp16`` or ``bf16``, for the ``Accelerator`` in the ranks.
+        mixed_precision: ``no``, ``fp16`` or ``bf16``, for the ``Accelerator`` in the ranks. With ``no``, the variable
+            ``ACCELERATE_MIXED_PRECISION`` counts.
         use_port: TCP port of the ranks' store. Default: a free one; with several nodes, 29500.
         master_addr: Address of node 0, where several nodes meet.
         node_rank: This node's number among several, from 0.
@@ -173,7 +176,11 @@ def _options(given: Mapping[str, Any]) -> LaunchConfig:
             named[name] = tuple(f"{key}={as_text(value)}" for key, value in settings.items() if value is not None)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{name} can't be written as text: {error}.", fix="numbers, texts and lists") from None
-    return configuration.resolve(named, environ={})
+    of_accelerate = {}
+    if named["mixed_precision"] == "no" and (precision := os.environ.get(environment.MIXED_PRECISION)):
+        del named["mixed_precision"]
+        of_accelerate[environment.MIXED_PRECISION] = precision
+    return configuration.resolve(named, environ=of_accelerate)
 
 
 def _check_call(function: object, args: object) -> None:

@@ -7,6 +7,7 @@ must be quick and open as little as possible.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import math
 import os
@@ -20,9 +21,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from notebook_accel import host_memory, time_limit
-from notebook_accel.config import LaunchConfig, mesh_sizes
-from notebook_accel.errors import Finding
+from notebook_accel import environment, host_memory, time_limit
+from notebook_accel.config import LaunchConfig, fields, mesh_sizes
+from notebook_accel.errors import ConfigError, Finding
 from notebook_accel.formatting import format_size
 from notebook_accel.launching import device_state, processes
 from notebook_accel.launching.kernel.devices import Devices
@@ -58,7 +59,7 @@ def check(
     """
     devices = devices or Devices.find(config)
     findings = [devices.finding, *_options(config, devices), *_time_limit(config), _port(config)]
-    findings.append(_mesh(config, devices))
+    findings += [_mesh(config, devices), *check_environment()]
     if config.start_method == "inline":
         findings += _inline(config)
     else:
@@ -125,6 +126,31 @@ def _options(config: LaunchConfig, devices: Devices) -> Iterator[Finding]:
     if config.fsdp and devices.platform is not None:
         why = "torch's fully_shard is for GPUs and CPUs."
         yield Finding("fsdp was asked for, and the ranks run on TPUs.", why, "leave out --fsdp")
+
+
+def check_environment() -> Iterator[Finding]:
+    """Yield findings about environment variables that ask for something and don't get it."""
+    try:
+        environment.follows_accelerate()
+    except ConfigError as error:
+        yield Finding(error.what, error.why, error.fix)
+    ours = [f"NOTEBOOK_ACCEL_{option.name.upper()}" for option in fields()]
+    for name in os.environ:
+        if name.startswith("NOTEBOOK_ACCEL_") and name not in ours and not name.startswith(environment.OWN):
+            close = difflib.get_close_matches(name, (*ours, *environment.OWN), n=1)
+            yield Finding(
+                f"The environment variable {name} has no effect.",
+                "There is no option of that name.",
+                (f"is it {close[0]}? Otherwise " if close else "") + f"unset {name}",
+                refuses=False,
+            )
+    for name, feature in environment.UNSUPPORTED.items():
+        if environment.is_true(os.environ.get(name, "")):
+            yield Finding(
+                f"The environment variable {name} asks for {feature}, which isn't supported here.",
+                "The ranks would train without it.",
+                f"unset {name} (del os.environ[{name!r}]); --fsdp (fsdp=True) shards models here",
+            )
 
 
 def _mesh(config: LaunchConfig, devices: Devices) -> Finding | None:

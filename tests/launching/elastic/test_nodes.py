@@ -127,6 +127,7 @@ def test_nodes_whose_clocks_are_apart_never_train_each_for_itself(launch: Launch
     ("own", "differs"),
     [
         (({}, {"num_processes": 1}), "num_processes is {} here and {} there"),
+        (({"mixed_precision": "no"}, {"mixed_precision": "bf16"}), "mixed_precision is {} here and {} there"),
         (({}, {"num_nodes": 3}), "num_nodes is {} here and {} there"),
         (({"max_restarts": 1}, {"max_restarts": 2}), "max_restarts is {} here and {} there"),
     ],

@@ -493,6 +493,7 @@ def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path)
     assert re.match(r"night +running +\d{4}-\d\d-\d\d \d\d:\d\d ", shown[1])
     logs = command("logs", "night", "--rank", "1", "--tail", "1").stdout
     assert re.fullmatch(r"rank 1: /.*/rank_1\.log\nstep \d+\n", logs)
+    assert command("stop", "").stderr.startswith("The run to stop has no name.")
     stopped = command("stop", "night")
     assert stopped.stdout.startswith("The run 'night' is stopped. Its results and logs are in /")
     with pytest.raises(RunStoppedError, match=r"By process \d+ \("):
