@@ -11,6 +11,7 @@ import collections
 import gc
 import linecache
 import math
+import statistics
 import sys
 import threading
 import time
@@ -79,7 +80,6 @@ class StepClock:
         self._times_sent: Mapping[str, float] = {}
         self._sending = threading.Lock()
         self._is_probe_due = True  # the main thread is to read values that only it can read
-        self._backward_s = 0.0  # the last backward pass
         self._model: weakref.ref[Any] | None = None  # the latest DistributedDataParallel model
         self._seen_comm: Any = None
         self._lines: collections.Counter[Line] = collections.Counter()
@@ -166,14 +166,19 @@ class StepClock:
             model._set_ddp_runtime_logging_sample_rate(1)
 
     def end_backward(self, took_s: float) -> None:
-        """Add the duration of a backward pass, and now and then the communication time of the pass before."""
-        before_s, self._backward_s = self._backward_s, took_s
+        """Add the duration of a backward pass, and now and then read the communication time of an earlier one."""
+        counts = self._counts
+        counts.backward_s += took_s
         model = None if self._model is None else self._model()
-        if self._counts.is_due and model is not None and before_s:
-            self._counts.is_due = False
-            self._read_communication(model, before_s)
+        if model is None or not model.require_backward_grad_sync:  # gradients are accumulated, without an exchange
+            return
+        counts.exchanges += 1
+        if counts.is_due:
+            counts.is_due = False
+            self._read_communication(model)
 
-    def _read_communication(self, model: Any, backward_s: float) -> None:
+    def _read_communication(self, model: Any) -> None:
+        """Read the model's measurement of its last exchange of gradients but one."""
         data = model.logger._get_ddp_logging_data()
         numbers: Mapping[str, int] = data.ints_map
         self._counts.gradient_bytes = numbers.get("total_parameter_size_bytes", 0)
@@ -182,8 +187,7 @@ class StepClock:
             return
         self._seen_comm = ended
         exposed_ns = numbers.get("backward_comm_time", 0) - numbers.get("backward_compute_comm_overlap_time", 0)
-        self._counts.exposed_s += min(max(exposed_ns, 0) / 1e9, backward_s)
-        self._counts.exposed_of_s += backward_s
+        self._counts.exposed_s.append(max(exposed_ns, 0) / 1e9)
 
     def _collect(self, phase: str, _: dict[str, int]) -> None:
         """Measure a garbage collection."""
@@ -252,6 +256,9 @@ class _Counts:
 
     Attributes:
         is_due: True if the main thread is to read the communication time.
+        backward_s: Duration of all backward passes.
+        exchanges: Number of backward passes that exchange gradients.
+        exposed_s: Measured durations of exchanges, as far as nothing is computed meanwhile.
     """
 
     def __init__(self, before: _Counts | None = None) -> None:
@@ -264,7 +271,10 @@ class _Counts:
         self.workers: int | None = None if before is None else before.workers
         self.threads: int = 0 if before is None else before.threads
         self.gradient_bytes: int = 0 if before is None else before.gradient_bytes
-        self.exposed_s = self.exposed_of_s = 0.0
+        self._exposed_before_s: float = 0.0 if before is None else before._mean_exposed_s
+        self.backward_s = 0.0
+        self.exchanges = 0
+        self.exposed_s: list[float] = []
         self.graphs_before = compiled_graphs()
 
     def add_batch(self, batch: Any) -> None:
@@ -297,10 +307,16 @@ class _Counts:
         steps, since_s = self._measured_from
         return (self.steps - steps) / max(time.perf_counter() - since_s, 1e-3)
 
+    @property
+    def _mean_exposed_s(self) -> float:
+        # With few exchanges, the measurement of one may only be there after the next send.
+        return statistics.fmean(self.exposed_s) if self.exposed_s else self._exposed_before_s
+
     def split_backward(self, seconds: dict[str, float]) -> None:
         """Move communication from the backward pass to its own phase."""
-        if self.exposed_of_s:
-            exposed_s = seconds["backward"] * self.exposed_s / self.exposed_of_s
+        if self.backward_s:
+            share = min(1.0, self.exchanges * self._mean_exposed_s / self.backward_s)
+            exposed_s = seconds["backward"] * share
             seconds["backward"] -= exposed_s
             seconds["communication"] += exposed_s
 

@@ -22,7 +22,7 @@ _CAUSES = {
     ),
     "exchanging gradients": (
         ("communication",),
-        "Try gradient_accumulation_steps=4, gradients in bf16, or a larger batch.",
+        "Try a larger gradient_accumulation_steps, gradients in bf16, or a larger batch.",
     ),
     "waiting for a rank that is late": ((WAITING,), ""),
     "evaluation": (("evaluation",), "Evaluate less often, or on all ranks with a part of the data each."),

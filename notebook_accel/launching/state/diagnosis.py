@@ -398,7 +398,7 @@ def _communication(run: _Run) -> Verdict | None:
     if size:
         computing = format_milliseconds(computing_s)
         what = f"Gradients take {_percent(share)} of each step: {format_size(size)} for {computing} of computing."
-        fix = "Try gradient_accumulation_steps=4, gradients in bf16, or a larger batch."
+        fix = "Try a larger gradient_accumulation_steps, gradients in bf16, or a larger batch."
         if size < _LARGE_BYTES:
             fix = "For so little the connection is slow, or other programs use the cores: look at them first."
         return Verdict("communication", share, what, fix, run.numbers)

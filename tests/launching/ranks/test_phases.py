@@ -171,6 +171,28 @@ def test_phases_of_a_ranks_steps_are_measured(launch: Callable[..., Job]) -> Non
     assert all(times.seconds[phase] > 0 for phase in ("data", "forward", "backward", "optimizer"))
 
 
+def test_only_passes_that_exchange_gradients_communicate(rank: types.SimpleNamespace) -> None:
+    """Of four passes that took a second each, one has exchanged gradients, for half of it."""
+    logged = {"backward_comm_time": 600_000_000, "backward_compute_comm_overlap_time": 100_000_000}
+    data = types.SimpleNamespace(ints_map={"backward_comm_time_end": 1, **logged})
+    model = torch.nn.Module()
+    model.device_type = "meta"  # type: ignore[assignment]  # not measured by torch
+    model.logger = types.SimpleNamespace(_get_ddp_logging_data=lambda: data)  # type: ignore[assignment]
+    rank.clock.add_model(model)
+    rank.clock.enter("backward")
+    for number in range(8):
+        model.require_backward_grad_sync = number % 4 == 3  # type: ignore[assignment]
+        rank.clock.end_backward(1.0)
+        if number % 4 == 3:
+            rank.clock.begin_step(None, None)
+            rank.clock.send()  # the second exchange isn't measured yet, and counts like the first one
+    rank.reporter.close()
+    for sent in rank.received.times:
+        communication_s, backward_s = sent.seconds["communication"], sent.seconds["backward"]
+        assert communication_s / (communication_s + backward_s) == pytest.approx(0.5 / 4)
+    assert len(rank.received.times) == 2
+
+
 def model_that_was_trained_and_dropped() -> bool:
     import gc
     import weakref
