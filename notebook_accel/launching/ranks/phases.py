@@ -33,6 +33,7 @@ _MOST_LINES = 12
 _MOST_NESTED = 4
 _MOST_TEXT = 120
 _COPIES = (".to(", ".cuda(")
+_COPYING = ("", "to", "cuda")  # functions called by such a line while it copies
 # Parts of the paths of library code, and a thread's activity there.
 _ACTIVITIES = (
     ("/torch/_dynamo/", "compiling"),
@@ -117,13 +118,19 @@ class StepClock:
         else:
             self._times["other"] += gap_s
 
-    def begin_step(self, batch: Any, workers: int | None) -> None:
-        """Begin a step. ``batch`` is ``None`` where no loader runs. Only some steps are examined closely."""
+    def begin_step(self, batch: Any, workers: int | None, is_stream: bool = False) -> None:
+        """Begin a step. Only some steps are examined closely.
+
+        Args:
+            batch: The batch, ``None`` where no loader runs and for a last batch, which may be smaller.
+            workers: Number of the loader's worker processes, ``None`` without a loader.
+            is_stream: The loader's dataset is an ``IterableDataset``.
+        """
         self._counts.steps += 1
         if self._is_probe_due or self.is_marking:
-            self._look_closely(batch, workers)
+            self._look_closely(batch, workers, is_stream)
 
-    def _look_closely(self, batch: Any, workers: int | None) -> None:
+    def _look_closely(self, batch: Any, workers: int | None, is_stream: bool) -> None:
         counts, torch = self._counts, sys.modules["torch"]
         if self._is_rest_due and not self.is_marking and self._trail is None:
             self._resting_since_s = self.enter("")
@@ -131,7 +138,7 @@ class StepClock:
             return
         if self._is_probe_due:
             self._is_probe_due = False
-            counts.workers = workers
+            counts.workers, counts.is_stream = workers, is_stream
             counts.threads = torch.get_num_threads()
             counts.add_batch(batch)
         self.is_marking = torch.cuda.is_initialized() and self._device.begin_step(self.phase)
@@ -158,6 +165,10 @@ class StepClock:
     def begin_evaluation(self) -> None:
         """Count the start of an evaluation."""
         self._counts.evaluations += 1
+
+    def add_start(self, took_s: float) -> None:
+        """Add a time for which a training loop waited for workers that had to start."""
+        self._counts.starting_s += took_s
 
     def add_model(self, model: Any) -> None:
         """Register a ``DistributedDataParallel`` model, whose own measurements tell communication from computing."""
@@ -265,10 +276,11 @@ class _Counts:
         self.is_due = True
         self.steps = self.evaluations = self.rows = self.batches = self.largest = 0
         self.smallest = sys.maxsize
-        self.collecting_s = self.rested_s = 0.0
+        self.collecting_s = self.rested_s = self.starting_s = 0.0
         self._measured_from = (0, time.perf_counter())  # steps and time at the end of the last rest
         # These values carry over from one send to the next.
         self.workers: int | None = None if before is None else before.workers
+        self.is_stream: bool = before is not None and before.is_stream
         self.threads: int = 0 if before is None else before.threads
         self.gradient_bytes: int = 0 if before is None else before.gradient_bytes
         self._exposed_before_s: float = 0.0 if before is None else before._mean_exposed_s
@@ -343,6 +355,8 @@ class _Counts:
             smallest_batch=self.smallest if self.batches else 0,
             largest_batch=self.largest,
             workers=self.workers,
+            is_stream=self.is_stream,
+            starting_s=self.starting_s,
             threads=self.threads,
             cores=host_memory.cores(),
             gradient_bytes=self.gradient_bytes,
@@ -426,15 +440,17 @@ def running_line() -> tuple[str, str, str]:
 
 def place_of(frame: types.FrameType) -> tuple[str, str, str]:
     """Return a thread's activity in libraries, the user's innermost line such as ``In[7], line 12``, and its text."""
-    activity = ""
+    activity = called = ""
     current: types.FrameType | None = frame
     while current is not None and not code_places.is_the_users(current.f_code.co_filename):
         activity = activity or _activity(current.f_code)
+        called = current.f_code.co_name
         current = current.f_back
     if current is None:
         return activity, "", ""
     place, text = line_of(current.f_code.co_filename, current.f_lineno or 0)
-    if not activity and any(part in text for part in _COPIES):
+    # In `net(x.to(device))` the line copies until the network runs. The methods of tensors aren't Python functions.
+    if not activity and called in _COPYING and any(part in text for part in _COPIES):
         activity = "copy"
     return activity, place, text
 

@@ -32,6 +32,7 @@ _TINY_ROWS = 4
 _TINY_STEP_S = 0.005
 _UNEVEN = 2.0
 _MOST_WORKERS = 4
+_SHORT_WAIT_S = 0.002  # for a batch; a worker takes up to this to pass one
 _MOST_TEXT = 60
 _SAVE_LESS = "Save less often, or in the background: accelerator.save_state(async_=True)."
 # Calls that wait for the device.
@@ -349,15 +350,29 @@ def _data(run: _Run) -> Verdict | None:
         return None
     slow = max(run.ranks, key=lambda rank: rank.share("data"))
     place, _ = slow.line("data")
-    workers = slow.times.workers or 0
-    more = min(_MOST_WORKERS, run.cores_each(slow))
-    fix = (
-        f"Try `num_workers={max(2 * workers, more)}`, or prepare the data once and store it."
-        if workers
-        else f"Try `num_workers={more}, persistent_workers=True`."
+    what = (
+        f"{run.everyone} waits {_percent(share)} of the time for data: `num_workers={slow.times.workers or 0}`"
+        f"{_at(place)}."
     )
-    what = f"{run.everyone} waits {_percent(share)} of the time for data: `num_workers={workers}`{_at(place)}."
-    return Verdict("data", share, what, fix, run.numbers, place)
+    return Verdict("data", share, what, _data_fix(run, slow), run.numbers, place)
+
+
+def _data_fix(run: _Run, slow: _Rank) -> str:
+    """Return what to do about a rank that waits for data."""
+    workers = slow.times.workers or 0
+    if slow.times.starting_s > slow.times.seconds.get("data", 0.0) / 2:
+        return "Its workers start anew in each epoch. Try `persistent_workers=True`, or fewer and longer epochs."
+    if slow.per_step_s("data") < _SHORT_WAIT_S:
+        few = "or `num_workers=0`: passing" if workers else "or prepare the data once. Workers don't help: passing"
+        return f"Try a larger batch, {few} so little between processes takes about as long as making it."
+    more = min(_MOST_WORKERS, run.cores_each(slow))
+    fix = f"`num_workers={max(2 * workers, more)}`" if workers else f"`num_workers={more}, persistent_workers=True`"
+    if slow.times.is_stream:
+        return (
+            "Prepare the data once and store it. Every worker yields all of an IterableDataset, unless it takes its "
+            f"part by torch.utils.data.get_worker_info(); if it does, try {fix}."
+        )
+    return f"Try {fix}" + (", or prepare the data once and store it." if workers else ".")
 
 
 def _evaluation(run: _Run) -> Verdict | None:

@@ -91,7 +91,7 @@ class StepHistory:
                 found.append(msgspec.structs.replace(whole, time_s=time_ms / 1000, samples=0, lines=[], **parts))
                 before = sums
         # Only the first event, which isn't recent, has these counts: they are of the whole run, not of few steps.
-        rest = {"evaluations": 0, "collecting_s": 0.0, "compilations": 0}
+        rest = {"evaluations": 0, "collecting_s": 0.0, "compilations": 0, "starting_s": 0.0}
         found[1:] = [msgspec.structs.replace(event, **rest) for event in found[1:]]
         found[-1] = msgspec.structs.replace(found[-1], samples=whole.samples, lines=whole.lines)
         return found

@@ -67,6 +67,21 @@ def test_advice_for_data_goes_by_the_workers_and_cores_there_are() -> None:
     assert verdict.fix == "Try `num_workers=4, persistent_workers=True`."
 
 
+def test_workers_are_advised_only_where_they_help() -> None:
+    stream = healthy(data=60.0, is_stream=True)
+    [verdict] = diagnose(run(stream)).verdicts
+    assert "Every worker yields all of an IterableDataset" in verdict.fix
+    assert verdict.fix.endswith("if it does, try `num_workers=2, persistent_workers=True`.")
+    restarting = healthy(data=60.0, workers=2, starting_s=0.9)
+    [verdict] = diagnose(run(restarting)).verdicts
+    assert verdict.fix.startswith("Its workers start anew in each epoch. Try `persistent_workers=True`")
+    for workers in (0, 2):
+        [verdict] = diagnose(run({"data": 30.0, "forward": 20.0, "steps": 1000, "workers": workers})).verdicts
+        assert verdict.fix.startswith("Try a larger batch")
+        assert "persistent_workers" not in verdict.fix
+        assert ("`num_workers=0`" in verdict.fix) == bool(workers)
+
+
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer", "other"])
 def test_straggler_is_the_rank_that_waits_least(phase: str) -> None:
     slow = healthy(lines=(line(phase, text="time.sleep(1)"),))
