@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -149,6 +150,8 @@ class Reporter:
         self._steps_before = 0  # the rank's steps before the shown counter's epoch
         self._values: dict[str, Any] = {}
         self._values_changed = False
+        self._names: set[str] = set()  # of all metrics so far
+        self._has_left_out = False
         self._copies: dict[str, _GpuCopy] = {}
         self._held: dict[str, Any] | None = None  # a dict on devices where values exist only when a step ends
         self._last_progress: events.Progress | None = None
@@ -226,6 +229,8 @@ class Reporter:
 
     def _set_metrics(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
+            if name not in self._names and not self._add_name(name):
+                continue
             if self._held is not None:
                 self._held[name] = _as_it_is_now(value)
             elif getattr(value, "is_cuda", False):
@@ -234,6 +239,20 @@ class Reporter:
                 self._copies.pop(name, None)
                 self._values[name] = _as_it_is_now(value)
                 self._values_changed = True
+
+    def _add_name(self, name: str) -> bool:
+        """Add the name of a metric if there is room for another one, else warn of the first that is left out."""
+        if len(self._names) < events.MOST_METRICS:
+            self._names.add(name)
+            return True
+        if not self._has_left_out:
+            self._has_left_out = True
+            warnings.warn(
+                f"The metric {name!r} isn't shown, nor are later ones: only the first {events.MOST_METRICS} metrics of a "
+                "rank are. Log them all with a tracker: Accelerator(log_with=...).",
+                stacklevel=5,
+            )
+        return False
 
     def _start_copy(self, name: str, tensor: Any) -> None:
         with contextlib.suppress(RuntimeError):  # several elements, or no memory: no reason to fail training

@@ -154,6 +154,18 @@ def test_latest_value_of_each_metric_is_said(rank: types.SimpleNamespace) -> Non
     assert len(rank.watcher.of(events.Metrics)) <= 3  # sampled, not one a call
 
 
+def test_metric_that_there_is_no_room_for_is_named_once(rank: types.SimpleNamespace) -> None:
+    shown = {f"m{number}": number for number in range(events.MOST_METRICS)}
+    notebook_accel.report(**shown)
+    with pytest.warns(UserWarning, match="The metric 'late' isn't shown") as warned:
+        notebook_accel.report(late=1, m0=2, later=3)
+    assert warned[0].filename == __file__
+    notebook_accel.report(late=1)  # a second warning would be an error
+    rank.end()
+    rank.watcher.read_to_the_end()
+    assert rank.watcher.of(events.Metrics)[-1].values == {**shown, "m0": 2}
+
+
 @pytest.mark.parametrize("is_held", [False, True], ids=["", "held"])
 def test_metric_is_the_number_at_the_report_though_its_tensor_changes_in_place(
     rank: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, is_held: bool

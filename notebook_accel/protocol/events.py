@@ -158,6 +158,10 @@ class Profiled(_Event, frozen=True, kw_only=True):
     held: list[HeldMemory] = []  # the lines whose tensors held most memory at the peak
 
 
+MOST_METRICS = 32
+"""The most metrics of a rank that are shown. A rank reports no others."""
+
+
 class Metrics(_Event, frozen=True, kw_only=True):
     """The latest value of each metric, and the step (over all epochs) to which they belong."""
 
