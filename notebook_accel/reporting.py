@@ -248,8 +248,8 @@ class Reporter:
         if not self._has_left_out:
             self._has_left_out = True
             warnings.warn(
-                f"The metric {name!r} isn't shown, nor are later ones: only the first {events.MOST_METRICS} metrics of a "
-                "rank are. Log them all with a tracker: Accelerator(log_with=...).",
+                f"The metric {name!r} isn't shown, nor are later ones: only the first {events.MOST_METRICS} of a rank "
+                "are. Log them all with a tracker: Accelerator(log_with=...).",
                 stacklevel=5,
             )
         return False
