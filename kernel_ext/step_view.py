@@ -62,8 +62,7 @@ def step_html(diagnosis: Diagnosis) -> str:
         f"<li>{html.escape(verdict.what)} <span class='nba-faint'>{html.escape(verdict.fix)}</span></li>"
         for verdict in diagnosis.verdicts
     )
-    nothing = '<p class="nba-empty">Nothing stands out: no cause takes a tenth of a step.</p>'
-    said = f'<ul class="nba-verdicts">{verdicts}</ul>' if verdicts else nothing
+    said = f'<ul class="nba-verdicts">{verdicts}</ul>' if verdicts else f'<p class="nba-empty">{diagnosis.nothing}</p>'
     columns = _columns(diagnosis.steps)
     heads = "".join(f'<th scope="col" class="nba-number">{html.escape(name)}</th>' for name in columns)
     bars = "".join(f'<td class="nba-number">{bar_html(phases)}</td>' for phases in columns.values())

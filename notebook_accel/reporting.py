@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -88,9 +89,11 @@ class _GpuCopy:
 
     def report(self, tensor: Any) -> None:
         """Set the next value to copy, replacing one whose copy hasn't started."""
-        self._next = tensor
+        self._next = tensor.detach().reshape(1)
         if time.monotonic() - self._started_s >= _SAMPLE_PERIOD_S:
             self.start()
+        if self._next is not None:  # training may change the tensor in place before the copy starts
+            self._next = self._next.clone()
 
     def start(self) -> None:
         """Start the copy of the latest value, unless another one is under way or a CUDA graph is being captured."""
@@ -99,9 +102,9 @@ class _GpuCopy:
         if self._is_copying or tensor is None or torch.cuda.is_current_stream_capturing():
             return
         self._next, self._started_s = None, time.monotonic()
-        with contextlib.suppress(RuntimeError):  # the tensor has several elements, or its device has failed
+        with contextlib.suppress(RuntimeError):  # the device has failed
             self._bits.fill_(_PENDING_BITS)
-            self._number.copy_(tensor.detach().reshape(1).to(torch.float64), non_blocking=True)
+            self._number.copy_(tensor.to(torch.float64), non_blocking=True)
             self._is_copying = True
 
     def take(self) -> float | None:
@@ -147,6 +150,8 @@ class Reporter:
         self._steps_before = 0  # the rank's steps before the shown counter's epoch
         self._values: dict[str, Any] = {}
         self._values_changed = False
+        self._names: set[str] = set()  # of all metrics so far
+        self._has_left_out = False
         self._copies: dict[str, _GpuCopy] = {}
         self._held: dict[str, Any] | None = None  # a dict on devices where values exist only when a step ends
         self._last_progress: events.Progress | None = None
@@ -213,7 +218,7 @@ class Reporter:
             self._values_changed = True
 
     def set_metrics(self, values: Mapping[str, Any]) -> None:
-        """Replace the latest value of each named metric. Tensors are read later, so nothing waits for them here."""
+        """Replace the latest value of each named metric. Tensors on a device are read later, so nothing waits here."""
         self.has_own_loss = self.has_own_loss or _LOSS in values
         self._set_metrics(values)
 
@@ -223,22 +228,37 @@ class Reporter:
             self._set_metrics({_LOSS: loss})
 
     def _set_metrics(self, values: Mapping[str, Any]) -> None:
-        if self._held is not None:
-            self._held.update(values)
-            return
         for name, value in values.items():
-            if getattr(value, "is_cuda", False):
+            if name not in self._names and not self._add_name(name):
+                continue
+            if self._held is not None:
+                self._held[name] = _as_it_is_now(value)
+            elif getattr(value, "is_cuda", False):
                 self._start_copy(name, value)
             else:
                 self._copies.pop(name, None)
-                self._values[name] = value
+                self._values[name] = _as_it_is_now(value)
                 self._values_changed = True
 
+    def _add_name(self, name: str) -> bool:
+        """Add the name of a metric if there is room for another one, else warn of the first that is left out."""
+        if len(self._names) < events.MOST_METRICS:
+            self._names.add(name)
+            return True
+        if not self._has_left_out:
+            self._has_left_out = True
+            warnings.warn(
+                f"The metric {name!r} isn't shown, nor are later ones: only the first {events.MOST_METRICS} of a rank "
+                "are. Log them all with a tracker: Accelerator(log_with=...).",
+                stacklevel=5,
+            )
+        return False
+
     def _start_copy(self, name: str, tensor: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # out of memory: a metric is no reason to fail training
+        with contextlib.suppress(RuntimeError):  # several elements, or no memory: no reason to fail training
+            if sys.modules["torch"].cuda.is_current_stream_capturing():
+                return  # a graph would record the copy, and memory can't be allocated during the capture
             if name not in self._copies:
-                if sys.modules["torch"].cuda.is_current_stream_capturing():
-                    return  # memory can't be allocated during the capture
                 self._copies[name] = _GpuCopy()
             self._copies[name].report(tensor)
 
@@ -378,6 +398,13 @@ class Reporter:
         self.send(events.Memory(used_bytes=used, total_bytes=total, kind="device", utilisation=utilisation))
 
 
+def _as_it_is_now(value: Any) -> Any:
+    """Return a value that changes in place, as of a running mean, don't reach: the number, or a copy on its device."""
+    if getattr(value, "is_cpu", False) or type(value).__module__ == "numpy":
+        return _number(value)
+    return value.detach().clone() if hasattr(value, "detach") and hasattr(value, "clone") else value
+
+
 def _number(value: Any) -> float | None:
     item = getattr(value, "item", None)
     try:
@@ -416,9 +443,9 @@ def disconnect() -> None:
 def report(**metrics: Any) -> None:
     """Show metrics of this rank in the panel: ``report(loss=loss, accuracy=0.9)``.
 
-    Values are numbers or tensors of one element. A call doesn't wait for tensors on a device. It takes about a
-    microsecond, and five times a second somewhat more for each tensor on a GPU. GPU tensors are left out while a CUDA
-    graph is captured. Outside a launched rank nothing is sent.
+    Values are numbers or tensors of one element, as they are at the call: later changes in place don't count. A call
+    doesn't wait for tensors on a device. It takes some microseconds, and for tensors on a GPU a small copy there. GPU
+    tensors are left out while a CUDA graph is captured. Outside a launched rank nothing is sent.
 
     Raises:
         ConfigError: A value is neither a number nor something of one element.

@@ -154,6 +154,39 @@ def test_latest_value_of_each_metric_is_said(rank: types.SimpleNamespace) -> Non
     assert len(rank.watcher.of(events.Metrics)) <= 3  # sampled, not one a call
 
 
+def test_metric_that_there_is_no_room_for_is_named_once(rank: types.SimpleNamespace) -> None:
+    shown = {f"m{number}": number for number in range(events.MOST_METRICS)}
+    notebook_accel.report(**shown)
+    with pytest.warns(UserWarning, match="The metric 'late' isn't shown") as warned:
+        notebook_accel.report(late=1, m0=2, later=3)
+    assert warned[0].filename == __file__
+    notebook_accel.report(late=1)  # a second warning would be an error
+    rank.end()
+    rank.watcher.read_to_the_end()
+    assert rank.watcher.of(events.Metrics)[-1].values == {**shown, "m0": 2}
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["", "held"])
+def test_metric_is_the_number_at_the_report_though_its_tensor_changes_in_place(
+    rank: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, is_held: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    meters = {"host": torch.tensor(0.5), "array": np.array([0.5]), "other": torch.tensor(0.5).as_subclass(Elsewhere)}
+    if is_held:
+        rank.reporter.hold_metrics()
+    else:
+        notebook_accel.report(gpu=on_gpu(0.25))  # the next copy of it doesn't start at once
+        meters["gpu"] = on_gpu(0.5)
+    with rank.reporter._sampling:  # no sample is taken meanwhile
+        notebook_accel.report(**meters)
+        rank.reporter.report_loss(loss := torch.tensor(0.5))
+        for meter in (*meters.values(), loss):
+            meter.fill(0) if isinstance(meter, np.ndarray) else meter.fill_(0)
+    rank.end()
+    rank.watcher.read_to_the_end()
+    assert rank.watcher.of(events.Metrics)[-1].values == dict.fromkeys([*meters, "loss"], 0.5)
+
+
 @pytest.mark.parametrize("value", [torch.ones(3), np.ones(2), "high", None, [1.0]])
 def test_metric_that_is_no_number_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"report\(loss=...\) takes one number"):
@@ -206,6 +239,12 @@ class Stuck(OnGpu):
     def item(self) -> float:
         threading.Event().wait()
         raise AssertionError
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that claims to be on a device that is neither the host nor a GPU."""
+
+    is_cpu = False  # type: ignore[assignment]
 
 
 @pytest.fixture

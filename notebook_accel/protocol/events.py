@@ -74,6 +74,10 @@ class StepTimes(_Event, frozen=True, kw_only=True):
     smallest_batch: int = 0  # fewest elements of a batch's first tensor, 0 if unknown
     largest_batch: int = 0  # most elements of a batch's first tensor
     workers: int | None = None  # number of the loader's worker processes, ``None`` without a loader
+    is_stream: bool = False  # the loader's dataset is an ``IterableDataset``, of which each worker yields everything
+    starting_s: float = (
+        0.0  # time in the phase ``data`` for workers that start anew in each epoch, to their first batch
+    )
     threads: int = 0  # number of threads that torch computes with
     cores: int = 0  # number of processor cores that this rank's processes can use, together with other ranks'
     gradient_bytes: int = 0  # size of the gradients that ``DistributedDataParallel`` exchanges, 0 if unknown
@@ -99,6 +103,7 @@ class StepTimes(_Event, frozen=True, kw_only=True):
             evaluations=sum(part.evaluations for part in parts),
             collecting_s=sum(part.collecting_s for part in parts),
             compilations=sum(part.compilations for part in parts),
+            starting_s=sum(part.starting_s for part in parts),
             rows=sum(part.rows * part.steps for part in parts) / max(steps, 1),
             smallest_batch=min((part.smallest_batch for part in parts if part.smallest_batch), default=0),
             largest_batch=max(part.largest_batch for part in parts),
@@ -151,6 +156,10 @@ class Profiled(_Event, frozen=True, kw_only=True):
     trace: str = ""  # path of the trace on the rank's machine; empty if there is none
     peak_bytes: int = 0  # peak memory of all tensors, if memory was asked for
     held: list[HeldMemory] = []  # the lines whose tensors held most memory at the peak
+
+
+MOST_METRICS = 32
+"""The most metrics of a rank that are shown. A rank reports no others."""
 
 
 class Metrics(_Event, frozen=True, kw_only=True):

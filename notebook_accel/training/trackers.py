@@ -185,6 +185,14 @@ class LibraryTracker(GeneralTracker):
     def _write_table(self, table: Table, **kwargs: Any) -> None:  # noqa: ARG002
         self._lacks("tables")
 
+    def _log_each(self, values: Mapping[str, Any], log_one: Callable[[str, Any], Any]) -> None:
+        """Log each value by itself, so that the others aren't lost if the library refuses one."""
+        for name, value in values.items():
+            try:
+                log_one(name, value)
+            except Exception as error:  # noqa: BLE001  whatever the library raises, it is no reason to end training
+                warn_once(self, f"log({{{name!r}: ...}})", error)
+
     def _lacks(self, kind: str) -> None:
         if not isinstance(self.run, Idle):  # only the rank that writes warns
             warn_once(self, f"log_{kind}", NotImplementedError(f"it has no {kind}"))
@@ -217,9 +225,30 @@ class JSONLinesTracker(GeneralTracker):
         (self._folder / "hparams.json").write_text(text + "\n", encoding="utf-8")
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        line = json_text({"time_s": time.time(), "step": step, **values, **kwargs}, default=plain)
+        """Write a line. Values named ``time_s`` or, beside a step, ``step`` become ``time_s_`` and ``step_``."""
+        line: dict[str, Any] = {"time_s": time.time(), "step": step}
+        for name, value in {**values, **kwargs}.items():
+            line[name if line.get(name) is None else f"{name}_"] = value
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(json_text(line, default=plain) + "\n")
+
+    def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:  # noqa: ARG002
+        """Warn, since JSON has no images."""
+        warn_once(self, "log_images", NotImplementedError("it has no images"))
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a line with the ``columns`` and rows (``data``) of a table, or with those of a pandas data frame."""
+        if dataframe is not None:
+            columns, data = list(dataframe.columns), dataframe.to_numpy().tolist()
+        self.log({table_name: {"columns": columns, "data": data}}, step, **kwargs)
 
 
 def plain(value: Any) -> Any:
@@ -301,13 +330,15 @@ class CometMLTracker(LibraryTracker):
         self.run.log_parameters(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        for name, value in values.items():
+        def log_one(name: str, value: Any) -> None:
             if isinstance(value, Mapping):
                 self.run.log_metrics(value, step=step, **kwargs)
             elif isinstance(value, str):
                 self.run.log_other(name, value, **kwargs)
             else:
                 self.run.log_metric(name, plain(value), step=step, **kwargs)
+
+        self._log_each(values, log_one)
 
     def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:
         for name, images in values.items():
@@ -358,9 +389,9 @@ class MLflowTracker(LibraryTracker):
             self.library.log_params(dict(texts[start : start + self._PARAMETERS]), run_id=self._run_id)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write numbers as metrics, and text as tags of the run, since metrics are numbers only."""
+        """Write numbers as metrics, and anything else as tags of the run, since metrics are numbers only."""
         metrics = {name: plain(value) for name, value in values.items()}
-        tags = {name: metrics.pop(name) for name in list(metrics) if isinstance(metrics[name], str)}
+        tags = {name: str(metrics.pop(name)) for name in list(metrics) if not isinstance(metrics[name], (int, float))}
         self.library.log_metrics(metrics, step=step, run_id=self._run_id, **kwargs)
         if tags:
             self.library.set_tags(tags)
@@ -428,8 +459,10 @@ class AimTracker(FolderTracker):
         self.run["hparams"] = values
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        for name, value in values.items():
+        def log_one(name: str, value: Any) -> None:
             self.run.track(self.library.Text(value) if isinstance(value, str) else plain(value), name, step, **kwargs)
+
+        self._log_each(values, log_one)
 
     def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:
         """Write images; a value can also be one image, or a pair of an image and its caption."""
@@ -462,13 +495,15 @@ class TensorBoardTracker(FolderTracker):
         self.run.flush()
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        for name, value in values.items():
+        def log_one(name: str, value: Any) -> None:
             if isinstance(value, str):
                 self.run.add_text(name, value, global_step=step, **kwargs)
             elif isinstance(value, Mapping):
                 self.run.add_scalars(name, value, global_step=step, **kwargs)
             else:
                 self.run.add_scalar(name, plain(value), global_step=step, **kwargs)
+
+        self._log_each(values, log_one)
         self.run.flush()
 
     def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:
@@ -496,13 +531,16 @@ class ClearMLTracker(LibraryTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         logger = self.run.get_logger()
-        for name, value in values.items():
+
+        def log_one(name: str, value: Any) -> None:
             if isinstance(value, str):
                 logger.report_text(f"{name}: {value}", **kwargs)
             elif step is None:
                 logger.report_single_value(name, plain(value), **kwargs)
             else:
                 logger.report_scalar(**_titled(name), value=plain(value), iteration=step, **kwargs)
+
+        self._log_each(values, log_one)
 
     def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:
         for name, images in values.items():
@@ -542,8 +580,7 @@ class DVCLiveTracker(LibraryTracker):
         """Write the values, and start the next step."""
         if step is not None:
             self.run.step = step
-        for name, value in values.items():
-            self.run.log_metric(name, plain(value), **kwargs)
+        self._log_each(values, lambda name, value: self.run.log_metric(name, plain(value), **kwargs))
         self.run.next_step()
 
     def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:

@@ -75,7 +75,7 @@ def test_why_says_where_the_time_goes_also_after_the_run(
         job.deliver(rank, events.Progress(step=20, steps=20))
         job.deliver(rank, events.StepTimes(steps=20, seconds=seconds, workers=0, cores=2))
     commands.run("why")
-    assert "waits 75 % of each step for data: `num_workers=0`." in capsys.readouterr().out
+    assert "waits 75 % of the time for data: `num_workers=0`." in capsys.readouterr().out
     job.end("stopped")
     del job
     gc.collect()

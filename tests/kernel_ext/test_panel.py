@@ -309,7 +309,7 @@ def test_phases_of_a_step_are_shown_in_their_tab_and_in_the_rows(kernel: kernels
     """
     _messages(kernel, measured)
     assert "45 ms" in _see(kernel, "body")
-    assert "waits 75 % of each step for data" in _see(kernel, "header")
+    assert "waits 75 % of the time for data" in _see(kernel, "header")
     assert "60 ms: data 75%, forward 25%" in _see(kernel, "table")
     _messages(kernel, "finish(job); view.close()")
 

@@ -5,6 +5,7 @@ import json
 import pathlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,9 +39,17 @@ def test_lines_of_json(tmp_path: pathlib.Path) -> None:
     accelerator.log(
         {"loss": torch.tensor(0.25), "peak": torch.tensor(float("inf"))}, log_kwargs={"jsonl": {"split": "test"}}
     )
-    path = accelerator.get_tracker("jsonl", unwrap=True)
+    tracker, path = accelerator.get_tracker("jsonl"), accelerator.get_tracker("jsonl", unwrap=True)
+    accelerator.log({"step": 7, "time_s": 1.5}, step=3)
+    accelerator.log({"step": 7})
+    tracker.log_table("results", ["name", "score"], [["a", np.float32(0.5)]], step=4)
+    with pytest.warns(UserWarning, match="'jsonl' failed in log_images.*it has no images"):
+        tracker.log_images({"digits": [np.zeros((8, 8, 3))]})
     accelerator.end_training()
-    first, second = map(json.loads, path.read_text().splitlines())
+    first, second, named_like_ours, own_step, table = map(json.loads, path.read_text().splitlines())
+    assert (named_like_ours["step"], named_like_ours["step_"], named_like_ours["time_s_"]) == (3, 7, 1.5)
+    assert own_step["step"] == 7
+    assert (table["step"], table["results"]) == (4, {"columns": ["name", "score"], "data": [["a", 0.5]]})
     assert (first["loss"], first["note"], first["step"]) == (0.5, "fine", 3)
     assert (second["loss"], second["split"], second["step"]) == (0.25, "test", None)
     assert second["peak"] is None  # JSON has no infinity
@@ -99,8 +108,10 @@ def test_tensorboard(tmp_path: pathlib.Path) -> None:
     accelerator = Accelerator(log_with="tensorboard", project_dir=tmp_path)
     accelerator.init_trackers("run", {"lr": 0.1, "layers": [1, 2]})
     accelerator.log({"loss": torch.tensor(0.5), "note": "fine"}, step=1)
-    accelerator.log({"loss": 0.25, "both": {"a": 1, "b": 2}}, step=2)
     tracker = accelerator.get_tracker("tensorboard")
+    with pytest.warns(UserWarning, match=r"failed in log\({'many': ...}\), and training goes on"):
+        accelerator.log({"many": torch.ones(2), "loss": 0.25, "both": {"a": 1, "b": 2}}, step=2)
+    tracker.has_failed = False
     tracker.log_images({"digits": torch.rand(2, 8, 8, 3)}, step=2, dataformats="NHWC")
     assert accelerator.get_tracker("tensorboard", unwrap=True) is tracker.writer
     with pytest.warns(UserWarning, match="failed in log_tables, and training goes on"):

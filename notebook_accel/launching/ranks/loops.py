@@ -90,7 +90,6 @@ class Loops:
 
     def __init__(self) -> None:
         self.current: LoopCounter | None = None
-        self.trained = 0
         self.bars: OpenBars | None = None
         self.clock: StepClock | None = None
         self.loss: Any = None
@@ -98,6 +97,7 @@ class Loops:
         self._begin_count()
 
     def _begin_count(self) -> None:
+        self.trained = 0
         self._epochs: weakref.WeakKeyDictionary[Any, LoopCounter] = weakref.WeakKeyDictionary()  # latest, by loader
         self._purposes: dict[int, tuple[weakref.ref[Any], bool]] = {}  # by dataset id: True if it is for evaluation
         self._training: LoopCounter | None = None  # the latest loop that trains
@@ -138,7 +138,7 @@ class Loops:
         with contextlib.suppress(AttributeError, TypeError):  # a dataset without weak references, such as a list
             loop.dataset = weakref.ref(loader.dataset)
             # Many libraries make a new loader for each evaluation, which may end before it can be told from training.
-            loop.is_evaluation = self._is_for_evaluation(loader.dataset)
+            loop.is_evaluation = self.is_for_evaluation(loader.dataset)
         loop.iterator = weakref.ref(iterator, loop.end)
         setattr(iterator, ATTRIBUTE, loop)
         if self.bars is not None:
@@ -174,10 +174,10 @@ class Loops:
             loop.trains, self._training = True, loop
         dataset = None if loop.dataset is None else loop.dataset()
         if dataset is not None and (loop.trains or (loop.is_over and self._training is not None)):
-            is_evaluation = not loop.trains and self._is_for_evaluation(dataset, otherwise=True)
+            is_evaluation = not loop.trains and self.is_for_evaluation(dataset, otherwise=True)
             self._purposes[id(dataset)] = weakref.ref(dataset), is_evaluation
 
-    def _is_for_evaluation(self, dataset: Any, *, otherwise: bool = False) -> bool:
+    def is_for_evaluation(self, dataset: Any, *, otherwise: bool = False) -> bool:
         """Return whether loops over a dataset have evaluated so far and none has trained."""
         of, is_evaluation = self._purposes.get(id(dataset), (None, otherwise))
         return is_evaluation if of is not None and of() is dataset else otherwise  # else another dataset had the id

@@ -11,6 +11,7 @@ import collections
 import gc
 import linecache
 import math
+import statistics
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ _MOST_LINES = 12
 _MOST_NESTED = 4
 _MOST_TEXT = 120
 _COPIES = (".to(", ".cuda(")
+_COPYING = ("", "to", "cuda")  # functions called by such a line while it copies
 # Parts of the paths of library code, and a thread's activity there.
 _ACTIVITIES = (
     ("/torch/_dynamo/", "compiling"),
@@ -79,7 +81,6 @@ class StepClock:
         self._times_sent: Mapping[str, float] = {}
         self._sending = threading.Lock()
         self._is_probe_due = True  # the main thread is to read values that only it can read
-        self._backward_s = 0.0  # the last backward pass
         self._model: weakref.ref[Any] | None = None  # the latest DistributedDataParallel model
         self._seen_comm: Any = None
         self._lines: collections.Counter[Line] = collections.Counter()
@@ -117,13 +118,19 @@ class StepClock:
         else:
             self._times["other"] += gap_s
 
-    def begin_step(self, batch: Any, workers: int | None) -> None:
-        """Begin a step. ``batch`` is ``None`` where no loader runs. Only some steps are examined closely."""
+    def begin_step(self, batch: Any, workers: int | None, is_stream: bool = False) -> None:
+        """Begin a step. Only some steps are examined closely.
+
+        Args:
+            batch: The batch, ``None`` where no loader runs and for a last batch, which may be smaller.
+            workers: Number of the loader's worker processes, ``None`` without a loader.
+            is_stream: The loader's dataset is an ``IterableDataset``.
+        """
         self._counts.steps += 1
         if self._is_probe_due or self.is_marking:
-            self._look_closely(batch, workers)
+            self._look_closely(batch, workers, is_stream)
 
-    def _look_closely(self, batch: Any, workers: int | None) -> None:
+    def _look_closely(self, batch: Any, workers: int | None, is_stream: bool) -> None:
         counts, torch = self._counts, sys.modules["torch"]
         if self._is_rest_due and not self.is_marking and self._trail is None:
             self._resting_since_s = self.enter("")
@@ -131,7 +138,7 @@ class StepClock:
             return
         if self._is_probe_due:
             self._is_probe_due = False
-            counts.workers = workers
+            counts.workers, counts.is_stream = workers, is_stream
             counts.threads = torch.get_num_threads()
             counts.add_batch(batch)
         self.is_marking = torch.cuda.is_initialized() and self._device.begin_step(self.phase)
@@ -159,6 +166,10 @@ class StepClock:
         """Count the start of an evaluation."""
         self._counts.evaluations += 1
 
+    def add_start(self, took_s: float) -> None:
+        """Add a time for which a training loop waited for workers that had to start."""
+        self._counts.starting_s += took_s
+
     def add_model(self, model: Any) -> None:
         """Register a ``DistributedDataParallel`` model, whose own measurements tell communication from computing."""
         self._model = weakref.ref(model)
@@ -166,14 +177,19 @@ class StepClock:
             model._set_ddp_runtime_logging_sample_rate(1)
 
     def end_backward(self, took_s: float) -> None:
-        """Add the duration of a backward pass, and now and then the communication time of the pass before."""
-        before_s, self._backward_s = self._backward_s, took_s
+        """Add the duration of a backward pass, and now and then read the communication time of an earlier one."""
+        counts = self._counts
+        counts.backward_s += took_s
         model = None if self._model is None else self._model()
-        if self._counts.is_due and model is not None and before_s:
-            self._counts.is_due = False
-            self._read_communication(model, before_s)
+        if model is None or not model.require_backward_grad_sync:  # gradients are accumulated, without an exchange
+            return
+        counts.exchanges += 1
+        if counts.is_due:
+            counts.is_due = False
+            self._read_communication(model)
 
-    def _read_communication(self, model: Any, backward_s: float) -> None:
+    def _read_communication(self, model: Any) -> None:
+        """Read the model's measurement of its last exchange of gradients but one."""
         data = model.logger._get_ddp_logging_data()
         numbers: Mapping[str, int] = data.ints_map
         self._counts.gradient_bytes = numbers.get("total_parameter_size_bytes", 0)
@@ -182,8 +198,7 @@ class StepClock:
             return
         self._seen_comm = ended
         exposed_ns = numbers.get("backward_comm_time", 0) - numbers.get("backward_compute_comm_overlap_time", 0)
-        self._counts.exposed_s += min(max(exposed_ns, 0) / 1e9, backward_s)
-        self._counts.exposed_of_s += backward_s
+        self._counts.exposed_s.append(max(exposed_ns, 0) / 1e9)
 
     def _collect(self, phase: str, _: dict[str, int]) -> None:
         """Measure a garbage collection."""
@@ -252,19 +267,26 @@ class _Counts:
 
     Attributes:
         is_due: True if the main thread is to read the communication time.
+        backward_s: Duration of all backward passes.
+        exchanges: Number of backward passes that exchange gradients.
+        exposed_s: Measured durations of exchanges, as far as nothing is computed meanwhile.
     """
 
     def __init__(self, before: _Counts | None = None) -> None:
         self.is_due = True
         self.steps = self.evaluations = self.rows = self.batches = self.largest = 0
         self.smallest = sys.maxsize
-        self.collecting_s = self.rested_s = 0.0
+        self.collecting_s = self.rested_s = self.starting_s = 0.0
         self._measured_from = (0, time.perf_counter())  # steps and time at the end of the last rest
         # These values carry over from one send to the next.
         self.workers: int | None = None if before is None else before.workers
+        self.is_stream: bool = before is not None and before.is_stream
         self.threads: int = 0 if before is None else before.threads
         self.gradient_bytes: int = 0 if before is None else before.gradient_bytes
-        self.exposed_s = self.exposed_of_s = 0.0
+        self._exposed_before_s: float = 0.0 if before is None else before._mean_exposed_s
+        self.backward_s = 0.0
+        self.exchanges = 0
+        self.exposed_s: list[float] = []
         self.graphs_before = compiled_graphs()
 
     def add_batch(self, batch: Any) -> None:
@@ -297,10 +319,16 @@ class _Counts:
         steps, since_s = self._measured_from
         return (self.steps - steps) / max(time.perf_counter() - since_s, 1e-3)
 
+    @property
+    def _mean_exposed_s(self) -> float:
+        # With few exchanges, the measurement of one may only be there after the next send.
+        return statistics.fmean(self.exposed_s) if self.exposed_s else self._exposed_before_s
+
     def split_backward(self, seconds: dict[str, float]) -> None:
         """Move communication from the backward pass to its own phase."""
-        if self.exposed_of_s:
-            exposed_s = seconds["backward"] * self.exposed_s / self.exposed_of_s
+        if self.backward_s:
+            share = min(1.0, self.exchanges * self._mean_exposed_s / self.backward_s)
+            exposed_s = seconds["backward"] * share
             seconds["backward"] -= exposed_s
             seconds["communication"] += exposed_s
 
@@ -327,6 +355,8 @@ class _Counts:
             smallest_batch=self.smallest if self.batches else 0,
             largest_batch=self.largest,
             workers=self.workers,
+            is_stream=self.is_stream,
+            starting_s=self.starting_s,
             threads=self.threads,
             cores=host_memory.cores(),
             gradient_bytes=self.gradient_bytes,
@@ -410,15 +440,17 @@ def running_line() -> tuple[str, str, str]:
 
 def place_of(frame: types.FrameType) -> tuple[str, str, str]:
     """Return a thread's activity in libraries, the user's innermost line such as ``In[7], line 12``, and its text."""
-    activity = ""
+    activity = called = ""
     current: types.FrameType | None = frame
     while current is not None and not code_places.is_the_users(current.f_code.co_filename):
         activity = activity or _activity(current.f_code)
+        called = current.f_code.co_name
         current = current.f_back
     if current is None:
         return activity, "", ""
     place, text = line_of(current.f_code.co_filename, current.f_lineno or 0)
-    if not activity and any(part in text for part in _COPIES):
+    # In `net(x.to(device))` the line copies until the network runs. The methods of tensors aren't Python functions.
+    if not activity and called in _COPYING and any(part in text for part in _COPIES):
         activity = "copy"
     return activity, place, text
 

@@ -8,11 +8,13 @@ This module never imports torch. The hooks are placed once torch is imported, us
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from typing import Any
 
 from notebook_accel import environment, reporting
@@ -20,6 +22,7 @@ from notebook_accel.launching.ranks import loops, profiling
 from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.launching.ranks.phases import StepClock
 
+_STREAM = 1  # torch's ``_DatasetKind.Iterable``
 _main = threading.main_thread().ident
 _loops = loops.LOOPS
 _profiler = profiling.PROFILER
@@ -49,7 +52,8 @@ def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
 
     @functools.wraps(original_iter)
     def __iter__(self: Any) -> Any:  # noqa: N807 - the name that stacks show
-        iterator = original_iter(self)
+        with _measured_start(clock, self, is_training=are_gradients_enabled()):
+            iterator = original_iter(self)
         if isinstance(iterator, iterator_class):
             _loops.begin(self, iterator)
         return iterator
@@ -65,10 +69,11 @@ def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
         loop: loops.LoopCounter | None = getattr(self, loops.ATTRIBUTE, None)
         if loop is None:
             return original_next(self)
-        is_evaluation = loop.is_evaluation or not are_gradients_enabled()
+        # Before anything was trained, such a loop may be all that the program does.
+        is_evaluation = bool(_loops.trained) and (loop.is_evaluation or not are_gradients_enabled())
         measures = clock is not None and clock.is_on and threading.get_ident() == _main
         if measures:
-            clock.enter("evaluation" if is_evaluation else "data")  # type: ignore[union-attr]
+            began_s = clock.enter("evaluation" if is_evaluation else "data")  # type: ignore[union-attr]
         try:
             batch = original_next(self)
         except BaseException as raised:
@@ -84,20 +89,44 @@ def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
         if _profiler.is_due and loop is _loops.current and not is_evaluation and threading.get_ident() == _main:
             _profiler.begin_step()
         if measures:
-            _begin_step(clock, loop, batch, self._num_workers, is_evaluation)  # type: ignore[arg-type]
+            _begin_step(clock, loop, batch, self, began_s, is_evaluation)  # type: ignore[arg-type]
         return batch
 
     loader_class.__iter__, iterator_class.__next__, iterator_class.__init__ = __iter__, __next__, __init__
 
 
-def _begin_step(clock: StepClock, loop: loops.LoopCounter, batch: Any, workers: int, is_evaluation: bool) -> None:
-    """Tell the clock that a training step or an evaluation begins with this batch."""
-    if not is_evaluation:
-        clock.enter("forward")
-        if loop is _loops.current:
-            clock.begin_step(batch, workers)
-    elif loop.step == 1:
-        clock.begin_evaluation()
+@contextlib.contextmanager
+def _measured_start(clock: StepClock | None, loader: Any, *, is_training: bool) -> Iterator[None]:
+    """Measure the start of an iteration, which starts the loader's workers, as a part of its wait for data."""
+    if clock is None or not clock.is_on or threading.get_ident() != _main:
+        yield
+        return
+    is_training = is_training and not _loops.is_for_evaluation(getattr(loader, "dataset", None))
+    before = clock.phase
+    began_s = clock.enter("data" if is_training else "evaluation")
+    try:
+        yield
+    finally:
+        ended_s = clock.enter(before or "other")
+        if is_training and loader.num_workers and not loader.persistent_workers:
+            clock.add_start(ended_s - began_s)
+
+
+def _begin_step(
+    clock: StepClock, loop: loops.LoopCounter, batch: Any, iterator: Any, began_s: float, is_evaluation: bool
+) -> None:
+    """Tell the clock that a training step or an evaluation begins with this batch, awaited since ``began_s``."""
+    if is_evaluation:
+        if loop.step == 1:
+            clock.begin_evaluation()
+        return
+    now_s = clock.enter("forward")
+    if loop.step == 1 and iterator._num_workers and not iterator._persistent_workers:
+        clock.add_start(now_s - began_s)
+    if loop is _loops.current:
+        is_rest = 1 < loop.step == loop.total  # the last batch may be smaller than the others
+        is_stream = iterator._dataset_kind == _STREAM
+        clock.begin_step(None if is_rest else batch, iterator._num_workers, is_stream)
 
 
 def _patch_backward(module: types.ModuleType, clock: StepClock | None) -> None:

@@ -13,22 +13,23 @@ from notebook_accel.launching.state.phases import PHASES, WAITING
 
 _NEARLY = 0.9  # of the speed that so many ranks can have at best
 _ALIKE = 1.05
+_COMPUTING = "computing"
+_LATE = "waiting for a rank that is late"
 # The causes of a long step, each with its phases and advice.
 _CAUSES = {
-    "waiting for data": (("data",), "The ranks' loaders share the disk and the cores: try more or fewer num_workers."),
-    "computing": (
+    "waiting for data": (("data",), "Loaders share the disk and the cores: try more or fewer num_workers."),
+    _COMPUTING: (
         ("copy", "forward", "backward", "optimizer"),
         "On CPUs the ranks share the cores, and more ranks gain little; on GPUs a larger batch uses them better.",
     ),
     "exchanging gradients": (
         ("communication",),
-        "Try gradient_accumulation_steps=4, gradients in bf16, or a larger batch.",
+        "Try a larger gradient_accumulation_steps, gradients in bf16, or a larger batch.",
     ),
-    "waiting for a rank that is late": ((WAITING,), ""),
+    _LATE: ((WAITING,), ""),
     "evaluation": (("evaluation",), "Evaluate less often, or on all ranks with a part of the data each."),
     "code around the training": (("other",), "Do it on one rank, or less often."),
 }
-_LATE = "waiting for a rank that is late"
 
 
 class Measured(Protocol):
@@ -129,7 +130,9 @@ class Comparison:
             f"{format_milliseconds(before_s)} for {work}."
         )
         verdict = next((verdict.what for verdict in other.diagnosis.verdicts[:1] if self.cause == _LATE), "")
-        return " ".join(filter(None, (reason, verdict, _CAUSES[self.cause][1])))
+        has_more_ranks = other.diagnosis.world_size > base.diagnosis.world_size
+        advice = "" if self.cause == _COMPUTING and not has_more_ranks else _CAUSES[self.cause][1]
+        return " ".join(filter(None, (reason, verdict, advice)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain data, as JSON can hold it."""

@@ -1,7 +1,8 @@
 """Finds in a run's state the reasons why its steps are slow, with figures and advice.
 
-Causes that take less than a tenth of a step aren't reported. The state has the times of each rank's last steps. A
-comparison of the ranks tells waiting in a collective from communicating: the last rank to arrive waits least.
+Causes that take less than a tenth of the time aren't reported, neither is a single pause in the last steps, unless it
+takes a tenth of the whole run. The state has the times of each rank's last steps. A comparison of the ranks tells
+waiting in a collective from communicating: the last rank to arrive waits least.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.formatting import format_duration, format_milliseconds, format_size
-from notebook_accel.launching.state.phases import Moment, Phases, over_time, shown_ranks, split_waiting
+from notebook_accel.launching.state.phases import Moment, Phases, mean_of, over_time, shown_ranks, split_waiting
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
@@ -31,6 +32,7 @@ _TINY_ROWS = 4
 _TINY_STEP_S = 0.005
 _UNEVEN = 2.0
 _MOST_WORKERS = 4
+_SHORT_WAIT_S = 0.002  # for a batch; a worker takes up to this to pass one
 _MOST_TEXT = 60
 _SAVE_LESS = "Save less often, or in the background: accelerator.save_state(async_=True)."
 # Calls that wait for the device.
@@ -57,6 +59,10 @@ class Verdict:
     ranks: tuple[int, ...] = ()
     place: str = ""
 
+    def is_same(self, other: Verdict) -> bool:
+        """Return whether another verdict has this cause and, where the others wait for one rank, names the same."""
+        return self.cause == other.cause and (self.cause != "straggler" or self.ranks == other.ranks)
+
     def __str__(self) -> str:
         return f"{self.what} {self.fix}"
 
@@ -69,7 +75,7 @@ class Diagnosis:
         verdicts: The reasons, the costliest first; empty if nothing stands out.
         steps: The mean seconds of a step on each rank, by the rank's number and the phase.
         over_time: The phases of a step in the course of the run, without its first second; empty for some seconds.
-        wasted_s: Time of the whole run that the first reason has cost.
+        wasted_s: Time of the whole run that the first reason has cost, 0 if it has cost less than a tenth of it.
         run_s: Time of all steps of the run.
         world_size: Number of ranks of the whole run.
         rows: Mean number of rows in a rank's batch, 0 if unknown.
@@ -112,7 +118,7 @@ class Diagnosis:
     def __str__(self) -> str:
         if not self.steps:
             return "Too few steps have been measured yet."
-        lines = [str(verdict) for verdict in self.verdicts] or ["Nothing stands out: no cause takes a tenth of a step."]
+        lines = [str(verdict) for verdict in self.verdicts] or [self.nothing]
         if self.cost:
             lines.append(self.cost)
         for rank, phases in self.steps.items():
@@ -124,6 +130,14 @@ class Diagnosis:
 
     __repr__ = __str__
 
+    @property
+    def nothing(self) -> str:
+        """The answer without a verdict, with the phase that takes longest."""
+        mean = mean_of(self.steps.values()) or {}
+        phase = max(mean, key=lambda name: mean[name])
+        share = mean[phase] / sum(mean.values())
+        return f"Nothing stands out. The longest phase is {phase}, {_percent(share)} of a step."
+
 
 def diagnose(state: RunState) -> Diagnosis:
     """Return where the time of the last steps went, and the reasons why they are slow."""
@@ -132,27 +146,47 @@ def diagnose(state: RunState) -> Diagnosis:
     measured = [rank for rank in known if rank.times.steps >= _FEWEST_STEPS and rank.wall_s >= _SHORTEST_S]
     longest_s = max((rank.wall_s for rank in measured), default=0.0)
     if len(measured) < len(stepping) and longest_s < _LONGEST_LEAD_S:  # the others will follow in a moment
-        return Diagnosis()
+        measured = []
     if not measured:
-        return Diagnosis()
-    run = _Run(measured)
-    found = _verdicts(run, _MEASURED) or _verdicts(run, _LIKELY)
-    found.sort(key=lambda verdict: -verdict.share)
-    costliest: dict[str, Verdict] = {}
-    for verdict in found:  # a late rank and the time of all ranks may have one cause
-        costliest.setdefault(verdict.cause, verdict)
-    run_s = max(sum(total.seconds.values()) for rank in measured if (total := rank.state.step_history.total))
-    wasted_s = found[0].share * run_s if found else 0.0
+        return Diagnosis(world_size=state.total_ranks)
+    in_run = [_Rank(rank.state, times) for rank in measured if (times := rank.state.step_history.total) is not None]
+    run_s = max(rank.wall_s for rank in in_run)
+    whole = _costliest(_Run(in_run))
+    found = _recurring(measured, whole)
+    costs = [each.share * run_s for each in whole.values() if found and each.is_same(found[0])]
     phases = split_waiting({rank.number: rank.phases for rank in measured})
     return Diagnosis(
-        tuple(costliest.values()),
+        tuple(found),
         phases,
         over_time({rank.number: rank.state.step_history.sums.points for rank in measured}, shown_ranks(phases)),
-        wasted_s,
+        sum(costs),
         run_s,
         world_size=state.total_ranks,
         rows=statistics.fmean(rank.times.rows for rank in measured),
     )
+
+
+def _recurring(ranks: Sequence[_Rank], whole: Mapping[str, Verdict]) -> list[Verdict]:
+    """Return the verdicts on the last steps, the costliest first, without those on a single pause.
+
+    Args:
+        ranks: The ranks with the times of their last steps.
+        whole: The verdicts on the whole run by their causes.
+    """
+    steady = [
+        _Rank(rank.state, times) for rank in ranks if (times := rank.state.step_history.without_longest) is not None
+    ]
+    causes = {*whole, *(_costliest(_Run(steady)) if len(steady) == len(ranks) else ())}
+    return [verdict for cause, verdict in _costliest(_Run(ranks)).items() if cause in causes]
+
+
+def _costliest(run: _Run) -> dict[str, Verdict]:
+    """Return the verdicts by their causes, the costliest first."""
+    found = _verdicts(run, _MEASURED) or _verdicts(run, _LIKELY)
+    by_cause: dict[str, Verdict] = {}
+    for verdict in sorted(found, key=lambda verdict: -verdict.share):
+        by_cause.setdefault(verdict.cause, verdict)  # a late rank and the time of all ranks may have one cause
+    return by_cause
 
 
 def _verdicts(run: _Run, finders: Iterable[Callable[[_Run], Verdict | None]]) -> list[Verdict]:
@@ -227,6 +261,14 @@ class _Run:
         self.step_s = statistics.fmean(rank.step_s for rank in ranks)
         self.is_on_device = ranks[0].times.is_on_device
 
+    def ranks_beside(self, rank: _Rank) -> list[_Rank]:
+        """Return the ranks on a rank's machine, which share its cores."""
+        return [each for each in self.ranks if each.state.node == rank.state.node]
+
+    def cores_each(self, rank: _Rank) -> int:
+        """Return the number of cores for each rank on a rank's machine, at least 1."""
+        return max(1, rank.times.cores // len(self.ranks_beside(rank)))
+
     def waiting_s(self, rank: _Rank) -> float:
         """Return the seconds of a step in which a rank waits for another one."""
         return rank.exposed_s - self.communication_s
@@ -283,7 +325,7 @@ def _straggler(run: _Run) -> Verdict | None:
         return None
     if slow.is_saving_in(phase):
         place, text = slow.line(phase, activity="saving")
-        wait = f"the others wait for it {_percent(share)} of each step"
+        wait = f"the others wait for it {_percent(share)} of the time"
         what = f"Rank {slow.number} saves checkpoints{_at(place, text)}; {wait}."
         return Verdict("checkpoint", share, what, _SAVE_LESS, (slow.number,), place)
     place, text = slow.line(phase)
@@ -293,7 +335,7 @@ def _straggler(run: _Run) -> Verdict | None:
         cause="straggler",
         share=share,
         what=f"Rank {slow.number} {work} {slow.own_s / own_s:.1f} times as long as the others, most of it in {phase}"
-        f"{_at(place, text)}; the others wait for it {_percent(share)} of each step.{clock}",
+        f"{_at(place, text)}; the others wait for it {_percent(share)} of the time.{clock}",
         fix="Give this rank less work, or look for what else runs on its device or core.",
         ranks=(slow.number,),
         place=place,
@@ -308,15 +350,29 @@ def _data(run: _Run) -> Verdict | None:
         return None
     slow = max(run.ranks, key=lambda rank: rank.share("data"))
     place, _ = slow.line("data")
-    workers = slow.times.workers or 0
-    more = max(1, min(_MOST_WORKERS, slow.times.cores // len(run.ranks)))
-    fix = (
-        f"Try `num_workers={max(2 * workers, more)}`, or prepare the data once and store it."
-        if workers
-        else f"Try `num_workers={more}, persistent_workers=True`."
+    what = (
+        f"{run.everyone} waits {_percent(share)} of the time for data: `num_workers={slow.times.workers or 0}`"
+        f"{_at(place)}."
     )
-    what = f"{run.everyone} waits {_percent(share)} of each step for data: `num_workers={workers}`{_at(place)}."
-    return Verdict("data", share, what, fix, run.numbers, place)
+    return Verdict("data", share, what, _data_fix(run, slow), run.numbers, place)
+
+
+def _data_fix(run: _Run, slow: _Rank) -> str:
+    """Return what to do about a rank that waits for data."""
+    workers = slow.times.workers or 0
+    if slow.times.starting_s > slow.times.seconds.get("data", 0.0) / 2:
+        return "Its workers start anew in each epoch. Try `persistent_workers=True`, or fewer and longer epochs."
+    if slow.per_step_s("data") < _SHORT_WAIT_S:
+        few = "or `num_workers=0`: passing" if workers else "or prepare the data once. Workers don't help: passing"
+        return f"Try a larger batch, {few} so little between processes takes about as long as making it."
+    more = min(_MOST_WORKERS, run.cores_each(slow))
+    fix = f"`num_workers={max(2 * workers, more)}`" if workers else f"`num_workers={more}, persistent_workers=True`"
+    if slow.times.is_stream:
+        return (
+            "Prepare the data once and store it. Every worker yields all of an IterableDataset, unless it takes its "
+            f"part by torch.utils.data.get_worker_info(); if it does, try {fix}."
+        )
+    return f"Try {fix}" + (", or prepare the data once and store it." if workers else ".")
 
 
 def _evaluation(run: _Run) -> Verdict | None:
@@ -371,7 +427,7 @@ def _device_waits(run: _Run) -> Verdict | None:
     if not lines:
         return None
     [((place, text), _)] = lines.most_common(1)
-    what = f"`{text[:_MOST_TEXT]}` at {place} waits for the GPU ({_percent(share)} of each step)."
+    what = f"`{text[:_MOST_TEXT]}` at {place} waits for the GPU ({_percent(share)} of the time)."
     fix = "Do it every 50 steps, or keep tensors on the device: notebook_accel.report(loss=loss) doesn't wait."
     return Verdict("device wait", share, what, fix, run.numbers, place)
 
@@ -386,7 +442,7 @@ def _communication(run: _Run) -> Verdict | None:
     largest = max(rank.times.largest_batch for rank in run.ranks)
     if smallest and largest >= _UNEVEN * smallest:
         what = (
-            f"The ranks wait for each other {_percent(share)} of each step: their batches have between {smallest:,} "
+            f"The ranks wait for each other {_percent(share)} of the time: their batches have between {smallest:,} "
             f"and {largest:,} elements, and each step takes as long as its largest."
         )
         fix = "Sort samples by length, so that batches of one step are about as long."
@@ -397,31 +453,32 @@ def _communication(run: _Run) -> Verdict | None:
     computing_s = statistics.fmean(sum(rank.per_step_s(name) for name in _COMPUTING) for rank in run.ranks)
     if size:
         computing = format_milliseconds(computing_s)
-        what = f"Gradients take {_percent(share)} of each step: {format_size(size)} for {computing} of computing."
-        fix = "Try gradient_accumulation_steps=4, gradients in bf16, or a larger batch."
+        what = f"Gradients take {_percent(share)} of the time: {format_size(size)} for {computing} of computing."
+        fix = "Try a larger gradient_accumulation_steps, gradients in bf16, or a larger batch."
         if size < _LARGE_BYTES:
             fix = "For so little the connection is slow, or other programs use the cores: look at them first."
         return Verdict("communication", share, what, fix, run.numbers)
     place, text = first.line(activity="communication")
-    what = f"Collectives take {_percent(share)} of each step{_at(place, text)}."
+    what = f"Collectives take {_percent(share)} of the time{_at(place, text)}."
     return Verdict("communication", share, what, "Communicate less often, or less.", run.numbers, place)
 
 
 def _threads(run: _Run) -> Verdict | None:
     """Find more threads than cores, or one thread where there are many cores."""
-    last = run.ranks[0].times
+    first = run.ranks[0]
+    last = first.times
     share = sum(run.share(name) for name in _COMPUTING)
-    threads = sum(rank.times.threads for rank in run.ranks if rank.state.node == run.ranks[0].state.node)
-    ranks = sum(rank.state.node == run.ranks[0].state.node for rank in run.ranks)
+    threads = sum(rank.times.threads for rank in run.ranks_beside(first))
+    ranks = len(run.ranks_beside(first))
     if run.is_on_device or not last.threads or not last.cores or share < 0.5:
         return None
-    each = max(1, last.cores // ranks)
+    each = run.cores_each(first)
     fix = f"Leave OMP_NUM_THREADS unset, or torch.set_num_threads({each})."
     if threads >= 2 * max(last.cores, ranks):
-        what = f"{ranks} ranks compute with {threads} threads on {last.cores} cores, {_percent(share)} of each step."
+        what = f"{ranks} ranks compute with {threads} threads on {last.cores} cores, {_percent(share)} of the time."
         return Verdict("too many threads", share, what, fix, run.numbers)
     if last.threads == 1 and each >= 4:
-        what = f"Each rank computes with one thread, {_percent(share)} of each step, and could have {each}."
+        what = f"Each rank computes with one thread, {_percent(share)} of the time, and could have {each}."
         return Verdict("one thread", share, what, fix, run.numbers)
     return None
 
@@ -457,7 +514,7 @@ def _other(run: _Run) -> Verdict | None:
     saving, _ = run.sampled_share(lambda line: line.phase == "other" and line.activity == "saving")
     if not place or saving >= _WORTH / 2:
         return None
-    what = f"{_percent(share)} of each step goes into code around the training{_at(place, text)}."
+    what = f"{_percent(share)} of the time goes into code around the training{_at(place, text)}."
     return Verdict("other code", share, what, "Do it less often.", run.numbers, place)
 
 

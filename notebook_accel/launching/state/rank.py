@@ -24,7 +24,6 @@ _RATE_STALE_S = 1.0
 _STALLED_S = 10.0
 _STALLED_STEPS = 10  # a multiple of the usual duration of a step
 _REMEMBERED_STEPS = 20
-_MOST_METRICS = 32
 _LAST_LINES = 10
 _MOST_CRASH_CHARACTERS = 50_000
 _COMPILING = "compiling: steps are counted now, and timed once it is done"
@@ -320,7 +319,7 @@ class RankState:
             self.step_history.add(event)
         elif isinstance(event, events.Metrics):
             for name, value in event.values.items():
-                if name in self.metrics or len(self.metrics) < _MOST_METRICS:
+                if name in self.metrics or len(self.metrics) < events.MOST_METRICS:
                     self.metrics[name] = value
         elif isinstance(event, events.Memory):
             self.memory = event

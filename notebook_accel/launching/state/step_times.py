@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Iterable
 
 import msgspec
 
@@ -38,10 +39,16 @@ class StepHistory:
     @property
     def recent(self) -> events.StepTimes | None:
         """The last steps as one event: at least 50 of them and ten seconds, or as many as there were."""
+        return _merged(self._kept)
+
+    @property
+    def without_longest(self) -> events.StepTimes | None:
+        """The last steps without their longest event and the one before it, in which a long pause may have begun."""
         if not self._kept:
             return None
-        first, *later = self._kept
-        return first.followed_by(*later)
+        walls_s = [sum(event.seconds.values()) for event in self._kept]
+        longest = walls_s.index(max(walls_s))
+        return _merged(event for number, event in enumerate(self._kept) if number not in (longest - 1, longest))
 
     def add(self, event: events.StepTimes) -> None:
         """Add the steps of an event."""
@@ -84,7 +91,7 @@ class StepHistory:
                 found.append(msgspec.structs.replace(whole, time_s=time_ms / 1000, samples=0, lines=[], **parts))
                 before = sums
         # Only the first event, which isn't recent, has these counts: they are of the whole run, not of few steps.
-        rest = {"evaluations": 0, "collecting_s": 0.0, "compilations": 0}
+        rest = {"evaluations": 0, "collecting_s": 0.0, "compilations": 0, "starting_s": 0.0}
         found[1:] = [msgspec.structs.replace(event, **rest) for event in found[1:]]
         found[-1] = msgspec.structs.replace(found[-1], samples=whole.samples, lines=whole.lines)
         return found
@@ -92,6 +99,11 @@ class StepHistory:
     def copy(self) -> StepHistory:
         """Return a copy that later events don't change."""
         return StepHistory(self.total, self.sums.copy(), self._kept.copy(), self._counted_ms)
+
+
+def _merged(times: Iterable[events.StepTimes]) -> events.StepTimes | None:
+    parts = list(times)
+    return parts[0].followed_by(*parts[1:]) if parts else None
 
 
 def _sums(times: events.StepTimes) -> Sums:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel import reporting
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.ranks.phases import StepClock
+from notebook_accel.launching.ranks.phases import StepClock, place_of
 from notebook_accel.protocol import events
 from tests import processes
 from tests.launching.ranks import training_loops
@@ -169,6 +171,74 @@ def test_phases_of_a_ranks_steps_are_measured(launch: Callable[..., Job]) -> Non
     assert times is not None
     assert times.steps > 0  # of fast steps, some are measured and stand for the others
     assert all(times.seconds[phase] > 0 for phase in ("data", "forward", "backward", "optimizer"))
+
+
+def test_only_passes_that_exchange_gradients_communicate(rank: types.SimpleNamespace) -> None:
+    """Of four passes that took a second each, one has exchanged gradients, for half of it."""
+    logged = {"backward_comm_time": 600_000_000, "backward_compute_comm_overlap_time": 100_000_000}
+    data = types.SimpleNamespace(ints_map={"backward_comm_time_end": 1, **logged})
+    model = torch.nn.Module()
+    model.device_type = "meta"  # type: ignore[assignment]  # not measured by torch
+    model.logger = types.SimpleNamespace(_get_ddp_logging_data=lambda: data)  # type: ignore[assignment]
+    rank.clock.add_model(model)
+    rank.clock.enter("backward")
+    for number in range(8):
+        model.require_backward_grad_sync = number % 4 == 3  # type: ignore[assignment]
+        rank.clock.end_backward(1.0)
+        if number % 4 == 3:
+            rank.clock.begin_step(None, None)
+            rank.clock.send()  # the second exchange isn't measured yet, and counts like the first one
+    rank.reporter.close()
+    for sent in rank.received.times:
+        communication_s, backward_s = sent.seconds["communication"], sent.seconds["backward"]
+        assert communication_s / (communication_s + backward_s) == pytest.approx(0.5 / 4)
+    assert len(rank.received.times) == 2
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.ones(20, 3))
+
+
+def inference_with_workers_that_start_anew() -> None:
+    for _ in range(3):
+        with torch.inference_mode():
+            for batch in DataLoader(Stream(), batch_size=8, num_workers=1):
+                batch.sum()
+
+
+def test_inference_has_steps_and_the_start_of_workers_is_a_wait_for_data(launch: Callable[..., Job]) -> None:
+    job = launch(inference_with_workers_that_start_anew, num_processes=1)
+    job.results(timeout_s=60)
+    times = job.ranks[0].step_history.total
+    assert times is not None
+    assert (times.steps, times.evaluations, times.workers, times.is_stream) == (9, 0, 1, True)
+    assert times.seconds["data"] >= times.starting_s > times.seconds["other"]
+
+
+def steps_of_batches_with_a_rest() -> None:
+    model = torch.nn.Linear(3, 1)
+    for _ in range(30):
+        for batch in DataLoader(torch.ones(7, 3), batch_size=6):  # type: ignore[arg-type]
+            model(batch).sum().backward()
+            time.sleep(0.01)  # so that some of the last batches are examined too
+
+
+def test_smaller_last_batch_is_not_uneven(launch: Callable[..., Job]) -> None:
+    job = launch(steps_of_batches_with_a_rest, num_processes=1)
+    job.results(timeout_s=60)
+    times = job.ranks[0].step_history.total
+    assert times is not None
+    assert (times.rows, times.smallest_batch, times.largest_batch) == (6, 18, 18)
+
+
+def test_line_that_copies_and_computes_is_a_copy_only_until_it_computes() -> None:
+    seen: list[str] = []
+    layer = torch.nn.Linear(2, 2)
+    layer.register_forward_hook(lambda *_: seen.append(place_of(sys._getframe(1))[0]))
+    layer(torch.ones(2, 2).to("cpu"))
+    seen.append(place_of(sys._getframe())[0])  # as in x.to(device)
+    assert seen == ["", "copy"]
 
 
 def model_that_was_trained_and_dropped() -> bool:

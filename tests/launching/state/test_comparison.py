@@ -68,6 +68,9 @@ def test_two_runs_of_as_many_ranks() -> None:
         "'one' is 1.50 times as fast as 'slow'. Most of the difference is "
     )
     assert Comparison(slow, ONE).cause == "waiting for data"
+    computes_longer = Comparison(side("slow", 1, forward=30, backward=10), ONE)
+    assert computes_longer.cause == "computing"
+    assert computes_longer.sentence.endswith("where 'one' needs 20 ms for as many rows.")  # no advice for more ranks
     assert Comparison(ONE, ONE).sentence == "'one' and 'one' are about as fast."
 
 

@@ -48,7 +48,7 @@ def line(phase: str, *, activity: str = "", number: int = 12, text: str = "", sa
 
 
 def test_run_without_steps_has_no_diagnosis() -> None:
-    assert diagnose(RunState(2)) == Diagnosis()
+    assert diagnose(RunState(2)) == Diagnosis(world_size=2)
     assert str(Diagnosis()) == "Too few steps have been measured yet."
 
 
@@ -56,7 +56,7 @@ def test_ranks_wait_for_data() -> None:
     ranks = [healthy(data=60.0, lines=(line("data"), line("forward", number=1)))] * 2
     [verdict] = diagnose(run(*ranks)).verdicts
     assert (verdict.cause, verdict.ranks, verdict.place) == ("data", (0, 1), "In[4], line 12")
-    assert verdict.what == "Every rank waits 56 % of each step for data: `num_workers=0` at In[4], line 12."
+    assert verdict.what == "Every rank waits 56 % of the time for data: `num_workers=0` at In[4], line 12."
     assert verdict.fix == "Try `num_workers=1, persistent_workers=True`."
 
 
@@ -67,6 +67,21 @@ def test_advice_for_data_goes_by_the_workers_and_cores_there_are() -> None:
     assert verdict.fix == "Try `num_workers=4, persistent_workers=True`."
 
 
+def test_workers_are_advised_only_where_they_help() -> None:
+    stream = healthy(data=60.0, is_stream=True)
+    [verdict] = diagnose(run(stream)).verdicts
+    assert "Every worker yields all of an IterableDataset" in verdict.fix
+    assert verdict.fix.endswith("if it does, try `num_workers=2, persistent_workers=True`.")
+    restarting = healthy(data=60.0, workers=2, starting_s=0.9)
+    [verdict] = diagnose(run(restarting)).verdicts
+    assert verdict.fix.startswith("Its workers start anew in each epoch. Try `persistent_workers=True`")
+    for workers in (0, 2):
+        [verdict] = diagnose(run({"data": 30.0, "forward": 20.0, "steps": 1000, "workers": workers})).verdicts
+        assert verdict.fix.startswith("Try a larger batch")
+        assert "persistent_workers" not in verdict.fix
+        assert ("`num_workers=0`" in verdict.fix) == bool(workers)
+
+
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer", "other"])
 def test_straggler_is_the_rank_that_waits_least(phase: str) -> None:
     slow = healthy(lines=(line(phase, text="time.sleep(1)"),))
@@ -75,7 +90,7 @@ def test_straggler_is_the_rank_that_waits_least(phase: str) -> None:
     diagnosis = diagnose(run(waiting, waiting, slow, waiting))
     [verdict] = diagnosis.verdicts
     assert (verdict.cause, verdict.ranks, verdict.place) == ("straggler", (2,), "In[4], line 12")
-    assert "the others wait for it 55 % of each step" in verdict.what
+    assert "the others wait for it 55 % of the time" in verdict.what
     assert diagnosis.steps[0]["waiting"] == pytest.approx(0.060)
     assert diagnosis.steps[2]["waiting"] == 0
 
@@ -84,7 +99,7 @@ def test_gradients_take_long() -> None:
     ranks = [healthy(communication=55.0, gradient_bytes=440 << 20)] * 2
     [verdict] = diagnose(run(*ranks)).verdicts
     assert verdict.cause == "communication"
-    assert verdict.what == "Gradients take 53 % of each step: 440 MiB for 45 ms of computing."
+    assert verdict.what == "Gradients take 53 % of the time: 440 MiB for 45 ms of computing."
 
 
 def test_collectives_of_the_users_own_are_named() -> None:
@@ -207,6 +222,41 @@ def test_costliest_cause_comes_first_and_is_priced_over_the_whole_run() -> None:
     assert diagnosis.sentence == str(diagnosis.verdicts[0])
     assert diagnosis.wasted_s == pytest.approx(11 * 20 * 0.060)
     assert diagnosis.cost == "Cost so far: 00:13 of 00:29."
+
+
+def test_cause_that_began_late_is_priced_for_its_own_time() -> None:
+    state = run(*[healthy()] * 2, seconds=60)
+    for _ in range(12):
+        for number in range(2):
+            state.apply(number, step_times(**healthy(data=52.0)))
+    diagnosis = diagnose(state)
+    assert [verdict.cause for verdict in diagnosis.verdicts] == ["data"]
+    assert (diagnosis.wasted_s, diagnosis.run_s) == (
+        pytest.approx(72 * 20 * 0.002 + 12 * 20 * 0.050),
+        pytest.approx(84),
+    )
+
+
+@pytest.mark.parametrize(("seconds", "causes"), [(60, []), (10, ["other code"])])
+def test_single_pause_is_a_cause_only_if_it_takes_a_tenth_of_the_run(seconds: int, causes: list[str]) -> None:
+    state = run(*[healthy()] * 2, seconds=seconds)
+    for other in (100.0, 150.0, 0.0, 0.0):  # the pause begins in an event that was sent meanwhile
+        for number in range(2):
+            state.apply(number, step_times(**healthy(other=other, lines=(line("other"),))))
+    assert [verdict.cause for verdict in diagnose(state).verdicts] == causes
+
+
+def test_answer_without_a_cause_names_the_longest_phase() -> None:
+    diagnosis = diagnose(run(*[healthy(evaluation=250.0, evaluations=1)] * 2))
+    assert str(diagnosis).startswith("Nothing stands out. The longest phase is evaluation, 83 % of a step.\n")
+
+
+def test_workers_are_advised_by_the_cores_of_one_machine() -> None:
+    state = run(*[healthy(data=60.0, cores=8)] * 8)
+    for rank in state.ranks:
+        rank.node = rank.rank // 2
+    [verdict] = diagnose(state).verdicts
+    assert verdict.fix == "Try `num_workers=4, persistent_workers=True`."
 
 
 def test_phases_add_up_to_the_step_and_go_into_json() -> None:
