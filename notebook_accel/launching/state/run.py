@@ -10,7 +10,6 @@ Times are the seconds of ``time.monotonic()`` that events carry; methods that ne
 from __future__ import annotations
 
 import collections
-import operator
 import statistics
 from collections.abc import Mapping
 from typing import Literal
@@ -71,7 +70,6 @@ class RunState:
             for rank, series in curves.ranks.items()
             for step, value in series.points
         ]
-        points.sort(key=operator.itemgetter(0))  # by step, since a point of the mean needs all ranks
         found: list[tuple[int, events.Event]] = []
         if self.first_step_s is not None or any(curves.unit == "steps" for curves in self.history.values()):
             counting = next((rank.rank for rank in self.ranks if rank.steps is not None), 0)
@@ -138,8 +136,7 @@ class RunState:
             return
         # A curve over reports from before the first step can't be continued over steps.
         if curves is None or (curves.unit, unit) == ("reports", "steps"):
-            latest = {number: other.metrics[name] for number, other in enumerate(self.ranks) if name in other.metrics}
-            curves = self.history[name] = Curves(len(self.ranks), unit, latest)
+            curves = self.history[name] = Curves(len(self.ranks), unit)
         curves.add(rank, step, self.ranks[rank].metrics[name])
 
     @property
