@@ -86,6 +86,26 @@ def test_ranks_whose_end_nobody_reported_are_lost_when_the_run_is_over() -> None
     assert [rank.state for rank in state.ranks] == ["finished", "lost", "stopped"]
 
 
+def test_ranks_of_a_run_that_was_detached_go_on_unseen() -> None:
+    state = RunState(2)
+    state.apply(0, events.Finished())
+    state.close(is_detached=True)
+    assert [rank.state for rank in state.ranks] == ["finished", "detached"]
+
+
+def test_rate_of_a_session_waits_between_its_cells() -> None:
+    state = RunState(1)
+    state.apply(0, events.Working(ranks=[0], time_s=0.0))
+    for second in range(6):
+        state.apply(0, _progress(second, 10 * second))
+    state.apply(0, events.Working(ranks=[], time_s=5.0))
+    assert state.ranks[0].steps_per_s(600.0) == 10.0
+    state.apply(0, events.Working(ranks=[0], time_s=600.0))
+    for second in range(600, 603):
+        state.apply(0, _progress(second, 50 + 20 * (second - 599)))
+    assert state.ranks[0].steps_per_s(602.0) == 20.0
+
+
 def test_rate_is_of_the_last_seconds() -> None:
     slow = [_progress(second, second) for second in range(20)]
     fast = [_progress(20 + second, 20 + 10 * second) for second in range(10)]
