@@ -160,7 +160,7 @@ def _was_raised_by_a_signal(error: Exception) -> bool:
 def _end_interrupted(job: Job, view: View | None) -> View:
     """Interrupt the ranks and draw the view until they have ended. Kill them on a second interrupt."""
     try:
-        job.ended_by = KERNEL_INTERRUPT
+        job.ended_by = job.ended_by if job.done else KERNEL_INTERRUPT
         job.interrupt()
         view = view or _open(job)  # show the ranks' output even so
         _refresh_until_done(job, view, time.monotonic() + 3 * job.config.grace_s + _INTERRUPT_DEADLINE_S)
