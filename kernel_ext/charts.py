@@ -26,24 +26,35 @@ _Point: TypeAlias = tuple[int, float]
 def chart_html(state: RunState, metric: str = "", *, of_ranks: bool = False, is_titled: bool = True) -> str:
     """Draw a metric over steps, by default the first one, a loss if there is one; nothing until it has two points.
 
-    With ``of_ranks`` a curve for each rank is drawn behind that of their mean.
+    The mean of the ranks is drawn, and a curve for each rank behind it with ``of_ranks``, or where the mean covers less
+    than half of the steps because a rank has stopped reporting.
     """
     name = metric if metric in state.history else next(iter(state.metric_names), "")
     curves = state.history.get(name)
-    mean = [] if curves is None else curves.mean.points
-    if curves is None or len(mean) < 2:
+    if curves is None:
         return ""
-    ranks = {rank: series.points for rank, series in curves.ranks.items()} if of_ranks else {}
-    ranks = {rank: points for rank, points in sorted(ranks.items()) if len(points) > 1}
+    drawable = {rank: points for rank, series in sorted(curves.ranks.items()) if len(points := series.points) > 1}
+    if not drawable:
+        return ""
+    ranks = {state.ranks[rank].number: points for rank, points in drawable.items()}
+    mean, longest = curves.mean, max(ranks.values(), key=_length)
+    is_mean_partial = 2 * _length(mean) < _length(longest)
+    shown = ranks if of_ranks or is_mean_partial else {}
     title = html.escape(shortened(name, _MOST_TITLE_CHARACTERS))
-    of = "" if len(state.ranks) == 1 else "each rank, and their mean" if of_ranks else "mean of ranks"
-    description = f"{title} over {mean[-1][0]:,} {curves.unit}: from {mean[0][1]:.4g} to {mean[-1][1]:.4g}"
+    of = "" if len(state.ranks) == 1 else "each rank, and their mean" if shown else "mean of ranks"
+    (_, before), *_, (last, after) = longest if is_mean_partial else mean
+    description = f"{title} over {last:,} {curves.unit}: from {before:.4g} to {after:.4g}"
     head = f'<div class="nba-chart-title"><span>{title}</span> <span>{of}</span></div>' if is_titled else ""
     return (
         f'<div class="nba-chart">{head}'
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'role="img" aria-label="{description}">{_Drawing(mean, ranks, curves.unit).svg()}</svg></div>'
+        f'role="img" aria-label="{description}">{_Drawing(mean, shown, curves.unit).svg()}</svg></div>'
     )
+
+
+def _length(points: Sequence[_Point]) -> int:
+    """Return the number of steps that a curve covers."""
+    return points[-1][0] - points[0][0] if points else 0
 
 
 class _Drawing:
@@ -64,7 +75,8 @@ class _Drawing:
     def svg(self) -> str:
         behind = "".join(self._path(points, f"nba-rank-curve nba-c{rank % _MOST_LABELS}", f"rank {rank}")
                          for rank, points in self._ranks.items())  # fmt: skip
-        return f"{self._axes()}{behind}{self._path(self._mean, 'nba-curve', 'mean')}{self._labels()}"
+        mean = self._path(self._mean, "nba-curve", "mean") if self._mean else ""
+        return f"{self._axes()}{behind}{mean}{self._labels()}"
 
     def _x(self, step: float) -> float:
         return _LEFT + (step - self._first) / (self._last - self._first) * (_WIDTH - _LEFT - self._right)

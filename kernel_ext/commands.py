@@ -109,7 +109,7 @@ def _facts(entry: registry.Entry) -> dict[str, Any]:
 
 def _rank_facts(rank: RankState) -> dict[str, Any]:
     return {
-        "rank": rank.rank,
+        "rank": rank.number,
         "state": rank.word,
         "pid": rank.pid,
         "device": rank.device,
@@ -125,7 +125,8 @@ def _print_run(entry: registry.Entry) -> None:
     job, run = entry.job, _facts(entry)
     where = f"; logs in {entry.log_files[0].parent}" if entry.log_files else ""
     began = f"began {time.strftime('%H:%M:%S', time.localtime(run['began']))}"
-    took = "" if run["took_s"] is None else f", took {format_duration(run['took_s'])}"
+    after = "detached after" if run["status"] == "detached" else "took"
+    took = "" if run["took_s"] is None else f", {after} {format_duration(run['took_s'])}"
     print(f"{run['number']} ({run['name']}): {run['status']}, on {run['devices']}; {began}{took}{where}")
     if took and run["why"]:
         print(f"  {run['why']}")
@@ -172,34 +173,34 @@ def _logs(given: argparse.Namespace) -> None:
     if not entry.log_files:
         raise NotebookAccelError(f"The run {entry.name!r} has no log files.")
     job = entry.job  # knows whether a rank hasn't started yet
-    for rank in _ranks(given.rank, entry.name, len(entry.log_files)):
-        text = (
-            logs.read(entry.log_files[rank], _LAST_LINES)
-            if job is None
-            else job.logs(job.first_rank + rank, _LAST_LINES)
-        )
+    first_rank = entry.ending.first_rank if job is None else job.first_rank
+    for number in _ranks(given.rank, entry.name, first_rank, len(entry.log_files)):
+        file = entry.log_files[number - first_rank]
+        text = logs.read(file, _LAST_LINES) if job is None else job.logs(number, _LAST_LINES)
         text = text.rstrip("\n")
         yet = "" if job is None or job.done else " yet"
-        about = f"rank {rank}, last lines of" if text else f"rank {rank} has printed nothing{yet}:"
-        print(f"{about} {entry.log_files[rank]}")
+        about = f"rank {number}, last lines of" if text else f"rank {number} has printed nothing{yet}:"
+        print(f"{about} {file}")
         print("\n".join(plain_lines(text)), end="\n" if text else "")
 
 
 def _stacks(given: argparse.Namespace) -> None:
     job = _running(given.run)
-    ranks = _ranks(given.rank, job.name, job.world_size)
+    numbers = _ranks(given.rank, job.name, job.first_rank, job.world_size)
     stacks = job.stacks()
-    print("\n".join(str(stacks[rank]) for rank in ranks))
+    print("\n".join(str(stack) for stack in stacks if stack.rank in numbers))
     if stacks.disagreement:
         print(stacks.disagreement)
 
 
-def _ranks(chosen: int | None, name: str, world_size: int) -> Sequence[int]:
+def _ranks(chosen: int | None, name: str, first_rank: int, world_size: int) -> Sequence[int]:
+    """Return the number of the chosen rank, or those of all ranks of this node."""
+    numbers = range(first_rank, first_rank + world_size)
     if chosen is None:
-        return range(world_size)
-    if chosen >= world_size:
-        has = format_count(world_size, "rank")
-        raise NotebookAccelError(f"The run {name!r} has no rank {chosen}: it has {has}.")
+        return numbers
+    if chosen not in numbers:
+        here = f"{numbers[0]} to {numbers[-1]} on this node" if first_rank else format_count(world_size, "rank")
+        raise NotebookAccelError(f"The run {name!r} has no rank {chosen}: it has {here}.")
     return [chosen]
 
 

@@ -163,13 +163,14 @@ def stacks_html(stacks: Sequence[str], said: str, choice: Choice) -> str:
     return "".join(shown)
 
 
-def log_html(files: Sequence[str], text: str, choice: Choice) -> str:
+def log_html(files: Sequence[str], text: str, choice: Choice, first_rank: int = 0) -> str:
     """List the log files of all ranks, or show the end of one rank's.
 
-    ``text`` are the last lines of the chosen rank's file, or why there are none.
+    ``text`` are the last lines of the chosen rank's file, or why there are none. ``first_rank`` is the number of this
+    node's first rank among all.
     """
     if choice.rank is None or choice.rank >= len(files):
-        rows = "\n".join(f"{faint(f'rank {rank}')}  {html.escape(path)}" for rank, path in enumerate(files))
+        rows = "\n".join(f"{faint(f'rank {rank}')}  {html.escape(path)}" for rank, path in enumerate(files, first_rank))
         return pre(rows or faint("this run has no log files"), "Log files")
     body = "\n".join(_marked(line, choice.search) for line in plain_lines(text) if choice.finds(line))
     return pre(f"{faint(files[choice.rank])}\n{body}", "Log")

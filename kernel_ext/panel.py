@@ -20,7 +20,7 @@ from kernel_ext.front_end import STYLE, LiveClicks
 from kernel_ext.output import Choice, OutputLog
 from notebook_accel.errors import NotebookAccelError, RankFailedError
 from notebook_accel.formatting import format_clock
-from notebook_accel.launching.kernel import detached
+from notebook_accel.launching.kernel import detached, foreground
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.state.diagnosis import Diagnosis
 from notebook_accel.launching.state.profiles import Profile
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _SLOW_PERIOD_S = 1.0  # for parts that are expensive to draw or to read
 _LOG_LINES = 200
-_ENDED_BY = {"": "", "stop": "by the button Stop", "interrupt": "by the button Interrupt"}
 _VIEWS = {  # with their tooltips
     "Output": "What the ranks print",
     "Step": "Where the time of a step goes",
@@ -93,6 +92,11 @@ class _SummaryView:
         self._take_events()
         self._show_summary()
 
+    def _hint(self) -> str:
+        """Return why the run has ended, unless the header or a rank's row says it anyway."""
+        job = self._job
+        return "" if job.status == "succeeded" or isinstance(job.error, RankFailedError) else job.ending.why
+
     def _take_events(self) -> set[type[events.Event]]:
         """Handle new events: keep output, and show the ranks' displays. Return the kinds of events."""
         kinds: set[type[events.Event]] = set()
@@ -105,7 +109,7 @@ class _SummaryView:
                 self._display(event.data, metadata=event.metadata, **options)
         return kinds
 
-    def _facts(self, now_s: float, hint: str = "") -> render.RunFacts:
+    def _facts(self, now_s: float) -> render.RunFacts:
         """Return the facts that are shown besides the ranks' own state."""
         job = self._job
         end_s = now_s if job.ended_s is None else job.ended_s
@@ -117,7 +121,7 @@ class _SummaryView:
             precision=job.config.mixed_precision,
             status=job.status,
             elapsed_s=end_s - job.started_s,
-            hint=hint,
+            hint=self._hint(),
             failed_rank=None if failure is None else failure.rank,
             traceback="" if failure is None else failure.remote_traceback,
             is_background=job.is_background,
@@ -137,10 +141,10 @@ class _SummaryView:
         self._display(data, display_id=self._display_id, update=self._is_there)
         self._is_there = True
 
-    def _show_summary(self, hint: str = "") -> str:
+    def _show_summary(self) -> str:
         """Display the run's end as HTML and text that need no kernel. Return the HTML, without the panel's own tag."""
         now_s = time.monotonic()
-        facts, state = self._facts(now_s, hint), self._job.state  # before the lock: the job's error takes another one
+        facts, state = self._facts(now_s), self._job.state  # before the lock: the job's error takes another one
         with self._job.state_lock:
             html = render.summary_html(facts, state, self._output, now_s)
             text = render.summary_text(facts, state, self._output, now_s)
@@ -194,10 +198,10 @@ class PanelView(_SummaryView):
 
     def _close(self) -> None:
         self._take_events()
-        self._widgets.close(self._show_summary(self._hint()))
+        self._widgets.close(self._show_summary())
 
     def _draw(self, now_s: float, kinds: set[type[events.Event]]) -> None:
-        facts = self._facts(now_s, self._hint())  # before the lock: the job's error takes another one
+        facts = self._facts(now_s)  # before the lock: the job's error takes another one
         with self._job.state_lock:
             self._draw_state(facts, now_s, kinds)
         self._second = int(now_s - self._job.started_s)
@@ -222,6 +226,7 @@ class PanelView(_SummaryView):
         widgets.show_controls(
             are_live=self._is_clickable(),
             can_detach=self._can_detach,
+            first_rank=state.first_rank,
             metrics=tuple(name for name in state.metric_names if name in state.history),
             clicked=self._clicked,
             has_chart=bool(widgets.chart.value) or is_chart_due,
@@ -246,20 +251,20 @@ class PanelView(_SummaryView):
                 text = self._job.logs(self._job.first_rank + choice.rank, _LOG_LINES)
             except NotebookAccelError as error:
                 text = str(error)
-        return output.log_html([str(path) for path in self._job.log_files], text, choice)
+        return output.log_html([str(path) for path in self._job.log_files], text, choice, self._job.first_rank)
 
     def _hint(self) -> str:
         job = self._job
-        if job.status == "detached":
-            return "it goes on without this notebook"
         if job.done:
-            return _ENDED_BY[self._clicked] if job.status == "stopped" else ""
+            return super()._hint()
         if self._said["detach"]:
             return self._said["detach"]
         if self._clicked == "stop":
             return "stopping …"
         if job.on_death == "keep":
             return job.doing()
+        if job.ended_by == foreground.KERNEL_INTERRUPT:
+            return f"interrupting …; what goes on is ended after {job.config.grace_s:g} s, or now by another interrupt"
         if self._clicked == "interrupt":
             return f"interrupting …; what goes on is ended after {job.config.grace_s:g} s"
         return "" if self._is_clickable() else "interrupt the kernel to stop"
@@ -276,6 +281,7 @@ class PanelView(_SummaryView):
 
     def _on_stop(self) -> None:
         self._clicked, self._has_changed = "stop", True
+        self._job.ended_by = "the button Stop"
         self._job.stop()
 
     def _on_interrupt(self) -> None:
@@ -284,6 +290,7 @@ class PanelView(_SummaryView):
             self._job.interrupt(escalate=False)
         elif not self._clicked:
             self._clicked, self._has_changed = "interrupt", True
+            self._job.ended_by = "the button Interrupt"
             self._job.interrupt()
 
     def _on_change(self) -> None:
@@ -351,9 +358,7 @@ class _PanelWidgets:
         )
         self.fold = ipywidgets.ToggleButton(description=f"Show all {world_size} ranks", tooltip="A row for every rank")
         self.view = ipywidgets.ToggleButtons(options=list(_VIEWS), tooltips=list(_VIEWS.values()))
-        self.rank = ipywidgets.Dropdown(
-            description="Rank", options=[("all ranks", -1), *((f"rank {rank}", rank) for rank in range(world_size))]
-        )
+        self.rank = ipywidgets.Dropdown(description="Rank", options=[("all ranks", -1)])
         self.search = ipywidgets.Text(description="Search", placeholder="search")
         self.ask_again = ipywidgets.Button(description="Ask again", tooltip="Ask every rank again where it stands")
         self.profile = ipywidgets.Button(
@@ -363,6 +368,7 @@ class _PanelWidgets:
         self.curves = ipywidgets.ToggleButtons(options=[_MEAN, _EACH], tooltips=["Mean of the ranks", "A curve a rank"])
         self.buttons = (self.stop, self.interrupt, self.detach, self.ask_again, self.profile)
         self.choices = (self.fold, self.view, self.rank, self.search, self.metric, self.curves)
+        self._world_size = world_size
         self._has_many, self._has_some = world_size > render.MOST_ROWS, world_size > 1
         self.root = self._laid_out()
 
@@ -403,21 +409,31 @@ class _PanelWidgets:
         return bool(self._chart_tools.layout.display == "")
 
     def show_controls(
-        self, *, are_live: bool, can_detach: bool, metrics: tuple[str, ...], clicked: str, has_chart: bool
+        self,
+        *,
+        are_live: bool,
+        can_detach: bool,
+        first_rank: int,
+        metrics: tuple[str, ...],
+        clicked: str,
+        has_chart: bool,
     ) -> None:
         """Show the controls that have an effect now.
 
         Args:
             are_live: Whether clicks arrive.
             can_detach: Whether the run may go on without the kernel.
+            first_rank: The number of this node's first rank among all, which several nodes agree on after the start.
             metrics: The metrics that the chart can show.
             clicked: ``stop`` or ``interrupt`` after such a click; else empty.
             has_chart: Whether there is a chart.
         """
+        ranks = (("all ranks", -1), *((f"rank {first_rank + rank}", rank) for rank in range(self._world_size)))
+        if self.rank.options != ranks:
+            _set_options(self.rank, ranks, self.rank.value)
         if self.metric.options != metrics:
             chosen = self.metric.value
-            self.metric.options = metrics
-            self.metric.value = chosen if chosen in metrics else next(iter(metrics), None)
+            _set_options(self.metric, metrics, chosen if chosen in metrics else next(iter(metrics), None))
         self.stop.disabled = clicked == "stop"
         self.interrupt.disabled = bool(clicked)
         shown = {
@@ -444,6 +460,11 @@ class _PanelWidgets:
         self.root.add_class("nba-ended")
         for part in parts:
             _close(part)
+
+
+def _set_options(dropdown: Any, options: tuple[Any, ...], chosen: Any) -> None:
+    dropdown.options = options
+    dropdown.value = chosen
 
 
 def _close(widget: Any) -> None:

@@ -37,7 +37,7 @@ from notebook_accel.protocol import events
 MOST_ROWS = 16
 """Of more ranks than this, those in one state share a row, unless all are asked for."""
 _MOST_SINGLE = 3
-_MOST_METRIC_COLUMNS = 4
+_MOST_METRIC_COLUMNS = 3
 _MOST_METRICS_BESIDE_OUTPUT = 2  # with more, too little of a line would be left to read
 _MOST_NAME_CHARACTERS = 24
 _TRACEBACK_LINES = 200
@@ -202,7 +202,8 @@ def table_html(state: RunState, now_s: float, steps: Mapping[int, Phases] = {}, 
     table = _Table(state, now_s, steps)
     groups = table.groups() if is_folded and len(state.ranks) > MOST_ROWS else [[rank] for rank in state.ranks]
     heads = "".join(
-        f'<th scope="col" class="{column.kind}">{html.escape(column.head)}</th>' for column in table.columns
+        f'<th scope="col" class="{column.kind}" title="{html.escape(column.head)}">{html.escape(column.head)}</th>'
+        for column in table.columns
     )
     rows = "".join(table.row_html(group) for group in groups)
     cells = "".join(map(table.cell_html, state.ranks)) if len(groups) < len(state.ranks) else ""
@@ -237,7 +238,7 @@ class _TableColumn:
 
 
 def _number_column(
-    head: str, value: Callable[[RankState], float | None], written: Callable[[float | None], str]
+    head: str, value: Callable[[RankState], float | None], written: Callable[[float | None], str], kind: str = ""
 ) -> _TableColumn:
     """Make a column of numbers, of which ranks that share a row show the mean."""
 
@@ -245,7 +246,7 @@ def _number_column(
         known = [number for rank in ranks if (number := value(rank)) is not None]
         return written(statistics.fmean(known) if known else None)
 
-    return _TableColumn(head, lambda rank: written(value(rank)), "nba-number", together=mean)
+    return _TableColumn(head, lambda rank: written(value(rank)), f"nba-number {kind}".strip(), together=mean)
 
 
 class _Table:
@@ -313,17 +314,18 @@ class _Table:
             columns.append(self._phases_column())
         for name in names[:_MOST_METRIC_COLUMNS]:
             head = shortened(name, _MOST_NAME_CHARACTERS)
-            columns.append(_number_column(head, lambda rank, name=name: rank.metrics.get(name), _in_digits))  # type: ignore[misc]
-        if others := names[_MOST_METRIC_COLUMNS:]:
-            columns.append(_TableColumn("other metrics", lambda rank: _metrics_text(rank, others)))
+            columns.append(_number_column(head, _metric(name), _in_digits, "nba-metric"))
         if any(rank.memory_used_bytes is not None for rank in ranks):
             columns.append(_TableColumn("memory", _memory_text, html=_memory_html, together=_memories_html))
         if any(rank.utilisation is not None for rank in ranks):
             columns.append(_number_column("busy", lambda rank: rank.utilisation, _percent))
         if not all(rank.has_ended or rank.last_event_s is None for rank in ranks):
             columns.append(_TableColumn("seen", self._seen, "nba-seen", together=self._seen_longest_ago))
-        # Shown from the start: it takes the remaining width, so that other columns don't move when one is added.
-        if len(names) <= _MOST_METRICS_BESIDE_OUTPUT:
+        # The last column takes the remaining width. It is there from the start, so that other columns don't move when
+        # one is added.
+        if others := names[_MOST_METRIC_COLUMNS:]:
+            columns.append(self._other_metrics_column(others))
+        elif len(names) <= _MOST_METRICS_BESIDE_OUTPUT:
             columns.append(_TableColumn("last output", lambda rank: rank.last_line, "nba-last"))
         return columns
 
@@ -340,6 +342,15 @@ class _Table:
             html=lambda rank: bar_html(steps.get(rank.number)),
             together=together,
         )
+
+    def _other_metrics_column(self, names: Sequence[str]) -> _TableColumn:
+        def text(rank: RankState) -> str:
+            return _metrics_text(rank, names)
+
+        def titled(rank: RankState) -> str:  # the end may be cut off
+            return f'<span title="{html.escape(text(rank))}">{html.escape(text(rank))}</span>'
+
+        return _TableColumn("other metrics", text, "nba-last nba-others", html=titled)
 
     def _word(self, rank: RankState) -> str:
         return "behind" if rank.silent is None and rank.rank in self._behind else rank.word
@@ -413,6 +424,10 @@ def _in_digits(value: float | None) -> str:
 
 def _percent(value: float | None) -> str:
     return _UNKNOWN if value is None else f"{value:.0f} %"
+
+
+def _metric(name: str) -> Callable[[RankState], float | None]:
+    return lambda rank: rank.metrics.get(name)
 
 
 def _metrics_text(rank: RankState, names: Iterable[str]) -> str:

@@ -71,7 +71,7 @@ def test_interrupt_at_any_moment_of_heeding_another(template: None, monkeypatch:
     standing = {process.pid for process in processes.descendants(os.getpid())}
     for lines in itertools.count(1):
         second = _SecondInterrupt(lines)
-        monkeypatch.setattr(foreground, "_refresh_until_done", second.begin)
+        monkeypatch.setattr(foreground, "_draw_until_done", second.begin)
         sys.settrace(second.trace)
         try:
             with pytest.raises(KeyboardInterrupt):

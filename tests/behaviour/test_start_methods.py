@@ -467,6 +467,15 @@ def test_debugger_works_inline(run: Run, notebook: kernels.Kernel) -> None:
     assert ok(cell.finish()).result == "[42]"
 
 
+def test_quit_in_a_debugger_ends_an_inline_run_as_an_interrupt_does(run: Run, notebook: kernels.Kernel) -> None:
+    cell = notebook.start("%%distributed --start_method inline\nimport pdb; pdb.set_trace()\n1", allow_stdin=True)
+    assert "pdb" in cell.answer("q")
+    outcome = cell.finish()
+    assert outcome.error_name == "KeyboardInterrupt"
+    assert "BdbQuit" not in outcome.traceback
+    assert "by quit in the debugger" in run("%distributed status").stdout
+
+
 def test_debugger_after_a_failure_begins_where_it_happened(run: Run, notebook: kernels.Kernel) -> None:
     run("%%distributed --start_method inline\ndef deep(depth): return 1 / depth\ndeep(0)")
     cell = notebook.start("%debug", allow_stdin=True)

@@ -45,7 +45,7 @@ def test_a_curve_stays_inside_its_drawing(values: list[float]) -> None:
         state.apply(0, events.Metrics(step=step, values={"loss": value}))
     path = re.search(r'class="nba-curve" d="M([^"]*)"', chart_html(state))
     if path is None:
-        assert len(state.history["loss"].mean.points) < 2
+        assert len(state.history["loss"].mean) < 2
         return
     for point in path[1].split("L"):
         x, y = map(float, point.split())
@@ -86,6 +86,20 @@ def test_few_curves_of_ranks_have_their_number_at_their_end(world_size: int, lab
     assert all(after - before >= 9.9 for before, after in itertools.pairwise(heights))  # none covers another
     assert all(0 < height < 132 for height in heights)
     assert 'class="nba-c0"' not in chart_html(state)
+
+
+def test_chart_goes_on_with_the_other_ranks_when_one_stops_reporting() -> None:
+    state = RunState(2)
+    state.apply(0, events.Numbered(first_rank=2, world_size=4))
+    for step in range(1, 10):
+        for rank in (0, 1) if step < 4 else (1,):
+            state.apply(rank, events.Progress(step=step, steps=step))
+            state.apply(rank, events.Metrics(step=step, values={"loss": 1.0 * step}))
+    chart = Document(chart_html(state))
+    assert chart.having(role="img")[0]["aria-label"] == "loss over 9 steps: from 1 to 9"
+    assert sum(tag == "path" for tag, _ in chart.elements) == 3
+    assert "rank 2" in chart.text
+    assert "rank 3" in chart.text
 
 
 def test_chart_is_of_the_metric_that_was_chosen_or_of_the_first() -> None:

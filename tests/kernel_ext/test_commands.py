@@ -151,6 +151,39 @@ def test_ranks_that_are_still_to_come_have_printed_nothing(
     assert said[1:] == ["hello", f"rank 1 has printed nothing yet: {tmp_path / 'rank_1.log'}"]
 
 
+def test_ranks_of_a_later_node_have_their_numbers_among_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(registry, "_entries", collections.deque())
+    job = make_job(log_folder=tmp_path, num_nodes="2", node_rank=1)
+    registry.add(job)
+    (tmp_path / "rank_1.log").write_text("hello\n")
+    commands.run("status --json")
+    [going] = json.loads(capsys.readouterr().out)
+    assert [rank["rank"] for rank in going["ranks"]] == [2, 3]
+    commands.run("logs 3")
+    job.end("stopped")
+    stacks = job.stacks()
+    assert [str(stack) for stack in stacks] == ["rank 2 has ended", "rank 3 has ended"]
+    del job, stacks
+    gc.collect()
+    commands.run("logs 3")
+    assert capsys.readouterr().out == 2 * f"rank 3, last lines of {tmp_path / 'rank_1.log'}\nhello\n"
+    with pytest.raises(NotebookAccelError, match=r"has no rank 1: it has 2 to 3 on this node\."):
+        commands.run("logs 1")
+
+
+def test_run_that_was_detached_says_how_it_is_found_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "_entries", collections.deque())
+    job = make_job()
+    registry.add(job)
+    job.end_detached("a night")
+    commands.run("status")
+    assert "goes on without this notebook: %distributed attach 'a night'" in capsys.readouterr().out
+
+
 @pytest.mark.front_end
 def test_run_in_the_background_is_stopped_by_name(notebook: kernels.Kernel) -> None:
     start(notebook, "one")
@@ -182,7 +215,7 @@ def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kern
     [shown] = [message["content"]["data"] for message in asked.messages if message["msg_type"] == "execute_result"]
     assert 'aria-label="rank 1: 2 steps, ' in shown["text/html"]
     notebook.run("%distributed stop --run trained")
-    assert "There is no run 'trained' that goes on." in notebook.run("%distributed profile --run trained").traceback
+    assert "The run 'trained' has ended." in notebook.run("%distributed profile --run trained").traceback
 
 
 @pytest.mark.parametrize(
@@ -207,7 +240,7 @@ def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kern
         ("profile --steps many", "%distributed profile: argument --steps: invalid int value: 'many'."),
         ("profile --memry", "%distributed profile: there is no option --memry; is it --memory?"),
         ("runs --cleen", "%distributed runs: there is no option --cleen; is it --clean? %distributed? shows"),
-        ("stacks 0 --run first", "There is no run 'first' that goes on."),
+        ("stacks 0 --run first", "The run 'first' has ended."),
     ],
 )
 def test_mistake_is_said_in_a_few_lines(notebook: kernels.Kernel, line: str, said: str) -> None:

@@ -236,6 +236,47 @@ def test_the_panel_says_that_it_stops_and_then_who_has_stopped_it(kernel: kernel
     assert "by the button Stop" in shown["text/html"]
 
 
+def test_the_panel_says_that_a_second_interrupt_of_the_kernel_kills(kernel: kernels.Kernel) -> None:
+    _messages(kernel, _OPEN)
+    _messages(
+        kernel, "from notebook_accel.launching.kernel import foreground; job.ended_by = foreground.KERNEL_INTERRUPT"
+    )
+    _messages(kernel, "view._on_change()")
+    assert "ended after 2 s, or now by another interrupt" in _see(kernel, "header")
+    summary = _messages(kernel, f"{_HERE}; job.end('interrupted'); view.close()")
+    (shown,) = (message["content"]["data"] for message in summary if message["msg_type"] == "update_display_data")
+    assert "by an interrupt of the kernel" in shown["text/html"]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_the_panel_says_which_other_process_has_stopped_the_run(kernel: kernels.Kernel, is_open: bool) -> None:
+    end = "job.ended_by = 'process 7 (other)'; job.end('stopped')"
+    first = _OPEN if is_open else "job = make_job(is_background=True); start(job)"
+    second = f"{_HERE}; {end}; view.close()" if is_open else f"{end}; view = open_view(job); view.close()"
+    _messages(kernel, first)
+    (shown,) = (sent["content"]["data"] for sent in _messages(kernel, second) if "display_data" in sent["msg_type"])
+    assert "by process 7 (other)" in shown["text/html"]
+
+
+def test_the_panel_of_a_run_that_was_detached_says_how_it_is_found_again(kernel: kernels.Kernel) -> None:
+    _messages(kernel, _OPEN)
+    summary = _messages(kernel, f"{_HERE}; job.end_detached('night'); view.close()")
+    (shown,) = (message["content"]["data"] for message in summary if message["msg_type"] == "update_display_data")
+    assert "it goes on without this notebook: %distributed attach night" in shown["text/html"]
+    assert shown["text/html"].count(">detached<") == 3  # the run and its ranks
+    assert ">running<" not in shown["text/html"]
+
+
+def test_a_later_nodes_ranks_are_chosen_by_their_numbers_among_all(kernel: kernels.Kernel) -> None:
+    _messages(kernel, _OPEN)
+    _messages(kernel, "view._widgets.rank.value = 1")
+    _messages(kernel, "job.deliver(0, events.Numbered(first_rank=2, world_size=4)); view.refresh()")
+    assert kernel.value("[label for label, _ in view._widgets.rank.options], view._widgets.rank.value") == (
+        "(['all ranks', 'rank 2', 'rank 3'], 1)"
+    )
+    _messages(kernel, "finish(job); view.close()")
+
+
 def test_a_click_interrupts_once(kernel: kernels.Kernel) -> None:
     _messages(kernel, _OPEN)
     button = _comm(kernel, "interrupt")

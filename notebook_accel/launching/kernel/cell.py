@@ -176,10 +176,13 @@ def _refuse_magics(tree: ast.Module, label: str) -> None:
                 fix=f"put it above %%distributed to apply it to the whole run, or leave out %%{name}",
             )
         if name not in LINE_MAGICS:
+            texts = [part.value for part in node.args if isinstance(part, ast.Constant)]
+            # IPython has translated `x?` into the magic %pinfo, which nobody types.
+            magic = f"{texts[1]}?" if texts[:1] == ["pinfo"] and texts[1:] else f"the magic %{name}"
             raise CellError(
-                f"{label}, line {node.lineno}: the magic %{name} needs the kernel, and a rank has none.",
+                f"{label}, line {node.lineno}: {magic} needs the kernel, and a rank has none.",
                 why=f"Ranks have: {', '.join(f'%{known}' for known in sorted(LINE_MAGICS))}, and !commands.",
-                fix=f"run %{name} in a cell of its own, before this one",
+                fix=f"run {magic} in a cell of its own, before this one",
             )
 
 

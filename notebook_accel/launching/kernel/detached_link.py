@@ -146,7 +146,7 @@ class Link(AgentLink[DetachedJob]):
 
     def _heard(self, said: messages.ToKernel) -> bool:
         if isinstance(said, messages.RunEnded):
-            self._job.ended_by = said.by
+            self._job.ended_by = self._job.ended_by or said.by
         with contextlib.suppress(msgspec.DecodeError):  # a newer version's event
             return super()._heard(said)
         return False

@@ -26,6 +26,9 @@ _DRAWING_DELAY_S = 0.1
 _INTERRUPT_DEADLINE_S = 3.0
 _ANSWER_DEADLINE_S = 5.0  # the ranks have three seconds to send their stacks
 
+KERNEL_INTERRUPT = "an interrupt of the kernel"
+"""The job's ``ended_by`` from the interrupt of its cell on. A second interrupt kills the ranks."""
+
 
 def run_in_foreground(launch: Callable[[threading.Lock], Job]) -> Results:
     """Launch a run, draw its view, wait for its end and return its results.
@@ -56,8 +59,7 @@ def _follow(job: Job) -> Results:
         else:
             _run_here(job, view, job.run_here)
     except KeyboardInterrupt as interrupt:
-        _end_interrupted(job)
-        view = view or _open(job)  # show the ranks' output even so
+        view = _end_interrupted(job, view)
         _guarded(job, view.close, None)
         saved, lost = job.pull_saved()
         # IPython shows this in place of a traceback, which would have only frames of this package.
@@ -110,9 +112,9 @@ def _draw_until_done(job: Job, view: View) -> None:
     _guarded(job, view.close, None)
 
 
-def _refresh_until_done(job: Job, view: View) -> None:
+def _refresh_until_done(job: Job, view: View, deadline_s: float = float("inf")) -> None:
     period_s = _REFRESH_PERIOD_S
-    while not job.wait(period_s):
+    while not job.wait(period_s) and time.monotonic() < deadline_s:
         job.notice_silence(time.monotonic())
         began_s = time.thread_time()
         _guarded(job, view.refresh, None)
@@ -155,15 +157,19 @@ def _was_raised_by_a_signal(error: Exception) -> bool:
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _end_interrupted(job: Job) -> None:
+def _end_interrupted(job: Job, view: View | None) -> View:
+    """Interrupt the ranks and draw the view until they have ended. Kill them on a second interrupt."""
     try:
+        job.ended_by = job.ended_by if job.done else KERNEL_INTERRUPT
         job.interrupt()
-        job.wait(3 * job.config.grace_s + _INTERRUPT_DEADLINE_S)
+        view = view or _open(job)  # show the ranks' output even so
+        _refresh_until_done(job, view, time.monotonic() + 3 * job.config.grace_s + _INTERRUPT_DEADLINE_S)
     except KeyboardInterrupt:
         job.kill()
         job.wait(_INTERRUPT_DEADLINE_S)
     if not job.done and not _does_agent_answer(job):
         local.engine().close()  # no process of the agent outlives it
+    return view or _open(job)
 
 
 def _does_agent_answer(job: Job) -> bool:

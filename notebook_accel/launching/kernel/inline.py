@@ -6,6 +6,7 @@ without the magic. The rank's environment variables, store and default process g
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import dataclasses
 import os
@@ -61,6 +62,8 @@ def _run(job: Job, target: worker.Target, namespace: dict[str, Any], store_socke
             outcome = Results([worker.call(job.spec, target, namespace)])
             for name in job.spec.pull:  # the notebook has the variables already; raise if one is missing
                 failure.look_up(namespace, name)
+        except bdb.BdbQuit as error:  # `quit` in a debugger ends the run as an interrupt does
+            raised, job.ended_by = KeyboardInterrupt().with_traceback(error.__traceback__), "quit in the debugger"
         except BaseException as error:  # noqa: BLE001 - SystemExit too, which must not end the kernel
             raised = error
     if raised is None:

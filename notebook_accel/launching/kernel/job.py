@@ -117,6 +117,7 @@ class Ending:
     status: str = ""  # empty while the run goes on
     why: str = ""  # the reason for a failure or an early end, in one line
     took_s: float = 0.0
+    first_rank: int = 0  # this node's, among all
     diagnosis: Diagnosis = dataclasses.field(default_factory=Diagnosis)
 
 
@@ -153,7 +154,7 @@ class Job(Handle):
         log_folder: The folder of the logs, ``None`` if there are none.
         result_files: The ranks' result files, which the job owns.
         doing: A function that returns the ranks' current work in words. By default it returns empty text.
-        ended_by: The process that stopped a detached run, in words; otherwise empty.
+        ended_by: Who has stopped or interrupted the run, in words, such as a button or another process; may be empty.
         run_here: A function that runs the only rank in this process; ``None`` if ranks are processes.
     """
 
@@ -352,7 +353,7 @@ class Job(Handle):
             raise self.error or RunError(f"The run {self.name!r} was detached.")
         stacks = self._stack_request.ask(lambda: self._order(messages.Inspect(job_id=self.id)), timeout_s)
         if self._stack_request.is_over:
-            return Stacks([RankStack(rank.rank, rank.pid, "ended") for rank in self.ranks])
+            return Stacks([RankStack(rank.number, rank.pid, "ended") for rank in self.ranks])
         if stacks is not None:
             return stacks
         raise RunError(
@@ -509,7 +510,7 @@ class Job(Handle):
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
         """Process the ranks' stacks. Called by the engine's thread."""
-        stacks = self._stack_request.answer(dumps)
+        stacks = self._stack_request.answer(dumps, self.first_rank)
         for rank, silent in self._silence.judge(self.state, stacks, time.monotonic()):
             self.deliver(rank, silent)
 
@@ -529,14 +530,15 @@ class Job(Handle):
                 why = outcome.elsewhere.in_a_line
         elif status == "succeeded":
             why = self.state.early_end
-        ending = self.ending
+        elif status == "detached" and error is not None:
+            why = f"it goes on without this notebook: {error.fix}"
+        ending, ending.first_rank = self.ending, self.first_rank
         ending.why, ending.took_s, ending.diagnosis = why, self.ended_s - self.started_s, self.diagnosis()
         ending.status = status  # the last one, so that a thread that sees it also sees the others
         if self._is_discarded or not (self._has_all_results() or self.state.has_saved):
             self.result_files.close()
-        if not self._is_detached:
-            with self.state_lock:
-                self.state.close()
+        with self.state_lock:
+            self.state.close(is_detached=self._is_detached)
         self._ended.set()
         self._stack_request.end()
         with self.state_lock:

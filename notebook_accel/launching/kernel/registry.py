@@ -9,9 +9,11 @@ import pathlib
 import shlex
 import time
 import weakref
+from collections.abc import Iterable
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching import run_folders
+from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.job import Ending, Job
 
 _MOST_ENTRIES = 50
@@ -50,9 +52,8 @@ def add(job: Job) -> None:
     for entry in [entry for entry in _entries if entry.is_running and entry.id == job.id]:
         _entries.remove(entry)
     number = _entries[-1].number + 1 if _entries else 1
-    _entries.append(
-        Entry(number, job.name, job.devices, time.time(), job.ending, job.log_files, job.id, weakref.ref(job))
-    )
+    began = job.folder.facts.began if isinstance(job, DetachedJob) else time.time()
+    _entries.append(Entry(number, job.name, job.devices, began, job.ending, job.log_files, job.id, weakref.ref(job)))
 
 
 def latest(count: int = 1) -> list[Entry]:
@@ -66,31 +67,43 @@ def latest(count: int = 1) -> list[Entry]:
 def find(which: str = "", *, running: bool = False) -> Entry:
     """Return a run by its name or number. Without either, return the only running run; if none runs, the last one.
 
+    Of several runs with the name, return the running one; if none runs, the last one.
+
     Raises:
-        NotebookAccelError: There is no such run, no running one although ``running`` asks for it, or more than one.
+        NotebookAccelError: There is no such run, no running one although ``running`` asks for it, or several run.
     """
-    going_on = [entry for entry in _entries if entry.is_running]
-    known = going_on if running else list(_entries)
-    if which:
-        found = [entry for entry in known if which in (str(entry.number), entry.name)]
-        if found:
-            return ([entry for entry in found if entry.is_running] or found)[-1]
-    elif len(going_on) == 1 or (known and not going_on):
-        return (going_on or known)[-1]
-    detached = [] if going_on and not which else _detached_names(which, running=running)
-    if detached:
+    meant = [entry for entry in _entries if not which or which in (str(entry.number), entry.name)]
+    going_on = [entry for entry in meant if entry.is_running]
+    if len(going_on) > 1:
+        if not which:
+            raise NotebookAccelError("Several runs go on.", fix=f"name one with --run: {_listed(going_on)}")
+        numbers = " or ".join(f"--run {entry.number}" for entry in going_on)
         raise NotebookAccelError(
-            f"There is no run{f' {which!r}' if which else ''}{' that goes on' if running else ''} in this notebook.",
+            f"Several runs named {which!r} go on.", fix=f"{numbers}; %distributed status shows when each began"
+        )
+    if going_on or (meant and not running):
+        return (going_on or meant)[-1]
+    raise _nothing_found(which, has_ended=bool(meant), running=running)
+
+
+def _nothing_found(which: str, *, has_ended: bool, running: bool) -> NotebookAccelError:
+    named, that_goes_on = f" {which!r}" if which else "", " that goes on" if running else ""
+    if detached := _detached_names(which, running=running):
+        return NotebookAccelError(
+            f"There is no run{named}{that_goes_on} in this notebook.",
             why=f"This notebook isn't attached to the detached run {' or '.join(map(repr, detached))}.",
             fix=" or ".join(f"%distributed attach {shlex.quote(name)}" for name in detached),
         )
-    what = f"There is no run {which!r}" if which else "Several runs go on" if going_on else "There is no run"
-    listed = ", ".join(f"{entry.number} ({entry.name})" for entry in (known if which else going_on))
-    choice = f"name one {'of' if which else 'with --run'}: {listed}"
-    raise NotebookAccelError(
-        f"{what}{' that goes on' if running and (which or not going_on) else ''}.",
-        fix=choice if listed else "start one, with %%distributed or notebook_launcher",
-    )
+    others = [entry for entry in _entries if entry.is_running or not running] if which else []
+    fix = f"name one of: {_listed(others)}" if others else "start one, with %%distributed or notebook_launcher"
+    if which and has_ended:
+        shown = f"%distributed status --run {shlex.quote(which)} shows how it ended"
+        return NotebookAccelError(f"The run{named} has ended.", fix=fix if others else shown)
+    return NotebookAccelError(f"There is no run{named}{that_goes_on}.", fix=fix)
+
+
+def _listed(entries: Iterable[Entry]) -> str:
+    return ", ".join(f"{entry.number} ({entry.name})" for entry in entries)
 
 
 def _detached_names(which: str, *, running: bool) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Mapping
+import statistics
+from collections.abc import Sequence
 from typing import Generic, Literal, TypeVar
 
 _SERIES_POINTS = 256
@@ -60,36 +62,43 @@ class Curves:
     Args:
         world_size: Number of ranks.
         unit: Unit of the horizontal axis: ``steps``, or ``reports`` where nothing counts steps.
-        latest: The latest value of each rank that has reported the metric before.
 
     Attributes:
-        mean: The mean of the ranks' latest values.
         ranks: The curve of each rank that has reported the metric.
     """
 
-    def __init__(self, world_size: int, unit: Literal["steps", "reports"], latest: Mapping[int, float] = {}) -> None:
+    def __init__(self, world_size: int, unit: Literal["steps", "reports"]) -> None:
         self.unit = unit
-        self._latest = dict(latest)
-        self.mean: Series[float] = Series()
         self.ranks: dict[int, Series[float]] = {}
         self._rank_points = min(max(_POINTS_OF_ALL_RANKS // world_size, _FEWEST_POINTS), _SERIES_POINTS)
-        self._means = 0
         self._reports: dict[int, int] = {}
-        self._reported: set[int] = set()
 
     def add(self, rank: int, step: int, value: float) -> None:
-        """Add the value that a rank has reported at its step.
-
-        The mean gets a point once each rank that has the metric has reported it again: one by one, it would jump.
-        """
-        self._latest[rank] = value
+        """Add the value that a rank has reported at its step."""
         reports = self._reports[rank] = self._reports.get(rank, 0) + 1
         series = self.ranks.setdefault(rank, Series(self._rank_points))
         series.add(step if self.unit == "steps" else reports, value)
-        is_again = rank in self._reported  # in that case another rank may have stopped reporting
-        self._reported.add(rank)
-        if is_again or len(self._reported) == len(self._latest):
-            self._means += 1
-            mean = sum(self._latest.values()) / len(self._latest)
-            self.mean.add(step if self.unit == "steps" else self._means, mean)
-            self._reported.clear()
+
+    @property
+    def mean(self) -> list[tuple[int, float]]:
+        """The mean of the ranks that have reported the metric, over the steps that the curves of all of them cover.
+
+        Each rank reports at steps of its own, so its value at another step is on the line between two of its points.
+        """
+        curves = [series.points for series in self.ranks.values() if series.points]
+        first = max((points[0][0] for points in curves), default=0)
+        last = min((points[-1][0] for points in curves), default=-1)
+        if first > last:
+            return []
+        steps = {first, last, *(step for step, _ in max(curves, key=len) if first < step < last)}
+        return [(step, statistics.fmean(_value_at(step, points) for points in curves)) for step in sorted(steps)]
+
+
+def _value_at(step: int, points: Sequence[tuple[int, float]]) -> float:
+    """Return a curve's value at a step that it covers."""
+    index = bisect.bisect_left(points, (step,))
+    right, right_value = points[index]
+    if right == step:
+        return right_value
+    left, left_value = points[index - 1]
+    return left_value + (right_value - left_value) * (step - left) / (right - left)

@@ -14,7 +14,9 @@ from notebook_accel.formatting import clipped, plain_lines, plain_text
 from notebook_accel.launching.state.step_times import StepHistory
 from notebook_accel.protocol import events
 
-StateWord = Literal["starting", "running", "waiting", "silent", "finished", "failed", "killed", "stopped", "lost"]
+StateWord = Literal[
+    "starting", "running", "waiting", "silent", "finished", "failed", "killed", "stopped", "detached", "lost"
+]
 
 CRASH = "Fatal Python error: "
 """The beginning of a report of Python's fault handler."""
@@ -68,7 +70,7 @@ class LastSteps:
         """Return the steps a second over the last few seconds, ``None`` until two counts are known.
 
         Args:
-            now_s: The present; ``None`` for a rank that has ended, to take its last seconds of counting.
+            now_s: The present; ``None`` for a rank that has ended or is idle, to take its last seconds of counting.
         """
         if len(self._samples) < 2:
             return None
@@ -107,6 +109,7 @@ class RankState:
         last_lines: The last few lines of its output, up to a crash of native code.
         crash: The report of Python's fault handler after a crash of native code; else empty.
         reason: The reason of a failure or an early end, in one line; else empty.
+        is_idle: Whether it waits for the next cell of its session.
         silent: The event that reports a long time without a step; ``None`` again after the next step.
         last_event_s: Time of the last event, in seconds of ``time.monotonic()``.
         starts: Number of its processes so far.
@@ -142,6 +145,7 @@ class RankState:
     )
     crash: str = ""
     reason: str = ""
+    is_idle: bool = False
     silent: events.Silent | None = None
     last_event_s: float | None = None
     starts: int = 0
@@ -204,7 +208,7 @@ class RankState:
 
     def steps_per_s(self, now_s: float) -> float | None:
         """Return the steps a second over the last seconds of counting, ``None`` until two counts are known."""
-        return self.last_steps.per_s(None if self.has_ended else now_s)
+        return self.last_steps.per_s(None if self.has_ended or self.is_idle else now_s)
 
     def is_stalled(self, now_s: float) -> bool:
         """Return whether the rank has begun to count and has now done no step for long."""

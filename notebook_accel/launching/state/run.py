@@ -10,7 +10,6 @@ Times are the seconds of ``time.monotonic()`` that events carry; methods that ne
 from __future__ import annotations
 
 import collections
-import operator
 import statistics
 from collections.abc import Mapping
 from typing import Literal
@@ -71,7 +70,6 @@ class RunState:
             for rank, series in curves.ranks.items()
             for step, value in series.points
         ]
-        points.sort(key=operator.itemgetter(0))  # by step, since a point of the mean needs all ranks
         found: list[tuple[int, events.Event]] = []
         if self.first_step_s is not None or any(curves.unit == "steps" for curves in self.history.values()):
             counting = next((rank.rank for rank in self.ranks if rank.steps is not None), 0)
@@ -110,7 +108,7 @@ class RunState:
     def _start_over(self, event: events.Restarting) -> None:
         self.restartings.append(event)
         self._restarts = event.number or self._restarts
-        self.ranks = [RankState(rank.rank, first=rank.first) for rank in self.ranks]
+        self.ranks = [RankState(rank.rank, first=rank.first, is_idle=rank.is_idle) for rank in self.ranks]
         self.first_step_s = None
 
     def _number(self, first: int, total: int) -> None:
@@ -121,13 +119,15 @@ class RunState:
     def _set_working(self, event: events.Working) -> None:
         self.working, self.working_since_s = frozenset(event.ranks), event.time_s
         for rank in self.ranks:
-            rank.silent = None
+            rank.silent, was_idle, rank.is_idle = None, rank.is_idle, rank.rank not in self.working
+            if was_idle and not rank.is_idle:  # the time before the cell is no part of its rate
+                rank.last_steps = rank.last_steps.since(event.time_s)
 
-    def close(self) -> None:
-        """End the run: mark the ranks whose end nobody has reported."""
+    def close(self, *, is_detached: bool = False) -> None:
+        """End the run: mark the ranks whose end nobody has reported, or that go on unseen if it was detached."""
         for rank in self.ranks:
             if not rank.has_ended:
-                rank.state = "stopped" if rank.state == "starting" else "lost"
+                rank.state = "detached" if is_detached else "stopped" if rank.state == "starting" else "lost"
                 rank.silent = None
 
     def _extend_history(self, name: str, rank: int, step: int) -> None:
@@ -138,8 +138,7 @@ class RunState:
             return
         # A curve over reports from before the first step can't be continued over steps.
         if curves is None or (curves.unit, unit) == ("reports", "steps"):
-            latest = {number: other.metrics[name] for number, other in enumerate(self.ranks) if name in other.metrics}
-            curves = self.history[name] = Curves(len(self.ranks), unit, latest)
+            curves = self.history[name] = Curves(len(self.ranks), unit)
         curves.add(rank, step, self.ranks[rank].metrics[name])
 
     @property

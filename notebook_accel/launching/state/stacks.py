@@ -75,7 +75,7 @@ class RankStack:
     """The stack of one rank.
 
     Attributes:
-        rank: The rank.
+        rank: The rank's number among all.
         pid: The id of its process, ``None`` if it has none.
         condition: ``answered`` if there is a stack; else the reason why there is none.
         frames: The calls of its main thread, the innermost first.
@@ -184,11 +184,14 @@ class StackRequest:
         is_answered = asked.wait(timeout_s)
         return self._answer if is_answered and not self._is_over else None
 
-    def answer(self, dumps: Sequence[RankDump]) -> Stacks:
-        """Return the stacks of all ranks from the ranks' answers, and wake the callers of ``ask``."""
-        answered = {dump.rank: read_dump(dump, self._sources) for dump in dumps}
-        unasked = (RankStack(rank, None, "not_ready") for rank in range(self._world_size))
-        self._answer = Stacks([answered.get(stack.rank, stack) for stack in unasked])
+    def answer(self, dumps: Sequence[RankDump], first_rank: int = 0) -> Stacks:
+        """Return the stacks of this node's ranks from their answers, and wake the callers of ``ask``.
+
+        ``first_rank`` is the number of the node's first rank among all.
+        """
+        stacks = {rank: RankStack(rank, None, "not_ready") for rank in range(self._world_size)}
+        stacks |= {dump.rank: read_dump(dump, self._sources) for dump in dumps}
+        self._answer = Stacks(dataclasses.replace(stack, rank=first_rank + rank) for rank, stack in stacks.items())
         asked, self._asked = self._asked, Latch()
         asked.set()
         return self._answer

@@ -108,6 +108,7 @@ def test_await_says_what_to_write_instead() -> None:
     ("source", "said"),
     [
         ("get_ipython().run_line_magic('timeit', '1')", "the magic %timeit needs the kernel"),
+        ("get_ipython().run_line_magic('pinfo', 'x.y')", r"line 1: x\.y\? needs the kernel"),
         ("x = get_ipython().run_cell_magic('time', '', 'y')", "%%time can't be used inside the cell"),
     ],
 )

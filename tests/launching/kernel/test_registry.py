@@ -65,7 +65,21 @@ def test_name_or_number_finds_it_and_of_one_name_the_one_that_goes_on() -> None:
     assert refused("nowhere").startswith(
         "There is no run 'nowhere'.\nFix: name one of: 1 (train), 2 (train), 3 (other)"
     )
-    assert "There is no run '2' that goes on." in refused("2", running=True)
+    assert refused("2", running=True) == "The run '2' has ended.\nFix: name one of: 1 (train), 3 (other)"
+    for job in kept:
+        job.end("stopped")
+    assert refused("train", running=True) == (
+        "The run 'train' has ended.\nFix: %distributed status --run train shows how it ended"
+    )
+
+
+def test_of_several_that_go_on_under_one_name_none_is_taken() -> None:
+    kept = [started("train"), started("train")]
+    for running in (True, False):
+        assert refused("train", running=running) == (
+            "Several runs named 'train' go on.\nFix: --run 1 or --run 2; %distributed status shows when each began"
+        )
+    assert registry.find("1", running=True).job is kept[0]
 
 
 def test_detached_run_that_this_notebook_does_not_know_is_to_be_attached() -> None:

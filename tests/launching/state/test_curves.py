@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,29 @@ def test_each_rank_has_a_curve_of_its_own() -> None:
         curves.add(rank, step, value)
     assert curves.ranks[0].points == [(1, 4.0), (2, 3.0)]
     assert curves.ranks[1].points == [(1, 2.0)]
+
+
+def test_mean_of_ranks_that_report_at_different_steps_mixes_no_steps() -> None:
+    constant, rising = Curves(world_size=2, unit="steps"), Curves(world_size=2, unit="steps")
+    for step in range(300):
+        rank = step % 7 % 2
+        constant.add(rank, step, 1.0 + 2.0 * rank)
+        rising.add(rank, step, step + 10.0 * rank)
+        assert {value for _, value in constant.mean} <= ({1.0} if step == 0 else {2.0})
+        if step:
+            assert all(value == pytest.approx(at + 5.0) for at, value in rising.mean)
+    assert len(rising.mean) > 50
+    assert rising.mean[-1][0] >= 298
+
+
+def test_mean_is_over_the_steps_of_all_ranks_that_have_the_metric() -> None:
+    curves = Curves(world_size=3, unit="steps")
+    assert curves.mean == []
+    for rank, step, value in [(0, 1, 1.0), (0, 2, 1.0), (1, 2, 3.0), (1, 4, 5.0), (0, 5, 1.0), (2, 5, float("nan"))]:
+        curves.add(rank, step, value)
+    assert curves.mean == [(2, 2.0), (4, 3.0)]
+    curves.add(2, 5, 1.0)
+    assert curves.mean == []
 
 
 def test_curves_of_many_ranks_are_as_small_together_as_those_of_few() -> None:

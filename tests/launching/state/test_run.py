@@ -86,6 +86,26 @@ def test_ranks_whose_end_nobody_reported_are_lost_when_the_run_is_over() -> None
     assert [rank.state for rank in state.ranks] == ["finished", "lost", "stopped"]
 
 
+def test_ranks_of_a_run_that_was_detached_go_on_unseen() -> None:
+    state = RunState(2)
+    state.apply(0, events.Finished())
+    state.close(is_detached=True)
+    assert [rank.state for rank in state.ranks] == ["finished", "detached"]
+
+
+def test_rate_of_a_session_waits_between_its_cells() -> None:
+    state = RunState(1)
+    state.apply(0, events.Working(ranks=[0], time_s=0.0))
+    for second in range(6):
+        state.apply(0, _progress(second, 10 * second))
+    state.apply(0, events.Working(ranks=[], time_s=5.0))
+    assert state.ranks[0].steps_per_s(600.0) == 10.0
+    state.apply(0, events.Working(ranks=[0], time_s=600.0))
+    for second in range(600, 603):
+        state.apply(0, _progress(second, 50 + 20 * (second - 599)))
+    assert state.ranks[0].steps_per_s(602.0) == 20.0
+
+
 def test_rate_is_of_the_last_seconds() -> None:
     slow = [_progress(second, second) for second in range(20)]
     fast = [_progress(20 + second, 20 + 10 * second) for second in range(10)]
@@ -151,21 +171,13 @@ def test_time_left_of_the_run_is_the_slowest_ranks() -> None:
     assert state.left_s(5.0) == pytest.approx(75 / 5)
 
 
-def test_history_is_the_mean_of_the_ranks_once_each_has_reported_again() -> None:
+def test_history_has_the_ranks_curves_and_their_mean() -> None:
     state = RunState(2)
     state.apply(0, _progress(0.0, 0))
     for rank, step, loss in [(0, 1, 4.0), (1, 1, 3.0), (0, 2, 2.0), (1, 3, 1.0), (0, 4, 0.0)]:
         state.apply(rank, events.Metrics(step=step, values={"loss": loss}))
-    assert state.history["loss"].mean.points == [(1, 4.0), (2, 2.5), (4, 0.5)]
-
-
-def test_history_goes_on_when_a_rank_stops_reporting() -> None:
-    state = RunState(2)
-    state.apply(0, _progress(0.0, 0))
-    state.apply(1, events.Metrics(step=1, values={"loss": 3.0}))
-    for step in range(2, 6):
-        state.apply(0, events.Metrics(step=step, values={"loss": 1.0}))
-    assert state.history["loss"].mean.points == [(1, 3.0), (3, 2.0), (5, 2.0)]
+    assert state.history["loss"].ranks[1].points == [(1, 3.0), (3, 1.0)]
+    assert state.history["loss"].mean == [(1, 3.5), (2, 2.0), (3, 1.0)]
 
 
 def test_history_is_over_reports_as_long_as_nothing_counts_steps() -> None:
@@ -173,12 +185,12 @@ def test_history_is_over_reports_as_long_as_nothing_counts_steps() -> None:
     for loss in (4.0, 3.0, 2.0):
         state.apply(0, events.Metrics(step=0, values={"loss": loss}))
     assert state.history["loss"].unit == "reports"
-    assert state.history["loss"].mean.points == [(1, 4.0), (2, 3.0), (3, 2.0)]
+    assert state.history["loss"].mean == [(1, 4.0), (2, 3.0), (3, 2.0)]
     state.apply(0, _progress(0.0, 1))
     for step in (1, 2):
         state.apply(0, events.Metrics(step=step, values={"loss": 1.0}))
     assert state.history["loss"].unit == "steps"
-    assert state.history["loss"].mean.points == [(1, 1.0), (2, 1.0)]
+    assert state.history["loss"].mean == [(1, 1.0), (2, 1.0)]
 
 
 def test_losses_come_first_among_the_metrics() -> None:
@@ -203,7 +215,7 @@ def test_a_ranks_state_depends_on_its_own_events_and_restarts_of_all_only(
 
 def _all_of(state: RunState) -> str:
     curves = {
-        name: (of.unit, of.mean.points, {rank: series.points for rank, series in of.ranks.items()})
+        name: (of.unit, of.mean, {rank: series.points for rank, series in of.ranks.items()})
         for name, of in state.history.items()
     }
     return repr({**vars(state), "history": curves})  # as text, in which two values that are no numbers are equal
@@ -252,7 +264,7 @@ def test_curves_are_told_again_as_they_are() -> None:
         assert told.ranks[1].points[-1] == known.ranks[1].points[-1]
         assert set(told.ranks[1].points) <= set(known.ranks[1].points)
         assert len(told.ranks[1].points) > len(known.ranks[1].points) // 3
-        assert told.mean.points[-1] == pytest.approx(known.mean.points[-1], rel=1e-2)
+        assert told.mean[-1] == pytest.approx(known.mean[-1], rel=1e-2)
 
 
 @given(st.lists(strategies.any_event, max_size=60), strategies.times)

@@ -315,6 +315,29 @@ def test_view_that_is_expensive_to_draw_is_drawn_less_often(job: Job) -> None:
     assert second_s - first_s >= 0.5  # 0.01 s are 2 % of it
 
 
+def test_view_is_drawn_while_an_interrupted_run_ends(job: Job) -> None:
+    orders: list[object] = []
+    job.send_orders_by(orders.append)
+
+    class InterruptedView:
+        drawn_after = 0
+
+        def refresh(self) -> None:
+            if not orders:
+                raise KeyboardInterrupt
+            self.drawn_after += 1
+            if self.drawn_after == 2:
+                job.end("interrupted")
+
+        def close(self) -> None:
+            """Nothing."""
+
+    shown = InterruptedView()
+    assert foreground._end_interrupted(job, shown) is shown
+    assert shown.drawn_after == 2
+    assert job.ending.why == "by an interrupt of the kernel"
+
+
 def test_what_a_signal_handler_raises_is_not_taken_for_the_views(job: Job) -> None:
     class InterruptedView:
         def refresh(self) -> None:
