@@ -530,8 +530,8 @@ class Job(Handle):
                 why = outcome.elsewhere.in_a_line
         elif status == "succeeded":
             why = self.state.early_end
-        elif status == "detached" and error is not None:
-            why = f"it goes on without this notebook: {error.fix}"
+        elif status == "detached" and outcome.error is not None:
+            why = f"it goes on without this notebook: {outcome.error.fix}"
         ending, ending.first_rank = self.ending, self.first_rank
         ending.why, ending.took_s, ending.diagnosis = why, self.ended_s - self.started_s, self.diagnosis()
         ending.status = status  # the last one, so that a thread that sees it also sees the others
