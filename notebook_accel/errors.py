@@ -309,7 +309,7 @@ class RankFailedError(RunError):
     def _advice_in_notebook(self) -> str:
         if not self.log_file:
             return ""
-        logs = f"%distributed logs {self.local_rank} shows more of its output"
+        logs = f"%distributed logs {self.rank} shows more of its output"
         was_raised = bool(self.remote_traceback) and self.signal is None
         return f"Next: {logs}" + ("; after a run with --start_method inline, %debug works" if was_raised else "")
 
