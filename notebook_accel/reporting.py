@@ -131,6 +131,8 @@ class Reporter:
         outer: A counter of epochs around the shown counter, such as a bar over epochs; ``None`` if there is none.
         is_compiling: True while the running step is compiled.
         has_own_loss: True once the program has reported a metric named ``loss``.
+        before_result: Functions to call when the user's code has returned, which wait for its work in the background.
+            Their errors are the rank's.
         at_close: Functions to call at the end of the user's code, while the process still lives.
         before_sample: Functions to call in the sampling thread before each sample.
         at_tick: A function to call in the sampling thread: 20 times a second while it returns true, else 5 times.
@@ -141,6 +143,7 @@ class Reporter:
         self.outer: Counter | None = None
         self.is_compiling = False
         self.has_own_loss = False
+        self.before_result: list[Callable[[], None]] = []
         self.at_close: list[Callable[[], None]] = []
         self.before_sample: list[Callable[[], None]] = []
         self.at_tick: Callable[[], bool] | None = None

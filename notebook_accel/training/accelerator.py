@@ -739,10 +739,7 @@ class Accelerator(ProcessState):
 
     def _wait_for_checkpoint(self) -> None:
         if self._saving is not None:
-            error = self._saving.wait()  # after an interrupt here, the next save waits for it again
-            self._saving = None
-            if error is not None:
-                raise error
+            self._saving.wait()
 
     def load_state(
         self,

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accel.errors import CheckpointError
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
+from notebook_accel.reporting import reporter
 from notebook_accel.training import checkpoint_folders as folders
 from notebook_accel.training import fsdp, model_files, random_state, sharded_files
 from notebook_accel.training.backends.backend import Backend
@@ -48,22 +49,29 @@ class Saving:
         self._writing: concurrent.futures.Future[None] | None = None
 
     def run(self, write: Callable[[], None]) -> None:
-        """Call ``write`` in a thread, which a rank waits for before it exits."""
+        """Call ``write`` in a thread, which a rank waits for before it reports its result."""
         executor = concurrent.futures.ThreadPoolExecutor(1, "notebook-accel-checkpoint")
         self._writing = executor.submit(write)
         executor.shutdown(wait=False)  # the thread ends when ``write`` has returned
+        reporter().before_result.append(self.wait)
 
-    def wait(self) -> CheckpointError | None:
-        """Block until the checkpoint is complete. Return the error if a rank couldn't write its part."""
-        cause = None if self._writing is None else self._writing.exception()
-        if cause is None:
-            return None
-        error = CheckpointError(
-            f"The checkpoint {self.folder}, which was saved while training went on, failed: {cause}",
-            why="The last complete one is as it was.",
-        )
-        error.__cause__ = cause
-        return error
+    def wait(self) -> None:
+        """Block until the checkpoint is complete. Later calls return at once.
+
+        Raises:
+            CheckpointError: A rank couldn't write its part.
+        """
+        if self._writing is None:
+            return
+        cause = self._writing.exception()  # after an interrupt here, the next call waits again
+        self._writing = None
+        with contextlib.suppress(ValueError):  # another reporter than at the call of ``run``
+            reporter().before_result.remove(self.wait)
+        if cause is not None:
+            raise CheckpointError(
+                f"The checkpoint {self.folder}, which was saved while training went on, failed: {cause}",
+                why="The last complete one is as it was.",
+            ) from cause
 
 
 def save(

@@ -271,6 +271,21 @@ threading.Thread(target=time.sleep, args=(60,), name="uploading").start()""")
     assert notebook.run("weights").result == "1"
 
 
+def test_result_waits_for_a_checkpoint_in_the_background(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
+    outcome = notebook.run(f"""%%distributed -n 2
+import torch
+from notebook_accel import Accelerator
+from notebook_accel.training import model_files
+accelerator = Accelerator(cpu=True)
+accelerator.prepare(torch.nn.Linear(2, 2))
+def write_object(*args):
+    raise OSError("no space left")
+model_files.write_object = write_object
+accelerator.save_state({str(tmp_path / "state")!r}, async_=True)""")
+    assert "which was saved while training went on, failed:" in outcome.traceback
+    assert "no space left" in outcome.traceback
+
+
 def test_rank_that_goes_on_after_the_grace_is_named_as_that(notebook: kernels.Kernel) -> None:
     outcome = notebook.run(f"""%%distributed -n 2 --grace_s 0.2
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -124,18 +124,13 @@ def test_the_next_one_waits_for_it(tmp_path: pathlib.Path, monkeypatch: pytest.M
 def test_an_interrupted_wait_is_made_up_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(cpu=True)
     net = accelerator.prepare(torch.nn.Linear(2, 2))
-    held, wait = Held(monkeypatch), checkpoint_saving.Saving.wait
+    held = Held(monkeypatch)
     accelerator.save_state(tmp_path / "state", async_=True)
     assert held.has_come.wait(60)
-    monkeypatch.setattr(checkpoint_saving.Saving, "wait", _interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patches, pytest.raises(KeyboardInterrupt):
+        patches.setattr(checkpoint_saving.Saving, "wait", _interrupted)
         accelerator.save_state(tmp_path / "state", async_=True)
-
-    def wait_for_release(saving: checkpoint_saving.Saving) -> CheckpointError | None:
-        held.release()
-        return wait(saving)
-
-    monkeypatch.setattr(checkpoint_saving.Saving, "wait", wait_for_release)
+    threading.Timer(0.0, held.release).start()
     net.weight.data.fill_(2.0)
     accelerator.save_state(tmp_path / "state", async_=True)
     accelerator.end_training()

@@ -60,6 +60,7 @@ def _run(job: Job, target: worker.Target, namespace: dict[str, Any], store_socke
         job.deliver(0, events.Started(pid=os.getpid()))
         try:
             outcome = Results([worker.call(job.spec, target, namespace)])
+            worker.finish_background_work()
             for name in job.spec.pull:  # the notebook has the variables already; raise if one is missing
                 failure.look_up(namespace, name)
         except bdb.BdbQuit as error:  # `quit` in a debugger ends the run as an interrupt does

@@ -22,7 +22,7 @@ import sys
 import threading
 import types
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -180,6 +180,7 @@ def _run_user_code(
             displays.end()
         if os.getpid() != rank_pid:
             failure.end_fork(None, spec)
+        finish_background_work()
         _send(value, spec, order.place, files.result, namespace, by_value)
         interruption.defer()
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
@@ -395,6 +396,14 @@ def call(spec: JobSpec, target: Target, namespace: dict[str, Any]) -> Any:
         return None
 
 
+def finish_background_work() -> None:
+    """Wait for what the user's code has left running, such as the writing of a checkpoint, and raise its error."""
+    functions = list(reporting.reporter().before_result)
+    with _late_told("waits") if functions else contextlib.nullcontext():
+        for function in functions:
+            function()
+
+
 def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
     """Run the cell at module level. Return the value of its last statement if that is an expression, else ``None``."""
     tree = ast.parse(source, filename)
@@ -421,20 +430,29 @@ def _leave(*, is_waited_for: bool) -> None:
     """Wait for the user's threads and run exit functions, as Python does at its end, but skip torch's slow end."""
     with contextlib.suppress(KeyboardInterrupt):  # an earlier interrupt must not skip this
         interruption.allow()
-    if is_waited_for:
-        late = threading.Timer(_SILENT_EXIT_S, _report_late_exit)
-        late.daemon = True
-        late.start()
-    with contextlib.suppress(Exception, KeyboardInterrupt):
+    late = _late_told("waits at most a minute") if is_waited_for else contextlib.nullcontext()
+    with late, contextlib.suppress(Exception, KeyboardInterrupt):
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the user's threads that aren't daemons
         atexit._run_exitfuncs()  # ends DataLoader workers, and runs the user's own exit functions
     streams.flush()
 
 
-def _report_late_exit() -> None:
+@contextlib.contextmanager
+def _late_told(waits: str) -> Iterator[None]:
+    """Print what the rank waits for in the body, if that takes a while."""
+    late = threading.Timer(_SILENT_EXIT_S, _report_late_exit, [waits])
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def _report_late_exit(waits: str) -> None:
     main = threading.main_thread()
     threads = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
     kept_by = f"its threads {', '.join(threads)}" if threads else "functions registered with atexit"
-    text = f"[the function has returned; this rank waits at most a minute for {kept_by}. Interrupt to end it now.]\n"
+    text = f"[the function has returned; this rank {waits} for {kept_by}. Interrupt to end it now.]\n"
     with contextlib.suppress(OSError):
         os.write(2, text.encode())  # sys.stderr may be the user's by now
