@@ -406,7 +406,7 @@ def _spec(order: messages.ForkElastic, line: Line) -> api.WorkerSpec:
         handler = rendezvous.Static(options, Patience(), line.say_that_it_waits)
     else:
         line.say_that_it_waits(f"waiting for {meeting.num_nodes} nodes at {meeting.host}:{meeting.port}")
-        handler = rendezvous.dynamic(options)
+        handler = rendezvous.dynamic(options, line.say_that_it_waits)
     return api.WorkerSpec(
         role=_ROLE,
         local_world_size=order.world_size,

@@ -35,6 +35,7 @@ from notebook_accel.protocol.agent_messages import Broken, ElasticOptions, Meeti
 _POLL_S = 0.2
 _ANSWER_S = 10.0  # deadline for each answer of a store
 _HANDSHAKE_S = 6.0
+_SAME_ENDPOINT = "give all nodes the same rdzv_endpoint: an address of the node that is launched first, and a free port"
 
 
 class RefusedError(Exception):
@@ -110,17 +111,7 @@ class Static(StaticTCPRendezvous):
             if time.monotonic() > deadline_s:
                 raise not_there([0], self._meeting)
             time.sleep(_POLL_S)
-        timeout = datetime.timedelta(seconds=_ANSWER_S)
-        try:
-            return self._patience.call(
-                lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), _HANDSHAKE_S
-            )
-        except (RuntimeError, TimeoutError):
-            raise RefusedError(
-                f"What answers at {host}:{port} is no node of a run.",
-                why="Another program listens there, or node 0 is about to end.",
-                fix="give all nodes another use_port (main_process_port), or mend master_addr",
-            ) from None
+        return _store_at(host, port, self._patience)
 
 
 def _served(host: str, port: int) -> Any:
@@ -150,6 +141,20 @@ def _served(host: str, port: int) -> Any:
     )
 
 
+def _store_at(host: str, port: int, patience: Patience) -> Any:
+    timeout = datetime.timedelta(seconds=_ANSWER_S)
+    try:
+        return patience.call(
+            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), _HANDSHAKE_S
+        )
+    except (RuntimeError, TimeoutError):
+        raise RefusedError(
+            f"What answers at {host}:{port} is no node of a run.",
+            why="Another program listens there, or the node where all meet is about to end.",
+            fix="give all nodes another use_port (main_process_port), or mend master_addr (rdzv_endpoint)",
+        ) from None
+
+
 def _is_listened_at(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=_ANSWER_S).close()
@@ -160,10 +165,23 @@ def _is_listened_at(host: str, port: int) -> bool:
     return True
 
 
+def _is_own(host: str) -> bool:
+    """Return whether a host is this machine. No socket can have another machine's address."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as sock:
+            sock.bind(address)
+    except socket.gaierror as error:
+        raise _unknown_host(host, error) from None
+    except OSError:
+        return False
+    return True
+
+
 def _unknown_host(host: str, error: OSError) -> RefusedError:
     return RefusedError(
-        f"The name {host!r} of node 0 is not known here: {error.strerror}.",
-        fix="give master_addr the address of node 0 as a number",
+        f"The name {host!r} of the node where all meet is not known here: {error.strerror}.",
+        fix="give master_addr or rdzv_endpoint the address of that node as a number",
     )
 
 
@@ -198,9 +216,26 @@ def without_others(size: int, meeting: Meeting) -> RefusedError:
     )
 
 
-def dynamic(options: ElasticOptions) -> RendezvousHandler:
-    """Return torch elastic's own rendezvous handler, for a number of nodes that may change."""
+def dynamic(options: ElasticOptions, waits: Callable[[str], None]) -> RendezvousHandler:
+    """Return torch elastic's own rendezvous handler, for a number of nodes that may change.
+
+    Torch would wait for a wrong host for up to two minutes, in a call that nothing ends. ``waits`` is called with a
+    line that names the host.
+    """
     meeting = options.meeting
+    deadline_s = time.monotonic() + meeting.timeout_s
+    is_own = _is_own(meeting.host)
+    while not (is_own or _is_listened_at(meeting.host, meeting.port)):
+        waits(f"waiting for a node that listens at {meeting.host}:{meeting.port}")
+        if time.monotonic() > deadline_s:
+            raise RefusedError(
+                f"No node has listened at {meeting.host}:{meeting.port} within {meeting.timeout_s:g} s.",
+                why="The nodes meet at the one that has this address, and this node hasn't.",
+                fix=_SAME_ENDPOINT,
+            )
+        time.sleep(_POLL_S)
+    if not is_own:
+        _store_at(meeting.host, meeting.port, Patience())
     parameters = RendezvousParameters(
         backend=meeting.backend,
         endpoint=f"{meeting.host}:{meeting.port}",
@@ -235,5 +270,5 @@ def refusals(meeting: Meeting) -> Iterator[None]:
         raise RefusedError(
             f"The nodes can't meet at {place}.",
             why=str(cause).partition("\n")[0],
-            fix="give all nodes the same rdzv_endpoint: an address of the node that is launched first, and a free port",
+            fix=_SAME_ENDPOINT,
         ) from None

@@ -17,6 +17,7 @@ from notebook_accel.protocol.agent_messages import ElasticOptions, Meeting
 PORT = 29500  # the default of torchrun and Accelerate
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TIMEOUT_S = 600.0  # torch elastic's default
+_LONGEST_S = 1e8  # three years, which torch can count in milliseconds
 _KEEP_ALIVE = {"keep_alive_interval": 5.0, "keep_alive_max_attempt": 3.0}  # seconds, count; torch elastic's defaults
 _STATIC = ("timeout", *_KEEP_ALIVE)
 _C10D = (
@@ -110,16 +111,19 @@ def _check_static(config: LaunchConfig, lowest: int, highest: int) -> None:
 
 
 def _endpoint(config: LaunchConfig, lowest_port: int = 1) -> tuple[str, int]:
-    """Return the host and port of the rendezvous."""
-    default = config.main_process_port or PORT
-    host, _, port = config.rdzv_endpoint.rpartition(":") if ":" in config.rdzv_endpoint else ("", "", "")
-    if not config.rdzv_endpoint:
+    """Return the host and port of the rendezvous. Brackets around an IPv6 address are left out."""
+    given, default = config.rdzv_endpoint, config.main_process_port or PORT
+    if not given:
         return config.master_addr, default
-    if not host:
-        return config.rdzv_endpoint, default
+    host, _, port = given.rpartition(":")
+    if not host or (":" in host and not host.endswith("]")):  # a name, or an IPv6 address such as ::1, without a port
+        return given.strip("[]"), default
     if not port.isdigit() or not lowest_port <= int(port) < 1 << 16:
-        raise ConfigError(f"rdzv_endpoint={config.rdzv_endpoint!r} has no port.", fix="rdzv_endpoint='10.0.0.1:29500'")
-    return host, int(port)
+        raise ConfigError(
+            f"rdzv_endpoint={given!r} has no port{' where other nodes could find this one' if port == '0' else ''}.",
+            fix="rdzv_endpoint='10.0.0.1:29500', or '[fd00::1]:29500'",
+        )
+    return host.strip("[]"), int(port)
 
 
 def _settings(config: LaunchConfig) -> dict[str, str]:
@@ -132,14 +136,17 @@ def _settings(config: LaunchConfig) -> dict[str, str]:
                 f"rdzv_conf has {part!r}, which {config.rdzv_backend} doesn't know.",
                 fix=f"name=value, with one of {', '.join(known)}",
             )
-        if name not in ("is_host", "store_type") and not _is_positive(value):
-            raise ConfigError(f"rdzv_conf has {part!r}, which is no number above 0.", fix=f"{name}=60, in seconds")
+        if name not in ("is_host", "store_type") and not _is_duration(value):
+            raise ConfigError(
+                f"rdzv_conf has {part!r}, which is no number above 0 and up to {_LONGEST_S:.0e}.",
+                fix=f"{name}=60, in seconds",
+            )
         settings[name] = value
     return settings
 
 
-def _is_positive(text: str) -> bool:
+def _is_duration(text: str) -> bool:
     try:
-        return float(text) > 0
+        return 0 < float(text) <= _LONGEST_S
     except ValueError:
         return False

@@ -6,6 +6,7 @@ Only in runs that ask for it by their ``rdzv_id``. A process's own wall clock ca
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
@@ -23,10 +24,10 @@ class _Ahead(datetime.datetime):
         return datetime.datetime.now(tz) + _AHEAD
 
 
-def _dynamic_with_clock(options: ElasticOptions) -> Any:
+def _dynamic_with_clock(options: ElasticOptions, waits: Callable[[str], None]) -> Any:
     if options.run_id == "clocks apart" and options.meeting.node_rank == 0:
         dynamic_rendezvous.datetime = _Ahead  # type: ignore[misc]
-    return _dynamic(options)
+    return _dynamic(options, waits)
 
 
 rendezvous.dynamic = _dynamic_with_clock

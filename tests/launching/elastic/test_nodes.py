@@ -205,12 +205,16 @@ def test_what_is_no_meeting_place_is_said(launch: Launch) -> None:
         taken = launch(restarted.on_two_nodes, **options, main_process_port=loud)
         elsewhere = launch(restarted.on_two_nodes, **options, master_addr="203.0.113.7")
         unknown = launch(restarted.on_two_nodes, **options, node_rank=1, master_addr="no-such-host.invalid")
+        dynamic = launch(
+            restarted.on_two_nodes, **options, rdzv_backend="c10d", rdzv_endpoint="no-such-host.invalid:29500"
+        )
         for job, port in zip(strangers, (loud, mute), strict=True):
             assert f"What answers at 127.0.0.1:{port} is no node of a run." in str(error(job))
         assert f"The port {loud} where the nodes meet can't be used: Address already in use." in str(error(taken))
         assert "203.0.113.7 is no address of this machine" in str(error(elsewhere)) and error(elsewhere).fix
-        assert "The name 'no-such-host.invalid' of node 0 is not known here" in str(error(unknown))
-    assert all(isinstance(error(job), ProcessStartError) for job in (*strangers, taken, elsewhere, unknown))
+        for job in (unknown, dynamic):
+            assert "The name 'no-such-host.invalid' of the node where all meet is not known" in str(error(job))
+    assert all(isinstance(error(job), ProcessStartError) for job in (*strangers, taken, elsewhere, unknown, dynamic))
 
 
 def test_stop_on_one_node_ends_all(nodes: Callable[..., list[Job]], tmp_path: pathlib.Path) -> None:
