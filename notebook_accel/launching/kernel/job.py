@@ -118,6 +118,7 @@ class Ending:
     why: str = ""  # the reason for a failure or an early end, in one line
     took_s: float = 0.0
     diagnosis: Diagnosis = dataclasses.field(default_factory=Diagnosis)
+    ranks: Sequence[RankState] = ()
 
 
 class Job(Handle):
@@ -522,6 +523,7 @@ class Job(Handle):
             why = self.state.early_end
         ending = self.ending
         ending.why, ending.took_s, ending.diagnosis = why, self.ended_s - self.started_s, self.diagnosis()
+        ending.ranks = self.ranks
         ending.status = status  # the last one, so that a thread that sees it also sees the others
         if self._is_discarded or not (self._has_all_results() or self.state.has_saved):
             self.result_files.close()
