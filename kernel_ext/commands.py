@@ -103,7 +103,7 @@ def _facts(entry: registry.Entry) -> dict[str, Any]:
         "took_s": entry.ending.took_s if ended else None,
         "why": entry.ending.why,
         "log_files": [str(path) for path in entry.log_files],
-        "ranks": [] if job is None else [_rank_facts(rank) for rank in job.ranks],
+        "ranks": [_rank_facts(rank) for rank in (entry.ending.ranks if job is None else job.ranks)],
     }
 
 

@@ -119,6 +119,7 @@ class Ending:
     took_s: float = 0.0
     first_rank: int = 0  # this node's, among all
     diagnosis: Diagnosis = dataclasses.field(default_factory=Diagnosis)
+    ranks: Sequence[RankState] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -534,6 +535,7 @@ class Job(Handle):
             why = f"it goes on without this notebook: {outcome.error.fix}"
         ending, ending.first_rank = self.ending, self.first_rank
         ending.why, ending.took_s, ending.diagnosis = why, self.ended_s - self.started_s, self.diagnosis()
+        ending.ranks = self.ranks
         ending.status = status  # the last one, so that a thread that sees it also sees the others
         if self._is_discarded or not (self._has_all_results() or self.state.has_saved):
             self.result_files.close()

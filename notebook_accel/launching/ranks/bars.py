@@ -93,16 +93,22 @@ class OpenBars:
     def enter_loop(self) -> None:
         """Count a loop over a loader that begins inside the innermost bar.
 
-        Only a bar over a sequence, such as a range, can count epochs. Others go over a loader, or are updated by hand.
+        Only a bar over a sequence, such as a range, or one that is updated by hand can count epochs. Others go over a
+        loader.
         """
-        if self._open and isinstance(self._open[-1].bar.iterable, Sequence):
+        if self._open and isinstance(self._open[-1].bar.iterable, Sequence | None):
             self._open[-1].inner_bars += 1
 
     @property
     def count_steps(self) -> bool:
-        """True if the innermost bar counts the running steps itself, instead of epochs around them."""
+        """True if the innermost bar counts the running steps itself, instead of epochs around them.
+
+        A loop over a loader is better than a bar that doesn't know its total, such as ``tqdm(enumerate(loader))``.
+        """
         if self._open:
-            return not (isinstance(self._open[-1].bar.iterable, Sequence) and self._open[-1].counts_epochs)
+            innermost = self._open[-1]
+            is_over_epochs = isinstance(innermost.bar.iterable, Sequence) and innermost.counts_epochs
+            return innermost.bar.total is not None and not is_over_epochs
         shown = reporting.reporter().shown
         return isinstance(shown, _BarCounter) and isinstance(shown.bar, _RichTask) and not shown.bar.task.finished
 
@@ -135,8 +141,9 @@ class OpenBars:
             loops.LOOPS.decide_again()
             return
         is_another_shown = self._shown is not shown
-        if current is None and is_another_shown:
-            reporting.reporter().outer = None  # the epochs don't belong to the counter that is shown now
+        if is_another_shown:  # its epochs are those of the outermost bar, unless that bar counts something else
+            outermost = self._open[0] if self._open else None
+            reporting.reporter().outer = outermost if outermost is not None and outermost.counts_epochs else None
         if current is None or current is self._shown or is_another_shown:
             return
         if not (current is self._open[0] and current.counts_epochs):

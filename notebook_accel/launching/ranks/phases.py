@@ -25,10 +25,10 @@ from notebook_accel.protocol import events
 
 _SEND_PERIOD_S = 1.0
 # Measuring takes 4 µs of a step, or some 12 µs if the step's own work has emptied the processor's caches. So above
-# this rate only some steps are measured, each time followed by a rest of several times as long.
+# this rate only some steps are measured, each time followed by a pause of several times as long.
 _ALL_PER_S = 200
 _MEASURED_S = 0.05  # between two samples
-_MOST_REST_S = 0.75
+_LONGEST_PAUSE_S = 0.75
 _MOST_LINES = 12
 _MOST_NESTED = 4
 _MOST_TEXT = 120
@@ -57,7 +57,7 @@ Line = tuple[str, str, str, str]
 class StepClock:
     """The phases of this rank's steps.
 
-    The main thread calls ``enter`` and ``begin_step``; the reporter's thread calls ``look``.
+    The main thread calls ``enter`` and ``begin_step``; the reporter's thread calls ``sample``.
 
     Attributes:
         phase: The running phase; empty while no loop runs.
@@ -69,10 +69,10 @@ class StepClock:
         self.phase = ""
         self.is_on = True
         self.is_marking = False
-        self._rest_until_s = 0.0  # 0 while all steps are measured
-        self._is_rest_due = False  # the main thread is to stop measuring for a while
-        self._resting_since_s = 0.0
-        self._woken_s = 0.0  # the end of a rest, until the first phase after it begins
+        self._paused_until_s = 0.0  # 0 while all steps are measured
+        self._is_pause_due = False  # the main thread is to stop measuring for a while
+        self._paused_since_s = 0.0
+        self._resumed_s = 0.0  # the end of a pause, until the first phase after it begins
         self._times = dict.fromkeys(events.PHASES, 0.0)
         self._since_s = time.perf_counter()
         self._counts = _Counts()
@@ -80,7 +80,7 @@ class StepClock:
         self._sent_s = self._since_s
         self._times_sent: Mapping[str, float] = {}
         self._sending = threading.Lock()
-        self._is_probe_due = True  # the main thread is to read values that only it can read
+        self._is_examination_due = True  # the main thread is to read values that only it can read
         self._model: weakref.ref[Any] | None = None  # the latest DistributedDataParallel model
         self._seen_comm: Any = None
         self._lines: collections.Counter[Line] = collections.Counter()
@@ -90,7 +90,7 @@ class StepClock:
     def start(self) -> None:
         """Start measuring, in the process of a rank."""
         reporter = reporting.reporter()
-        reporter.at_tick = self.look
+        reporter.at_tick = self.sample
         reporter.at_close.append(self.stop)
         gc.callbacks.append(self._collect)
 
@@ -101,7 +101,7 @@ class StepClock:
         now_s = time.perf_counter()
         if self.phase:
             self._times[self.phase] += now_s - self._since_s
-        elif self._woken_s:
+        elif self._resumed_s:
             self._add_gap(now_s)
         self._since_s, self.phase = now_s, phase
         if self._trail is not None:
@@ -111,10 +111,10 @@ class StepClock:
         return now_s
 
     def _add_gap(self, now_s: float) -> None:
-        """Add the time between the end of a rest and now: the rest of a step, or something longer around the steps."""
-        gap_s, self._woken_s = now_s - self._woken_s, 0.0
+        """Add the time between the end of a pause and now: the rest of a step, or something longer around the steps."""
+        gap_s, self._resumed_s = now_s - self._resumed_s, 0.0
         if gap_s < _MEASURED_S:
-            self._counts.rested_s += gap_s
+            self._counts.paused_s += gap_s
         else:
             self._times["other"] += gap_s
 
@@ -127,17 +127,17 @@ class StepClock:
             is_stream: The loader's dataset is an ``IterableDataset``.
         """
         self._counts.steps += 1
-        if self._is_probe_due or self.is_marking:
-            self._look_closely(batch, workers, is_stream)
+        if self._is_examination_due or self.is_marking:
+            self._examine_step(batch, workers, is_stream)
 
-    def _look_closely(self, batch: Any, workers: int | None, is_stream: bool) -> None:
+    def _examine_step(self, batch: Any, workers: int | None, is_stream: bool) -> None:
         counts, torch = self._counts, sys.modules["torch"]
-        if self._is_rest_due and not self.is_marking and self._trail is None:
-            self._resting_since_s = self.enter("")
-            self._is_rest_due = self.is_on = False
+        if self._is_pause_due and not self.is_marking and self._trail is None:
+            self._paused_since_s = self.enter("")
+            self._is_pause_due = self.is_on = False
             return
-        if self._is_probe_due:
-            self._is_probe_due = False
+        if self._is_examination_due:
+            self._is_examination_due = False
             counts.workers, counts.is_stream = workers, is_stream
             counts.threads = torch.get_num_threads()
             counts.add_batch(batch)
@@ -145,7 +145,7 @@ class StepClock:
 
     def begin_trail(self) -> None:
         """Record each phase with its start time, until ``end_trail``."""
-        self._wake()
+        self._resume()
         self._trail = [(time.perf_counter(), self.phase)]
 
     def end_trail(self) -> list[tuple[float, str]]:
@@ -156,8 +156,8 @@ class StepClock:
     def stop(self) -> None:
         """Send the times, and stop the clock until the next phase begins. The running phase belongs to no step."""
         self.phase = ""
-        self._wake()
-        if self._woken_s:
+        self._resume()
+        if self._resumed_s:
             self._add_gap(time.perf_counter())
         self.send()
         self._lines.clear()
@@ -184,8 +184,8 @@ class StepClock:
         if model is None or not model.require_backward_grad_sync:  # gradients are accumulated, without an exchange
             return
         counts.exchanges += 1
-        if counts.is_due:
-            counts.is_due = False
+        if counts.is_reading_due:
+            counts.is_reading_due = False
             self._read_communication(model)
 
     def _read_communication(self, model: Any) -> None:
@@ -210,32 +210,32 @@ class StepClock:
 
     # In the reporter's thread -----------------------------------------------------------------------------------------
 
-    def look(self) -> bool:
+    def sample(self) -> bool:
         """Sample the main thread's line, and send the times about once a second.
 
         Returns:
-            False during a rest, when samples are pointless.
+            False during a pause, when samples are pointless.
         """
-        self._is_probe_due = self._counts.is_due = True
+        self._is_examination_due = self._counts.is_reading_due = True
         now_s = time.perf_counter()
-        if self._rest_until_s:
-            if now_s >= self._rest_until_s:
-                self._wake()
+        if self._paused_until_s:
+            if now_s >= self._paused_until_s:
+                self._resume()
         elif self.is_on and (times := self._counts.steps_per_s() / _ALL_PER_S) > 1:
-            self._is_rest_due, self._rest_until_s = True, now_s + min(times * _MEASURED_S, _MOST_REST_S)
+            self._is_pause_due, self._paused_until_s = True, now_s + min(times * _MEASURED_S, _LONGEST_PAUSE_S)
         phase = self.phase
         if phase:
             line = (phase, *running_line())
             self._lines[line] += 1
         if now_s - self._sent_s >= _SEND_PERIOD_S:
             self.send()
-        return not self._rest_until_s
+        return not self._paused_until_s
 
-    def _wake(self) -> None:
-        """Resume measuring after a rest. The main thread reports no phases until then."""
-        self._is_rest_due, self._rest_until_s = False, 0.0
+    def _resume(self) -> None:
+        """Resume measuring after a pause. The main thread reports no phases until then."""
+        self._is_pause_due, self._paused_until_s = False, 0.0
         if not self.is_on:
-            self._woken_s = self._counts.end_rest(self._resting_since_s)
+            self._resumed_s = self._counts.end_pause(self._paused_since_s)
             self.is_on = True
 
     def send(self) -> None:
@@ -258,7 +258,7 @@ class StepClock:
         seconds = self._device.divided(seconds)
         counts.split_backward(seconds)
         _split_by_samples(seconds, lines)
-        counts.add_rest(seconds)
+        counts.add_unmeasured_steps(seconds)
         reporting.reporter().post(counts.event(seconds, lines, is_on_device=self._device.has_measured))
 
 
@@ -266,18 +266,18 @@ class _Counts:
     """The counts between two sends.
 
     Attributes:
-        is_due: True if the main thread is to read the communication time.
+        is_reading_due: True if the main thread is to read the communication time.
         backward_s: Duration of all backward passes.
         exchanges: Number of backward passes that exchange gradients.
         exposed_s: Measured durations of exchanges, as far as nothing is computed meanwhile.
     """
 
     def __init__(self, before: _Counts | None = None) -> None:
-        self.is_due = True
+        self.is_reading_due = True
         self.steps = self.evaluations = self.rows = self.batches = self.largest = 0
         self.smallest = sys.maxsize
-        self.collecting_s = self.rested_s = self.starting_s = 0.0
-        self._measured_from = (0, time.perf_counter())  # steps and time at the end of the last rest
+        self.collecting_s = self.paused_s = self.starting_s = 0.0
+        self._measured_from = (0, time.perf_counter())  # steps and time at the end of the last pause
         # These values carry over from one send to the next.
         self.workers: int | None = None if before is None else before.workers
         self.is_stream: bool = before is not None and before.is_stream
@@ -307,15 +307,15 @@ class _Counts:
             else:
                 return
 
-    def end_rest(self, began_s: float) -> float:
-        """Count a rest that ends now, and return the time."""
+    def end_pause(self, began_s: float) -> float:
+        """Count a pause that ends now, and return the time."""
         now_s = time.perf_counter()
-        self.rested_s += now_s - began_s
+        self.paused_s += now_s - began_s
         self._measured_from = (self.steps, now_s)
         return now_s
 
     def steps_per_s(self) -> float:
-        """Return the steps a second since the last rest."""
+        """Return the steps a second since the last pause."""
         steps, since_s = self._measured_from
         return (self.steps - steps) / max(time.perf_counter() - since_s, 1e-3)
 
@@ -332,11 +332,11 @@ class _Counts:
             seconds["backward"] -= exposed_s
             seconds["communication"] += exposed_s
 
-    def add_rest(self, seconds: dict[str, float]) -> None:
+    def add_unmeasured_steps(self, seconds: dict[str, float]) -> None:
         """Add the steps that weren't measured, assuming that they were like the others."""
         measured_s = sum(seconds.values())
-        if self.rested_s and measured_s:
-            factor = 1 + self.rested_s / measured_s
+        if self.paused_s and measured_s:
+            factor = 1 + self.paused_s / measured_s
             self.steps = round(self.steps * factor)
             for phase in seconds:
                 seconds[phase] *= factor

@@ -124,9 +124,9 @@ def _begin_step(
     if loop.step == 1 and iterator._num_workers and not iterator._persistent_workers:
         clock.add_start(now_s - began_s)
     if loop is _loops.current:
-        is_rest = 1 < loop.step == loop.total  # the last batch may be smaller than the others
+        is_last = 1 < loop.step == loop.total  # it may be smaller than the others
         is_stream = iterator._dataset_kind == _STREAM
-        clock.begin_step(None if is_rest else batch, iterator._num_workers, is_stream)
+        clock.begin_step(None if is_last else batch, iterator._num_workers, is_stream)
 
 
 def _patch_backward(module: types.ModuleType, clock: StepClock | None) -> None:

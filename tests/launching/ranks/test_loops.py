@@ -44,6 +44,16 @@ def test_evaluation_is_told_apart_from_training(launch: Callable[..., Job], loop
     assert said == {(8, None)}
 
 
+def test_epochs_of_a_prepared_loader_are_those_of_a_bar_over_epochs_only(launch: Callable[..., Job]) -> None:
+    """While the first step runs, a bar over all steps can't be told from one over epochs."""
+    for loop, epochs in (
+        (training_loops.prepared_beside_a_bar_over_all_steps, {(1, None), (2, None), (3, None)}),
+        (training_loops.prepared_beside_a_bar_over_epochs, {(1, 3), (2, 3), (3, 3), (3, None)}),  # it closes
+    ):
+        said = reports(launch(loop, num_processes=1))
+        assert {(event.epoch, event.epochs) for event in said if event.steps > 2 and event.total == 16} == epochs
+
+
 def test_bar_over_epochs_gives_their_number_and_the_loader_the_steps(launch: Callable[..., Job]) -> None:
     said = [(event.epoch, event.epochs, event.step) for event in reports(launch(training_loops.bar_over_epochs))]
     assert (2, 3, 7) in said

@@ -96,10 +96,10 @@ def test_fast_steps_are_measured_in_parts_that_stand_for_the_others(rank: types.
     rank.clock.enter("forward")
     for _ in range(1000):
         rank.clock.begin_step(None, None)
-    assert not rank.clock.look()  # and so it needn't look again so soon
+    assert not rank.clock.sample()  # and so it needn't look again so soon
     rank.clock.begin_step(None, None)
     assert (rank.clock.is_on, rank.clock.phase) == (False, "")
-    processes.wait_until(rank.clock.look, "it measures again", 30.0)
+    processes.wait_until(rank.clock.sample, "it measures again", 30.0)
     assert rank.clock.is_on
     rank.clock.enter("forward")
     rank.clock.begin_step(None, None)
@@ -116,9 +116,9 @@ def test_phases_add_up_to_the_wall_time_with_a_rest_and_what_follows_it(
     began_s = rank.clock.enter("forward")
     for _ in range(1000):
         rank.clock.begin_step(None, None)
-    rank.clock.look()
+    rank.clock.sample()
     rank.clock.begin_step(None, None)
-    processes.wait_until(rank.clock.look, "it measures again", 30.0)
+    processes.wait_until(rank.clock.sample, "it measures again", 30.0)
     time.sleep(gap_s)  # the time of something around the steps
     rank.clock.enter("forward")
     rank.clock.begin_step(None, None)
@@ -135,7 +135,7 @@ def test_steps_that_take_longer_are_all_measured(rank: types.SimpleNamespace) ->
         rank.clock.enter("forward")
         time.sleep(0.02)  # the time of a step
         rank.clock.begin_step(None, None)
-    assert rank.clock.look()
+    assert rank.clock.sample()
     rank.clock.begin_step(None, None)
     assert (rank.clock.is_on, rank.clock.phase) == (True, "forward")
 
@@ -216,7 +216,7 @@ def test_inference_has_steps_and_the_start_of_workers_is_a_wait_for_data(launch:
     assert times.seconds["data"] >= times.starting_s > times.seconds["other"]
 
 
-def steps_of_batches_with_a_rest() -> None:
+def steps_of_a_loader_with_a_smaller_last_batch() -> None:
     model = torch.nn.Linear(3, 1)
     for _ in range(30):
         for batch in DataLoader(torch.ones(7, 3), batch_size=6):  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ def steps_of_batches_with_a_rest() -> None:
 
 
 def test_smaller_last_batch_is_not_uneven(launch: Callable[..., Job]) -> None:
-    job = launch(steps_of_batches_with_a_rest, num_processes=1)
+    job = launch(steps_of_a_loader_with_a_smaller_last_batch, num_processes=1)
     job.results(timeout_s=60)
     times = job.ranks[0].step_history.total
     assert times is not None

@@ -275,6 +275,44 @@ def bar_over_all_steps() -> None:
             look()
 
 
+def bar_over_enumerated_batches() -> None:
+    from tqdm.auto import tqdm
+
+    made = Training()
+    for _ in range(EPOCHS):
+        for _, (x, y) in tqdm(enumerate(made.loader)):
+            made.step(x, y)
+            look()
+
+
+def prepared_beside_a_bar(bar: Any, is_over_epochs: bool) -> None:
+    import notebook_accel
+
+    made, accelerator = Training(), notebook_accel.Accelerator(cpu=True)
+    made.model, made.optimizer, made.loader = accelerator.prepare(made.model, made.optimizer, made.loader)
+    for _ in range(EPOCHS):
+        for x, y in made.loader:
+            made.step(x, y)
+            if not is_over_epochs:
+                bar.update()
+            look()
+        if is_over_epochs:
+            bar.update()
+    bar.close()
+
+
+def prepared_beside_a_bar_over_all_steps() -> None:
+    from tqdm.auto import tqdm
+
+    prepared_beside_a_bar(tqdm(range(EPOCHS * 16)), is_over_epochs=False)
+
+
+def prepared_beside_a_bar_over_epochs() -> None:
+    from tqdm.auto import tqdm
+
+    prepared_beside_a_bar(tqdm(total=EPOCHS), is_over_epochs=True)
+
+
 def prepared() -> None:
     import notebook_accel
 
@@ -322,6 +360,7 @@ LOOPS: dict[Callable[[], None], tuple[int, int | None, int | None, int]] = {
     bar_over_batches: (16, 16, None, 48),
     bar_over_all_steps: (48, 48, None, 48),
     bar_over_epochs: (16, 16, 3, 48),
+    bar_over_enumerated_batches: (16, 16, 3, 48),
     prepared: (16, 16, 3, 48),
     with_accelerate: (16, 16, 3, 48),
 }
