@@ -91,6 +91,9 @@ def test_accelerates_own_file_is_offered_in_a_dark_theme(page: Page, lab: Lab, s
     expect(count).to_have_value("4")
     form.get_by_role("button", name=re.compile("Show .* more options")).press("Enter")
     form.get_by_label("grace_s").wait_for()
+    labels = form.locator(".widget-label")
+    cut_off = "labels => labels.filter(label => label.scrollWidth > label.clientWidth).map(label => label.textContent)"
+    assert labels.evaluate_all(cut_off) == []
     screenshot(form, "config_dark")
     page.set_viewport_size({"width": 760, "height": 1000})
     screenshot(form, "config_dark_narrow")

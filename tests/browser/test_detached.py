@@ -39,7 +39,7 @@ for step in range(100_000):
 
 def _panel(output: Locator) -> Locator:
     panel = output.locator(".nba-panel")
-    panel.locator("svg path").first.wait_for(state="attached", timeout=_TIMEOUT_MS)
+    panel.locator("path.nba-curve").first.wait_for(state="attached", timeout=_TIMEOUT_MS)
     return panel
 
 

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
 _EPOCHS = 8
 _STEPS = 45  # 1,437 training images, in batches of 16 on each of two ranks
+_HELD_AT = 20  # the step in the first epoch at which the ranks wait until the page has shown it
 _DATA = """
 import torch
 from sklearn.datasets import load_digits
@@ -50,16 +51,21 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(training, batch_size=16, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
+def wait_for(name):
+    while not pathlib.Path(name).exists():
+        time.sleep(0.1)
+
 for epoch in tqdm(range({_EPOCHS})):
-    for x, y in loader:
+    for step, (x, y) in enumerate(loader):
+        if (epoch, step) == (0, {_HELD_AT}):
+            wait_for("held")
         loss = nn.functional.cross_entropy(model(x), y)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         report(loss=loss)
     accelerator.print(f"epoch {{epoch + 1}}: loss {{loss.item():.3f}}")
-while not pathlib.Path("seen").exists():
-    time.sleep(0.1)
+wait_for("seen")
 """
 _ATTACK = """
 %%distributed --num_processes 2
@@ -107,15 +113,12 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     output = run_cell(page, 2)
     panel = output.locator(".nba-panel")
     panel.get_by_role("progressbar").nth(1).wait_for()
-    seen = [_steps(panel)]
-
-    def has_moved() -> bool:
-        seen.append(_steps(panel))
-        return all(len({steps[rank] for steps in seen if len(steps) == 2}) > 3 for rank in range(2))
-
-    processes.wait_until(has_moved, "both rows move")
+    held = {_HELD_AT, _HELD_AT + 1}  # a step is counted with its batch or after it
+    processes.wait_until(lambda: set(_steps(panel)) <= held, "both rows show the step at which the ranks wait")
+    lab.put_file("held")
+    processes.wait_until(lambda: held.isdisjoint(_steps(panel)), "both rows move")
     panel.get_by_text(f"epoch {_EPOCHS // 2}: loss").last.wait_for()
-    expect(panel.locator("svg path")).to_have_count(1)
+    expect(panel.locator("path.nba-curve")).to_have_count(1)
     expect(panel.locator(".nba-header")).to_contain_text("running")
     screenshot(page.locator(".jp-CodeCell").nth(2), "panel")
     live = panel.bounding_box()
@@ -151,14 +154,14 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
     panel.wait_for()
     assert _steps(panel) == [_STEPS, _STEPS]
     assert "finished" in panel.locator(".nba-header").inner_text()
-    assert panel.locator("svg path").count() == 1
+    assert panel.locator("path.nba-curve").count() == 1
     assert attacks() == attacks_seen
     assert alerts == []
 
     page.goto(lab.as_html("training.ipynb").as_uri())
     panel = page.locator(".nba-panel").first
     assert _steps(panel) == [_STEPS, _STEPS]
-    assert panel.locator("svg path").is_visible()
+    assert panel.locator("path.nba-curve").is_visible()
     screenshot(panel, "panel_nbconvert")
 
 
@@ -170,7 +173,7 @@ def _use_controls(panel: Locator) -> None:
     panel.get_by_label("Rank", exact=True).select_option("rank 1")
     panel.locator(".nba-output-pane").get_by_text("no output yet").wait_for()
     panel.get_by_role("button", name="Each rank").click()
-    processes.wait_until(lambda: panel.locator("svg path").count() == 3, "a curve for each rank, and their mean")
+    processes.wait_until(lambda: panel.locator(".nba-chart path").count() == 3, "a curve for each rank, and their mean")
     panel.get_by_role("button", name="Stacks").press("Enter")
     panel.locator("details").get_by_text("rank 1 (pid").wait_for()
     panel.get_by_label("Rank", exact=True).select_option("rank 0")

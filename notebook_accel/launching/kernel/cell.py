@@ -176,7 +176,7 @@ def _refuse_magics(tree: ast.Module, label: str) -> None:
                 fix=f"put it above %%distributed to apply it to the whole run, or leave out %%{name}",
             )
         if name not in LINE_MAGICS:
-            texts = [part.value for part in node.args if isinstance(part, ast.Constant)]
+            texts = [str(part.value) for part in node.args if isinstance(part, ast.Constant)]
             # IPython has translated `x?` into the magic %pinfo, which nobody types.
             magic = f"{texts[1]}?" if texts[:1] == ["pinfo"] and texts[1:] else f"the magic %{name}"
             raise CellError(

@@ -54,7 +54,8 @@ def _run(job: Job, target: worker.Target, namespace: dict[str, Any], store_socke
     Raises:
         KeyboardInterrupt: The kernel was interrupted.
     """
-    outcome, raised = None, None
+    outcome: Results | None = None
+    raised: BaseException | None = None
     worker.show_sources(job.spec.sources)
     with _as_rank(job, store_socket):
         job.deliver(0, events.Started(pid=os.getpid()))
