@@ -184,6 +184,7 @@ class Reply(_SessionMessage, frozen=True, kw_only=True):
     breaks_group: bool = False  # the process group can't be trusted any more
     own: list[str] = []  # names that the rank has bound itself
     deleted: list[str] = []  # names that the notebook has sent and that the rank no longer has
+    released: list[int] = []  # numbers of the notebook's objects that the rank no longer has
     missing: str = ""  # the name that the rank doesn't have, if it failed with a NameError
     log_bytes: int = 0  # length of the rank's log so far
     steps: int = 0  # number of steps that the rank has counted so far

@@ -87,12 +87,14 @@ class NamespaceSync:
 
     # State of the ranks ---------------------------------------------------------------------------------------------
 
-    def note(self, rank: int, own: Iterable[str], deleted: Iterable[str]) -> None:
-        """Record the names that a rank has bound itself, and the sent names that it no longer has."""
+    def note(self, rank: int, own: Iterable[str], deleted: Iterable[str], released: Iterable[int]) -> None:
+        """Record the names that a rank has bound itself, and the sent names and objects that it no longer has."""
         state = self._ranks[rank]
         state.own = set(own)
         for name in deleted:
             state.forget(name)
+        for number in released:
+            state.objects.pop(number, None)
 
     def take_over(self, names: Mapping[int, tuple[Sequence[str], Sequence[str]]]) -> None:
         """Take over ranks that have variables from an earlier notebook.

@@ -435,7 +435,7 @@ class RankPool:
     def _finish(self, replies: Mapping[int, messages.Reply]) -> None:
         """Record which variables the ranks have after user code, and show the rest of its output."""
         for rank, reply in replies.items():
-            self.namespace_sync.note(rank, reply.own, reply.deleted)
+            self.namespace_sync.note(rank, reply.own, reply.deleted, reply.released)
         self._output.finish(replies)
 
     def _failure(self, request: PendingRequest, replies: Mapping[int, messages.Reply]) -> BaseException:

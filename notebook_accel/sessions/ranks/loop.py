@@ -156,6 +156,7 @@ class _SessionRank:
                 lacks_delivery=self._lacks_delivery,
                 own=self._tracker.own(),
                 deleted=self._tracker.deleted(),
+                released=self._tracker.release() if type(request) in _USERS else [],
                 log_bytes=streams.log_bytes(),
                 steps=reporting.reporter().catch_up(),
                 **fields,

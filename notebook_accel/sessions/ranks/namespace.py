@@ -6,12 +6,14 @@ A variable that a session's cell has assigned is the rank's own: the notebook's 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import inspect
 import keyword
 import os
 import re
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -51,6 +53,7 @@ class NamespaceTracker:
         self._taken: dict[str, Any] = {}  # values from the notebook; ``_MISSING`` once the rank has deleted the name
         self.objects: dict[int, Any] = {}  # from the notebook, by the numbers by which later deliveries refer to them
         self._tensor_numbers: dict[int, dict[str, int]] = {}  # of each model, by its number and their names
+        self._bound: set[str] = set()  # the names of objects that have numbers
 
     @property
     def definitions(self) -> Mapping[int, Any]:
@@ -89,6 +92,7 @@ class NamespaceTracker:
         self._number(zip(delivery.shared, contents.shared, strict=True))
         definitions = zip(delivery.by_value, (obj for _, obj in opened.by_value), strict=True)
         self._number((number, obj) for number, obj in definitions if number >= 0)
+        self._bound = self._names_of_objects()
         for name in contents.submodules:
             with contextlib.suppress(ImportError):  # code that needs the module raises by itself
                 importlib.import_module(name)
@@ -131,6 +135,34 @@ class NamespaceTracker:
         value = self._namespace.get(name, _MISSING)
         return value is not _MISSING and name not in self._given and self._taken.get(name, _MISSING) is not value
 
+    def release(self) -> list[int]:
+        """Stop holding objects that the rank's code no longer uses, and return their numbers.
+
+        This looks only if a name has lost such an object, since it takes a collection of garbage: models often refer to
+        themselves.
+        """
+        bound = self._names_of_objects()
+        have_lost, self._bound = self._bound - bound, bound
+        if not have_lost:
+            return []
+        for name in have_lost & self._taken.keys():
+            if self._namespace.get(name, _MISSING) is not self._taken[name]:
+                self._taken[name] = _MISSING
+        definitions = dict(self.definitions)
+        references = {number: weakref.ref(obj) for number, obj in self.objects.items() if number not in definitions}
+        self.objects.clear()
+        gc.collect()
+        self.objects.update(definitions)
+        self.objects.update((number, obj) for number, refer in references.items() if (obj := refer()) is not None)
+        released = sorted(references.keys() - self.objects.keys())
+        for number in released:
+            self._tensor_numbers.pop(number, None)
+        return released
+
+    def _names_of_objects(self) -> set[str]:
+        numbered = {id(obj) for obj in self.objects.values()}
+        return {name for name, value in list(self._namespace.items()) if id(value) in numbered}
+
     def hand_over(self) -> tuple[list[str], list[str]]:
         """Forget a kernel's numbers of objects, since the next kernel uses others.
 
@@ -138,6 +170,7 @@ class NamespaceTracker:
         """
         self.objects.clear()
         self._tensor_numbers.clear()
+        self._bound.clear()
         sent = [
             name
             for name, value in self._taken.items()
