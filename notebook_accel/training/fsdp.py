@@ -124,7 +124,7 @@ def shard(
     mesh = backend.mesh() if mesh is None else mesh
     named = list(model.named_parameters(remove_duplicate=False))
     ignored = _ignored(model, plugin)
-    units = _chosen_units(model, plugin)
+    units = chosen_units(model, plugin)
     _refuse_parts(model, ignored)
     full = share_weights(model, backend, mesh, sync=bool(plugin.sync_module_states))
     if plugin.activation_checkpointing:
@@ -229,7 +229,7 @@ def _ignored(model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin) -> 
 # The units that are gathered one at a time
 
 
-def _chosen_units(model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[torch.nn.Module]:
+def chosen_units(model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[torch.nn.Module]:
     """Return the modules of a model that are gathered one at a time, inner modules first.
 
     A module that shares a parameter with an outside module is left to the root unit, to gather that parameter once.
@@ -280,13 +280,21 @@ def _blocks(model: torch.nn.Module, names: list[str]) -> set[torch.nn.Module]:
 
 
 def _repeated_blocks(module: torch.nn.Module) -> set[torch.nn.Module]:
-    found: set[torch.nn.Module] = set()
-    for child in module.children():
-        if isinstance(child, torch.nn.ModuleList):
-            found.update(part for part in child if not isinstance(part, (torch.nn.ModuleList, torch.nn.ModuleDict)))
-        else:
-            found |= _repeated_blocks(child)
-    return found
+    """Return the members of each ``ModuleList``, and the repeated ones of each ``Sequential``."""
+    if isinstance(module, torch.nn.ModuleList):
+        return {part for part in module if not isinstance(part, (torch.nn.ModuleList, torch.nn.ModuleDict))}
+    blocks = _repeated_parts(module) if isinstance(module, torch.nn.Sequential) else set()
+    return blocks.union(*(_repeated_blocks(child) for child in module.children() if child not in blocks))
+
+
+def _repeated_parts(sequence: torch.nn.Sequential) -> set[torch.nn.Module]:
+    """Return the parts of one class, that with the most parameters of those with several parts."""
+    by_class: dict[type, set[torch.nn.Module]] = {}
+    for part in sequence:
+        by_class.setdefault(type(part), set()).add(part)
+    sizes = {kind: sum(p.numel() for part in parts for p in part.parameters()) for kind, parts in by_class.items()}
+    repeated = [kind for kind, parts in by_class.items() if len(parts) > 1 and sizes[kind]]
+    return by_class[max(repeated, key=sizes.__getitem__)] if repeated else set()
 
 
 def _large_parts(model: torch.nn.Module, smallest: int) -> set[torch.nn.Module]:

@@ -70,7 +70,8 @@ class FullyShardedDataParallelPlugin:
         cpu_ram_efficient_loading: Let only rank 0 load a pretrained model of Transformers; the other ranks get their
             shards from it.
         transformer_cls_names_to_wrap: Class names of the blocks for ``"transformer_based_wrap"``. By default the
-            model's ``_no_split_modules``, or else the members of its ``ModuleList``.
+            model's ``_no_split_modules``, or else the members of each ``ModuleList``, and those of each ``Sequential``
+            that are of one class. A model that has none of these is gathered whole.
         min_num_params: The smallest block for ``"size_based_wrap"``, in parameters.
 
     Raises:

@@ -18,6 +18,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.formatting import format_number, format_size
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.reporting import reporter
+from notebook_accel.training import fsdp
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.model_files import size_bytes
@@ -95,6 +96,7 @@ def estimate_memory(
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
     mixed_precision: str = "no",
     device_memory: int | str | None = None,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory of training on each rank, without activations and without allocating the model.
 
@@ -108,6 +110,7 @@ def estimate_memory(
         mixed_precision: ``no``, ``fp16`` or ``bf16``.
         device_memory: Memory of a rank's GPU, in bytes or as text such as ``"24GiB"``. The estimate is compared with
             it, and says what would make it fit.
+        fsdp_plugin: The settings that choose the blocks of a sharded model. Default: those of the launch.
 
     Raises:
         ConfigError: An argument has a value that can't be used.
@@ -127,7 +130,8 @@ def estimate_memory(
         buffer_bytes=_bytes(model.buffers()),
         gradient_bytes=_bytes(trained),
         optimizer_bytes=_state_bytes(optimizer, trained),
-        gathered_bytes=_GATHERED_BLOCKS * _largest_block_bytes(model, _DTYPES[mixed_precision]),
+        gathered_bytes=_GATHERED_BLOCKS
+        * _largest_block_bytes(model, _DTYPES[mixed_precision], fsdp_plugin or FullyShardedDataParallelPlugin()),
     )
     device_bytes = None if device_memory is None else size_bytes(device_memory, "device_memory")
     estimate = dataclasses.replace(whole.on_rank(num_processes, sharded=sharded), device_bytes=device_bytes)
@@ -163,6 +167,7 @@ def warn_of_large_models(
                 optimizer=_making_another(optimizer),
                 mixed_precision=mixed_precision,
                 device_memory=device_bytes,
+                fsdp_plugin=plugin,
             )
             if estimate.total_bytes > device_bytes:
                 warnings.warn(f"{type(model).__name__} may not fit: {estimate}.", stacklevel=3)
@@ -245,13 +250,16 @@ def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
     return (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _largest_block_bytes(model: torch.nn.Module, dtype: torch.dtype | None) -> int:
-    """Return the bytes of the largest unit that is gathered at once: a repeated block, or everything outside blocks."""
-    blocks = {block for module in model.modules() if isinstance(module, torch.nn.ModuleList) for block in module}
-    inside = {parameter for block in blocks for parameter in block.parameters()}
-    parts = [list(block.parameters()) for block in blocks]
-    parts.append([parameter for parameter in model.parameters() if parameter not in inside])
-    return max(sum(p.numel() * (dtype or p.dtype).itemsize for p in part) for part in parts)
+def _largest_block_bytes(
+    model: torch.nn.Module, dtype: torch.dtype | None, plugin: FullyShardedDataParallelPlugin
+) -> int:
+    """Return the bytes of the largest unit that is gathered at once: a block, or everything outside blocks."""
+    largest, taken = 0, set[torch.nn.Parameter]()
+    for unit in [*fsdp.chosen_units(model, plugin), model]:  # inner units first
+        own = set(unit.parameters()) - taken
+        taken |= own
+        largest = max(largest, sum(p.numel() * (dtype or p.dtype).itemsize for p in own))
+    return largest
 
 
 class ModelMemoryReports:

@@ -412,7 +412,7 @@ def test_one_rank_shards_nothing() -> None:
 def units(**settings: Any) -> list[str]:
     model = Writer(depth=2)
     names = {module: name for name, module in model.named_modules()}
-    return [names[unit] for unit in fsdp._chosen_units(model, FullyShardedDataParallelPlugin(**settings))]
+    return [names[unit] for unit in fsdp.chosen_units(model, FullyShardedDataParallelPlugin(**settings))]
 
 
 def test_parts_that_are_gathered_one_at_a_time() -> None:
@@ -431,6 +431,20 @@ def test_parts_that_are_gathered_one_at_a_time() -> None:
     with pytest.raises(ConfigError, match="no module of the class Nothing") as raised:
         units(transformer_cls_names_to_wrap=["Nothing"])
     assert "Block" in (raised.value.fix or "")
+
+
+def test_repeated_parts_of_a_sequential_are_gathered_one_at_a_time() -> None:
+    def units_of(model: torch.nn.Module) -> list[str]:
+        names = {module: name for name, module in model.named_modules()}
+        return [names[unit] for unit in fsdp.chosen_units(model, FullyShardedDataParallelPlugin())]
+
+    nn = torch.nn
+    layers = [nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.LayerNorm(4)]
+    assert units_of(nn.Sequential(*layers)) == ["4", "2"]
+    assert units_of(nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), nn.ReLU())) == [
+        "1.1", "1.0",
+    ]  # fmt: skip
+    assert units_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU())) == []
 
 
 def test_settings_of_the_launch() -> None:

@@ -71,6 +71,11 @@ def test_what_moves_the_estimate() -> None:
     assert estimate_memory(model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).optimizer_bytes == 0
     # Its step reads numbers, which meta tensors don't have.
     assert 0 < estimate_memory(model, optimizer=torch.optim.Adafactor).optimizer_bytes < whole.optimizer_bytes / 10
+    sequential = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    assert estimate_memory(sequential, num_processes=2, sharded=True).gathered_bytes == 2 * 4 * (8 * 8 + 8)
+    at_once = FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap")
+    whole_bytes = estimate_memory(sequential, num_processes=2, sharded=True, fsdp_plugin=at_once).gathered_bytes
+    assert whole_bytes == 4 * 2 * 4 * (8 * 8 + 8)
     full, half = (estimate_memory(model, num_processes=2, sharded=True, mixed_precision=p) for p in ("no", "bf16"))
     assert full.gathered_bytes == 2 * half.gathered_bytes == 2 * 4 * (128 * 128 + 128)
     assert (whole.total_bytes, estimate_memory(model, num_processes=2).gradient_bytes) == (
