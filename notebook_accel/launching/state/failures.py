@@ -77,6 +77,8 @@ class RunErrors:
             f"rank {failure.rank} of {state.total_ranks} on {failure.where} failed: {failure.what}",
             rank=failure.rank,
             world_size=state.total_ranks,
+            exit_code=failure.status if failure.status >= 0 else None,
+            signal=-failure.status if failure.status < 0 else None,
             remote_traceback=failure.traceback.rstrip("\n"),
             others=_others(state, None),
         )
