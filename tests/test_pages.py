@@ -56,7 +56,8 @@ def variables(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, state_hom
     """A machine without GPUs and without anything of the user's; ``notebook-accel`` is on its path."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "none"))
-    monkeypatch.setenv("NOTEBOOK_ACCEL_CONFIG_FILE", str(tmp_path / "default_config.yaml"))
+    monkeypatch.delenv("NOTEBOOK_ACCEL_CONFIG_FILE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]))
 
 

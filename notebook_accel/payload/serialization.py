@@ -14,6 +14,7 @@ import collections
 import contextlib
 import contextvars
 import dataclasses
+import errno
 import functools
 import io
 import operator
@@ -142,7 +143,9 @@ def dump(descriptor: int, pickled: Pickled, head: bytes = b"") -> int:
         raise unpicklable.too_large(pickled.sizes_bytes, host_memory.available_bytes())
     try:
         return memory_files.write(descriptor, head, pickled.data, pickled.buffers)
-    except MemoryError:
+    except MemoryError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EFBIG:
+            raise unpicklable.too_large_for_limit(pickled.sizes_bytes) from None
         if os.fstat(descriptor).st_nlink:  # not a memory file, which has no name
             disk = os.fstatvfs(descriptor)
             raise unpicklable.too_large_for_disk(pickled.sizes_bytes, disk.f_bavail * disk.f_frsize) from None

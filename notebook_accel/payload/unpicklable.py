@@ -88,6 +88,16 @@ def too_large_for_disk(sizes_bytes: Mapping[str, int], available_bytes: int) -> 
     )
 
 
+def too_large_for_limit(sizes_bytes: Mapping[str, int]) -> PayloadError:
+    """Return the error for objects that are larger than this process may make a file. It names the largest."""
+    return PayloadError(
+        f"The objects take {format_size(sum(sizes_bytes.values()))}, and the limit on files is less (ulimit -f).",
+        path=max(sizes_bytes, key=lambda label: sizes_bytes[label], default=""),
+        why="Objects are sent in files, mostly in memory, which the limit counts too.",
+        fix="ulimit -f unlimited, where Jupyter or the shell's command is started",
+    )
+
+
 def _payload_error(path: list[str], culprit: Any, reason: Exception, advice: str) -> PayloadError:
     if len(path) > _MOST_STEPS:
         half = _MOST_STEPS // 2

@@ -217,6 +217,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     where: str = ""  # the node's name in messages, which the receiver fills in
     rank: int | None = None  # the rank among all nodes; ``None`` if the node itself has gone
     traceback: str = ""  # its traceback; empty if it has none
+    status: int = 1  # its exit status, or the negative number of the signal that ended it
     lost_peer: bool = False  # the exception only reports that another rank has gone
     is_wanted: bool = False  # a user has ended the run there, so that nothing is started again
 

@@ -364,3 +364,16 @@ def test_file_on_a_disk_without_room_says_so(tmp_path: pathlib.Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         os.close(descriptor)
     assert raised.value.path == "the data"
+
+
+def test_limit_on_files_is_not_called_a_lack_of_memory() -> None:
+    descriptor = os.memfd_create("limited")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    pickled = serialization.pickle_by_value(bytearray(100_000), roots={"value": None})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(PayloadError, match=r"the limit on files is less \(ulimit -f\)"):
+            serialization.dump(descriptor, pickled)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        os.close(descriptor)

@@ -251,10 +251,17 @@ def _first_failure(run: Run) -> messages.Failure | None:
             what=what,
             rank=run.place_of(rank.number)[0].rank,
             traceback=said.traceback[-_MOST_TRACEBACK_CHARACTERS:],
+            status=_status_of(said.kind, said.message),
             lost_peer=said.lost_peer,
         )
     for rank in died:
         assert rank.status is not None
         end = f"killed by {signal_name(-rank.status)}" if rank.status < 0 else f"exited with status {rank.status}"
-        return messages.Failure(what=end, rank=run.place_of(rank.number)[0].rank)
+        return messages.Failure(what=end, rank=run.place_of(rank.number)[0].rank, status=rank.status)
     return None
+
+
+def _status_of(kind: str, message: str) -> int:
+    """Return the exit status of a rank that has raised an exception, as Python would."""
+    is_number = kind == "SystemExit" and message.removeprefix("-").isdecimal()
+    return int(message) % 256 if is_number else 1

@@ -151,10 +151,10 @@ class ElasticAgent(api.SimpleElasticAgent):
         meeting = self._meeting
         cards = self._shown_cards(store, rank, size)
         soon_s = time.monotonic() + _MEETING_S
-        if rank == 0:
-            store.set(nodes.GO, str(max(card.restarts for card in cards.values())).encode())
-        restarts = int(nodes.wait_for(store, nodes.GO, soon_s))
-        self._remaining_restarts = max(self._worker_group.spec.max_restarts - restarts, 0)
+        start = nodes.agree_on_start(store, rank, cards, soon_s)
+        if start is None:
+            raise rendezvous.place_taken(meeting)
+        self._remaining_restarts = max(self._worker_group.spec.max_restarts - start.restarts, 0)
         if rank == 0:
             here = environment.address_towards(meeting.host, meeting.port)
             self._listening = _listening(meeting.host if meeting.backend == "static" else here)
@@ -178,6 +178,7 @@ class ElasticAgent(api.SimpleElasticAgent):
             training=self._order.options.training,
             host=socket.gethostname(),
             restarts=self._restarts,
+            token=os.urandom(8).hex(),
         )
         try:
             return nodes.show_cards(
@@ -310,7 +311,8 @@ class ElasticAgent(api.SimpleElasticAgent):
         if self._here.state != "failed" or self._here.failure is None:
             return False
         waits = self._nodes is not None and self._here.failure.lost_peer
-        return not waits or time.monotonic() > self._failed_s + _CAUSE_S
+        # A node that was killed reports nothing, and is noticed by its silence.
+        return not waits or time.monotonic() > self._failed_s + _CAUSE_S + self._meeting.silence_s
 
     def _stop_workers(self, worker_group: api.WorkerGroup) -> None:  # noqa: ARG002 - torch elastic passes it
         if self._ranks_are_running:

@@ -19,7 +19,7 @@ import msgspec
 from notebook_accel.protocol.agent_messages import Failure
 
 GO = "go"
-"""The key that is set when all nodes are there. Its value is the number of restarts so far."""
+"""The key that is set when all nodes are there. See ``Start``."""
 
 _T = TypeVar("_T")
 _POLL_S = 0.1
@@ -54,6 +54,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     training: dict[str, str] = {}  # options of the training that are set
     host: str
     restarts: int = 0  # of the node's ranks, so far
+    token: str = ""  # tells apart two processes with the same node_rank
 
     def misfit(self, other: Card) -> str:
         """Return in words how another node differs from this one; empty if both fit together."""
@@ -68,6 +69,13 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         return {**{shown: getattr(self, name) for name, shown in _NAMES.items()}, **self.training}
 
 
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """The node that leads the others has seen all cards."""
+
+    restarts: int  # so far
+    tokens: list[str]  # of the cards, in the order of the nodes
+
+
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A node's status."""
 
@@ -79,6 +87,7 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _card = msgspec.msgpack.Decoder(Card)
+_start = msgspec.msgpack.Decoder(Start)
 _status = msgspec.msgpack.Decoder(NodeStatus)
 
 
@@ -159,6 +168,20 @@ def show_cards(
         if time.monotonic() > deadline_s:
             raise TimeoutError(missing)
         time.sleep(_POLL_S)
+
+
+def agree_on_start(store: Guarded, rank: int, cards: dict[int, Card], deadline_s: float) -> Start | None:
+    """Return the start that node 0 announces; ``None`` if another process has taken this node's place in it.
+
+    Raises:
+        GoneError: Node 0 announces nothing until ``deadline_s`` of ``time.monotonic()``.
+    """
+    if rank == 0:
+        restarts = max(card.restarts for card in cards.values())
+        start = Start(restarts=restarts, tokens=[cards[node].token for node in sorted(cards)])
+        store.set(GO, msgspec.msgpack.encode(start))
+    start = _start.decode(wait_for(store, GO, deadline_s))
+    return start if start.tokens[rank] == cards[rank].token else None
 
 
 def wait_for(store: Guarded, key: str, deadline_s: float) -> bytes:

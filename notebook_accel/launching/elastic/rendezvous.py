@@ -97,9 +97,10 @@ class Static(StaticTCPRendezvous):
             # In a round that has started, this node's place belongs to an earlier process.
             if current > self._round and not store.check([f"{self.run_id}/{current}/{GO}"]):
                 return current
-            self._waits(waiting_for([0], self._meeting))
+            # Without a round, node 0 hasn't begun; otherwise its run goes on, and may restart.
+            self._waits(f"{waiting_for([0], self._meeting)}{': a run goes on there' if current else ''}")
             if time.monotonic() > deadline_s:
-                raise not_there([0], self._meeting)
+                raise place_taken(self._meeting) if current else not_there([0], self._meeting)
             time.sleep(_POLL_S)
 
     def _connect(self, deadline_s: float) -> Any:
@@ -200,6 +201,15 @@ def not_there(missing: list[int], meeting: Meeting) -> RefusedError:
         why=f"This is node {meeting.node_rank} of {meeting.num_nodes}, and all of them have to be there.",
         fix="launch the same there with its own node_rank and this master_addr and port, and see that no firewall is "
         "between; rdzv_conf timeout=... sets how long to wait",
+    )
+
+
+def place_taken(meeting: Meeting) -> RefusedError:
+    """Return the error of a node whose number another process has in the run."""
+    return RefusedError(
+        f"The run at {meeting.host}:{meeting.port} has started with another node {meeting.node_rank}.",
+        why="Each node has a node_rank of its own, and a run that goes on lets nobody in until its ranks restart.",
+        fix=f"launch here with another node_rank, from 0 to {meeting.most - 1}; or wait for the end of that run",
     )
 
 

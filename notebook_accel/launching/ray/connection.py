@@ -39,6 +39,7 @@ _T = TypeVar("_T")
 Answer: TypeAlias = "concurrent.futures.Future[Any]"
 
 _CLIENT = "ray://"
+_INSTALL = "pip install -e '.[ray]' in the clone of notebook-accel"
 _ATTEMPTS = 3
 _LOOK_PERIOD_S = 0.25
 _HEAD_PERIOD_S = 2.0
@@ -300,9 +301,7 @@ def connect(address: str) -> ClusterConnection:
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError:
-        raise ConfigError(
-            "engine='ray' needs Ray, which isn't installed here.", fix="pip install 'notebook-accel[ray]'"
-        ) from None
+        raise ConfigError("engine='ray' needs Ray, which isn't installed here.", fix=_INSTALL) from None
     with _lock:
         if _current is not None and _current.is_there:
             return _current
@@ -391,7 +390,7 @@ def _refuse_without_grpc(address: str) -> None:
     except ImportError:
         raise ConfigError(
             f"The address {address!r} is Ray Client's, which needs grpcio, and that isn't installed here.",
-            fix="pip install 'notebook-accel[ray]'",
+            fix=_INSTALL,
         ) from None
 
 

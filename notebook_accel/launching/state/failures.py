@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import re
 import signal
 import sys
@@ -77,6 +78,8 @@ class RunErrors:
             f"rank {failure.rank} of {state.total_ranks} on {failure.where} failed: {failure.what}",
             rank=failure.rank,
             world_size=state.total_ranks,
+            exit_code=failure.status if failure.status >= 0 else None,
+            signal=-failure.status if failure.status < 0 else None,
             remote_traceback=failure.traceback.rstrip("\n"),
             others=_others(state, None),
         )
@@ -187,6 +190,7 @@ _KILLED = "notebook-accel didn't send the signal."
 _CRASHED = "Native code has crashed. The lines of Python that had called it are shown here, the innermost first."
 _OURS = f'  File "{code_places.OURS}'
 _LESS_MEMORY = "fewer ranks, fewer DataLoader workers or smaller batches: each rank holds all the data that it loads"
+_MORE_ADDRESSES = "ulimit -v unlimited, where Jupyter or the shell's command is started; or smaller batches"
 _LESS_DEVICE_MEMORY = "smaller batches with more gradient_accumulation_steps, or mixed_precision='bf16'"
 _NO_SHARED_MEMORY = "Most often there is no room left in /dev/shm, through which DataLoader workers send their batches."
 _MORE_SHARED_MEMORY = "fewer DataLoader workers, or a larger /dev/shm (docker run --shm-size=8g)"
@@ -209,10 +213,12 @@ def explain_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, st
     """Return an addition to the description of a rank's death, its likely reason, and advice."""
     if end.signal == signal.SIGKILL:
         if end.shortage is None:
-            return "", _KILLED, ""
+            return "", f"{_KILLED}{_after_limit()}", ""
         used = f"The rank had used up to {format_size(end.peak_bytes)}. " if end.peak_bytes else ""
         fix = f"{_BUILD_OUTSIDE}; or {_LESS_MEMORY}" if start_method == "fork" else _LESS_MEMORY
         return ": out of host memory", used + describe_shortage(end.shortage), fix
+    if end.signal == signal.SIGXCPU:
+        return "", f"{_KILLED}{_after_limit()}", ""
     if end.signal == signal.SIGBUS:
         return "", _NO_SHARED_MEMORY, _MORE_SHARED_MEMORY
     if end.signal == signal.SIGSEGV and start_method == "fork":
@@ -227,6 +233,20 @@ def explain_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, st
     if end.signal in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
         return "", _CRASHED, ""
     return "", "", ""
+
+
+def _after_limit() -> str:
+    limit_s = _limit("RLIMIT_CPU")
+    return "" if limit_s is None else f" The system does after {limit_s} s of computing (ulimit -t)."
+
+
+def _limit(name: str) -> int | None:
+    """Return this process's limit, which ranks inherit; ``None`` if it has none."""
+    with contextlib.suppress(ImportError):  # Windows, where this module can be imported, lacks it
+        resource: Any = importlib.import_module("resource")
+        soft: int = resource.getrlimit(getattr(resource, name))[0]
+        return None if soft == resource.RLIM_INFINITY else soft
+    return None
 
 
 def crash_frames(written: str) -> str:
@@ -253,6 +273,8 @@ def explain_exception(
         return f"Memory in use then, {', '.join(used)}." if used else "", _LESS_DEVICE_MEMORY
     if end is not None and end.shortage is not None and _LOST_WORKER.search(failed.message):
         return f"Out of host memory. {describe_shortage(end.shortage)}", _LESS_MEMORY
+    if failed.kind == "MemoryError" and (limit_bytes := _limit("RLIMIT_AS")) is not None:
+        return f"A process may have {format_size(limit_bytes)} of addresses here (ulimit -v).", _MORE_ADDRESSES
     if failed.kind == "BdbQuit":
         return _NO_DEBUGGER, _DEBUG_ELSEWHERE
     return "", _of_missing_name(failed, unsent)

@@ -20,7 +20,7 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.launching.agent.elastic_runs import ElasticRuns
 from notebook_accel.launching.agent.runs import Run, open_rank
 from notebook_accel.launching.agent.templates import TemplateProcess
-from notebook_accel.launching.elastic import elastic_agent
+from notebook_accel.launching.elastic import elastic_agent, nodes
 from notebook_accel.launching.elastic.elastic_agent import ElasticAgent, Line
 from notebook_accel.launching.elastic.rendezvous import RefusedError
 from notebook_accel.protocol import agent_messages as messages
@@ -217,3 +217,31 @@ def test_order_that_nothing_comes_of_ends_the_run_on_all_nodes(
             while True:
                 assert state(elastic) is api.WorkerState.HEALTHY
     assert elastic._here.failure is not None and elastic._here.failure.is_wanted
+
+
+class _Store(dict[str, bytes]):
+    """The store of a round, in this process."""
+
+    def set(self, key: str, value: bytes) -> None:
+        self[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]  # a store has no default
+        return self[key]
+
+
+def test_of_two_processes_with_the_same_node_rank_the_one_that_node_0_has_seen_starts() -> None:
+    store: Any = _Store()
+
+    def card(token: str) -> nodes.Card:
+        return nodes.Card(
+            num_nodes="2", num_processes=1, max_restarts=0, python="", torch="", notebook_accel="", host="", token=token
+        )
+
+    late_s = time.monotonic() + 1
+    seen = {0: card("a"), 1: card("b")}
+    assert nodes.agree_on_start(store, 0, seen, late_s) is not None
+    assert nodes.agree_on_start(store, 1, seen, late_s) is not None
+    assert nodes.agree_on_start(store, 1, {0: card("a"), 1: card("c")}, late_s) is None

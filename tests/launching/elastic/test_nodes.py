@@ -79,7 +79,7 @@ def test_failure_on_one_node_is_named_on_all(nodes: Callable[..., list[Job]]) ->
     assert isinstance(here, RankFailedError) and isinstance(there, RankFailedError)
     assert here.what == f"rank 3 of 4 on node 1 ({socket.gethostname()}) failed: ValueError: failure 0"
     assert there.what == "rank 3 of 4 failed: ValueError: failure 0"
-    assert (here.rank, there.rank) == (3, 3)
+    assert (here.rank, there.rank) == (3, 3) and here.exit_code == there.exit_code == 1
     assert "on_two_nodes" in here.remote_traceback and here.remote_traceback == there.remote_traceback
     assert {end.rank for end in here.others} == {0, 1} and {end.rank for end in there.others} == {2}
     assert type(there.__cause__) is ValueError and "rank_1.log" in there.log_file

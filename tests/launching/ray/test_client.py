@@ -118,4 +118,4 @@ def test_without_grpc_the_error_names_the_extra(cluster: Any, tmp_path: pathlib.
     )
     assert shown.returncode != 0
     assert "needs grpcio, and that isn't installed here" in shown.stdout + shown.stderr, shown
-    assert "notebook-accel[ray]" in shown.stdout + shown.stderr
+    assert "pip install -e '.[ray]'" in shown.stdout + shown.stderr

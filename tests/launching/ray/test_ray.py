@@ -38,7 +38,7 @@ def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ConfigError, match=r"needs Ray, which isn't installed here") as caught:
         notebook_launcher(functions.rank, num_processes=2, engine="ray")
-    assert "notebook-accel[ray]" in caught.value.fix
+    assert "pip install -e '.[ray]'" in caught.value.fix
 
 
 def test_address_is_tried_before_ray_looks_for_it_for_minutes() -> None:

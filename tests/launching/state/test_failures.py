@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 
 import pytest
@@ -159,3 +160,15 @@ Extension modules: numpy (total: 1)"""
         '  File "In[3]", line 4 in train',
     ]
     assert failures.crash_frames("") == ""
+
+
+def test_limits_of_the_system_are_likely_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_CPU: 8, resource.RLIMIT_AS: 2**30}  # real ones would end this process too
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits[which], -1))
+    raised = failures.explain_exception(Failed(kind="MemoryError", message="", traceback=""), None, {})
+    assert raised[0] == "A process may have 1.0 GiB of addresses here (ulimit -v)." and "ulimit -v" in raised[1]
+    for number in (signal.SIGKILL, signal.SIGXCPU):
+        _, why, _ = failures.explain_death(Ended(signal=number), start_method="spawn", ranks=1)
+        assert why.endswith("The system does after 8 s of computing (ulimit -t).")
+    limits = dict.fromkeys(limits, resource.RLIM_INFINITY)
+    assert failures.explain_exception(Failed(kind="MemoryError", message="", traceback=""), None, {}) == ("", "")
