@@ -182,6 +182,13 @@ class Loops:
         of, is_evaluation = self._purposes.get(id(dataset), (None, otherwise))
         return is_evaluation if of is not None and of() is dataset else otherwise  # else another dataset had the id
 
+    def evaluates(self, *, has_gradients: bool, is_known: bool) -> bool:
+        """Return whether a loop without gradients, or known to be an evaluation, interrupts training.
+
+        Before anything was trained, its batches are the program's steps.
+        """
+        return bool(self.trained) and (is_known or not has_gradients)
+
     def _show(self, loop: reporting.Counter) -> None:
         reporter = reporting.reporter()
         # A fork, such as a worker of a loader, may lack the thread that holds a lock of the reporter.

@@ -13,6 +13,7 @@ import threading
 import time
 
 from notebook_accel import reporting
+from notebook_accel.launching.ranks import loops
 from notebook_accel.launching.ranks.memory_recorder import memory_recorder
 from notebook_accel.launching.ranks.step_recorder import Recorder, StepRecorder
 from notebook_accel.protocol import agent_messages as messages
@@ -164,6 +165,7 @@ class _Profiling:
 
     def begin(self) -> str:
         """Start recording. Return the reason if that is impossible, else an empty text."""
+        _stop_clock()
         if why := self.recorder.begin():
             return why
         self.has_begun, self.done = True, -self.recorder.warmup_steps
@@ -177,7 +179,15 @@ class _Profiling:
     def stop(self) -> None:
         """Stop recording, if it has begun."""
         if self.has_begun:
+            _stop_clock()
             self.recorder.stop()
+
+
+def _stop_clock() -> None:
+    """Stop the clock of phases until the next one begins: the time of starting or stopping isn't the program's."""
+    clock = loops.LOOPS.clock
+    if clock is not None and clock.is_on:
+        clock.enter("")
 
 
 def _answer(request: messages.Profile, why: str) -> None:

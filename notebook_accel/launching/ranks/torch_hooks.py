@@ -52,7 +52,7 @@ def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
 
     @functools.wraps(original_iter)
     def __iter__(self: Any) -> Any:  # noqa: N807 - the name that stacks show
-        with _measured_start(clock, self, is_training=are_gradients_enabled()):
+        with _measured_start(clock, self, has_gradients=are_gradients_enabled()):
             iterator = original_iter(self)
         if isinstance(iterator, iterator_class):
             _loops.begin(self, iterator)
@@ -69,8 +69,7 @@ def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
         loop: loops.LoopCounter | None = getattr(self, loops.ATTRIBUTE, None)
         if loop is None:
             return original_next(self)
-        # Before anything was trained, such a loop may be all that the program does.
-        is_evaluation = bool(_loops.trained) and (loop.is_evaluation or not are_gradients_enabled())
+        is_evaluation = _loops.evaluates(has_gradients=are_gradients_enabled(), is_known=loop.is_evaluation)
         measures = clock is not None and clock.is_on and threading.get_ident() == _main
         if measures:
             began_s = clock.enter("evaluation" if is_evaluation else "data")  # type: ignore[union-attr]
@@ -96,19 +95,20 @@ def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
 
 
 @contextlib.contextmanager
-def _measured_start(clock: StepClock | None, loader: Any, *, is_training: bool) -> Iterator[None]:
+def _measured_start(clock: StepClock | None, loader: Any, *, has_gradients: bool) -> Iterator[None]:
     """Measure the start of an iteration, which starts the loader's workers, as a part of its wait for data."""
     if clock is None or not clock.is_on or threading.get_ident() != _main:
         yield
         return
-    is_training = is_training and not _loops.is_for_evaluation(getattr(loader, "dataset", None))
+    is_known = _loops.is_for_evaluation(getattr(loader, "dataset", None))
+    is_evaluation = _loops.evaluates(has_gradients=has_gradients, is_known=is_known)
     before = clock.phase
-    began_s = clock.enter("data" if is_training else "evaluation")
+    began_s = clock.enter("evaluation" if is_evaluation else "data")
     try:
         yield
     finally:
         ended_s = clock.enter(before or "other")
-        if is_training and loader.num_workers and not loader.persistent_workers:
+        if not is_evaluation and loader.num_workers and not loader.persistent_workers:
             clock.add_start(ended_s - began_s)
 
 

@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel import reporting
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ranks import profiling
 from notebook_accel.launching.ranks.phases import StepClock, place_of
-from notebook_accel.protocol import events
+from notebook_accel.protocol import agent_messages, events
 from tests import processes
 from tests.launching.ranks import training_loops
 
@@ -214,6 +215,22 @@ def test_inference_has_steps_and_the_start_of_workers_is_a_wait_for_data(launch:
     assert times is not None
     assert (times.steps, times.evaluations, times.workers, times.is_stream) == (9, 0, 1, True)
     assert times.seconds["data"] >= times.starting_s > times.seconds["other"]
+
+
+def steps_while_the_profiler_takes_long() -> None:
+    profiling.PROFILER.take(agent_messages.Profile(job_id="", number="1", steps=1, begin_s=0.0, deadline_s=60.0))
+    recorder = profiling.PROFILER._current.recorder  # type: ignore[union-attr]
+    recorder.begin = lambda: f"it slept: {time.sleep(1)}"  # type: ignore[method-assign,func-returns-value]
+    list(DataLoader(torch.ones(4, 3), batch_size=2))  # type: ignore[arg-type]
+
+
+def test_time_of_the_profiler_is_no_time_of_the_program(launch: Callable[..., Job]) -> None:
+    job = launch(steps_while_the_profiler_takes_long, num_processes=1)
+    job.results(timeout_s=60)
+    times = job.ranks[0].step_history.total
+    assert times is not None
+    assert times.steps == 2
+    assert sum(times.seconds.values()) < 1.0  # the profiler alone took as long
 
 
 def steps_of_a_loader_with_a_smaller_last_batch() -> None:
