@@ -94,7 +94,8 @@ class RunFacts:
 
 def header_html(facts: RunFacts, state: RunState, now_s: float) -> str:
     """Return the line above the table: state, name, devices, epoch and times; below it restarts and other nodes."""
-    times = [f"<span>{_time(facts)} {faint('in all' if facts.has_ended else 'elapsed')}</span>"]
+    of = "until then" if facts.status == "detached" else "in all" if facts.has_ended else "elapsed"
+    times = [f"<span>{_time(facts)} {faint(of)}</span>"]
     left_s = None if facts.has_ended else state.left_s(now_s)
     if left_s is not None:
         are_epochs_known = all(rank.epoch is None or rank.epochs is not None for rank in state.ranks)

@@ -265,6 +265,7 @@ def test_the_panel_of_a_run_that_was_detached_says_how_it_is_found_again(kernel:
     assert "it goes on without this notebook: %distributed attach night" in shown["text/html"]
     assert shown["text/html"].count(">detached<") == 3  # the run and its ranks
     assert ">running<" not in shown["text/html"]
+    assert "until then" in shown["text/html"]
 
 
 def test_a_later_nodes_ranks_are_chosen_by_their_numbers_among_all(kernel: kernels.Kernel) -> None:
