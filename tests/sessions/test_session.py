@@ -95,14 +95,13 @@ def test_deleted_name_of_the_notebook_is_sent_again(
 
 
 def test_memory_of_a_deleted_model_is_freed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = torch.nn.Linear(2, 1)
-    monkeypatch.setattr(sys.modules["__main__"], "net", net, raising=False)
-    session.execute("import weakref; net.itself = [net]; held = weakref.ref(net); bias = net.bias")
-    for cell in ("del net", "net.itself = [net]; held = weakref.ref(net); net = 0", "del net"):
+    monkeypatch.setattr(sys.modules["__main__"], "large", torch.nn.Linear(2, 1), raising=False)
+    session.execute("import weakref; large.itself = [large]; held = weakref.ref(large); bias = large.bias")
+    for cell in ("del large", "large.itself = [large]; held = weakref.ref(large); large = 0", "del large"):
         session.execute(cell)
         assert repr(session.execute("held() is None")) == "ranks 0-1: True"
     session.execute("bias.data.fill_(9)")
-    assert repr(session.execute("net.bias is bias, net.bias.item()")) == "ranks 0-1: (True, 9.0)"  # a new model's
+    assert repr(session.execute("large.bias is bias, large.bias.item()")) == "ranks 0-1: (True, 9.0)"  # a new model's
 
 
 def test_output_belongs_to_the_cell(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
