@@ -23,8 +23,8 @@ from notebook_accel.launching.kernel import launcher
 @pytest.fixture(autouse=True)
 def _no_configuration_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.delenv("NOTEBOOK_ACCEL_CONFIG_FILE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config.default_path().parent.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config.default_path().parent.mkdir(parents=True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "none"))
 

@@ -178,11 +178,12 @@ def _refuse_magics(tree: ast.Module, label: str) -> None:
         if name not in LINE_MAGICS:
             texts = [str(part.value) for part in node.args if isinstance(part, ast.Constant)]
             # IPython has translated `x?` into the magic %pinfo, which nobody types.
-            magic = f"{texts[1]}?" if texts[:1] == ["pinfo"] and texts[1:] else f"the magic %{name}"
+            typed = f"{texts[1]}?" if texts[:1] == ["pinfo"] and texts[1:] else f"%{name}"
+            what = f"the magic {typed}" if typed.startswith("%") else typed
             raise CellError(
-                f"{label}, line {node.lineno}: {magic} needs the kernel, and a rank has none.",
+                f"{label}, line {node.lineno}: {what} needs the kernel, and a rank has none.",
                 why=f"Ranks have: {', '.join(f'%{known}' for known in sorted(LINE_MAGICS))}, and !commands.",
-                fix=f"run {magic} in a cell of its own, before this one",
+                fix=f"run {typed} in a cell of its own, before this one",
             )
 
 
