@@ -6,6 +6,7 @@ written their parts.
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import contextlib
 import copy
@@ -49,11 +50,17 @@ class Saving:
         self._writing: concurrent.futures.Future[None] | None = None
 
     def run(self, write: Callable[[], None]) -> None:
-        """Call ``write`` in a thread, which a rank waits for before it reports its result."""
+        """Call ``write`` in a thread. A rank of a launch waits for it before it reports its result.
+
+        Any other process waits at its exit, where Python prints an error and can't raise it.
+        """
         executor = concurrent.futures.ThreadPoolExecutor(1, "notebook-accel-checkpoint")
         self._writing = executor.submit(write)
         executor.shutdown(wait=False)  # the thread ends when ``write`` has returned
-        reporter().before_result.append(self.wait)
+        if reporter().is_connected:
+            reporter().before_result.append(self.wait)
+        else:
+            atexit.register(self.wait)
 
     def wait(self) -> None:
         """Block until the checkpoint is complete. Later calls return at once.
@@ -65,6 +72,7 @@ class Saving:
             return
         cause = self._writing.exception()  # after an interrupt here, the next call waits again
         self._writing = None
+        atexit.unregister(self.wait)
         with contextlib.suppress(ValueError):  # another reporter than at the call of ``run``
             reporter().before_result.remove(self.wait)
         if cause is not None:

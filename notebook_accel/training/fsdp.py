@@ -193,19 +193,23 @@ def _fully_shard(
     }
     policy = plugin.precision_policy(dtype)
     inner = dataclasses.replace(policy, output_dtype=None)  # blocks return activations uncast
+    norms: list[torch.nn.Module] = []
     if policy.param_dtype is not None:
         # Batch norms keep statistics in float32, and accept inputs of another type only with weights in float32.
-        norms = (module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm))
-        for norm in norms:
-            if norm.affine:
-                exact = MixedPrecisionPolicy(cast_forward_inputs=False)
-                fully_shard(norm, mp_policy=exact, reshard_after_forward=False, **options)
+        batch_norms = (part for part in model.modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm))
+        norms = [norm for norm in batch_norms if norm.affine]
+    for norm in norms:
+        fully_shard(
+            norm, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), reshard_after_forward=False, **options
+        )
     for unit in units:
-        fully_shard(unit, mp_policy=inner, reshard_after_forward=bool(plugin.reshard_after_forward), **options)
-    whole = policy if policy.output_dtype or dtype is None else dataclasses.replace(policy, output_dtype=torch.float32)
-    fully_shard(
-        model, mp_policy=whole, reshard_after_forward=None if plugin.reshard_after_forward else False, **options
-    )
+        if unit not in norms:  # torch shards a module once
+            fully_shard(unit, mp_policy=inner, reshard_after_forward=bool(plugin.reshard_after_forward), **options)
+    if model not in norms:
+        whole = dataclasses.replace(policy, output_dtype=policy.output_dtype or (dtype and torch.float32))
+        fully_shard(
+            model, mp_policy=whole, reshard_after_forward=None if plugin.reshard_after_forward else False, **options
+        )
 
 
 def _ignored(model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin) -> set[str]:

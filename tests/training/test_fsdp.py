@@ -135,6 +135,22 @@ def test_adapters_of_a_frozen_model(two_ranks: Ranks) -> None:
         assert losses[-1] < losses[0]
 
 
+def train_norms_in_bf16() -> list[list[torch.dtype]]:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=FullyShardedDataParallelPlugin())
+    computed_in = []
+    for norms in (torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4)), torch.nn.BatchNorm1d(4)):
+        net, optimizer = accelerator.prepare(norms, torch.optim.SGD(norms.parameters(), lr=0.1))
+        outputs = net(torch.randn(6, 4))
+        accelerator.backward(outputs.square().mean())
+        optimizer.step()
+        computed_in.append([outputs.dtype, *{p.grad.dtype for p in net.parameters() if p.grad is not None}])
+    return computed_in
+
+
+def test_batch_norms_that_are_units_or_the_model_itself(two_ranks: Ranks) -> None:
+    assert two_ranks.run(train_norms_in_bf16)[0] == [[torch.float32, torch.float32]] * 2
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         for number in range(10):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import io
 import os
 import pathlib
 import threading
@@ -14,6 +17,7 @@ import torch
 from notebook_accel import Accelerator, ProjectConfiguration
 from notebook_accel.errors import CheckpointError
 from notebook_accel.training import checkpoint_folders, checkpoint_saving, model_files
+from tests.training import ranks
 from tests.training.ranks import Ranks
 from tests.training.sharded_programs import Case, Program
 
@@ -171,3 +175,22 @@ def test_a_failure_is_raised_when_it_is_waited_for(two_ranks: Ranks, tmp_path: p
         assert "which was saved while training went on, failed: " in text
         assert "no space left" in text
         assert left == ["state"]
+
+
+def printed_at_exit(folder: str) -> str:
+    accelerator = Accelerator(cpu=True)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    with pytest.MonkeyPatch.context() as patches, contextlib.redirect_stderr(io.StringIO()) as printed:
+        patches.setattr("notebook_accel.training.model_files.write_object", fail)
+        accelerator.save_state(f"{folder}/state", async_=True)
+        atexit._run_exitfuncs()
+    return printed.getvalue()
+
+
+def test_a_failure_that_nobody_waits_for_is_printed_at_the_end_of_a_script(tmp_path: pathlib.Path) -> None:
+    with ranks.running(1) as script:
+        [printed] = script.run(printed_at_exit, str(tmp_path))
+    assert "no space left" in printed

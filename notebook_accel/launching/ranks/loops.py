@@ -135,6 +135,8 @@ class Loops:
             is_epoch = last is not None and (last.step > 1 or last.step == last.total)
             loop.epoch = loop.epoch_number = (last.epoch_number if last else 1) + is_epoch
             self._epochs[loader] = loop
+            if last is not None:  # left early, while its iterator is still there, or in a frame that is being sampled
+                last.end()
         with contextlib.suppress(AttributeError, TypeError):  # a dataset without weak references, such as a list
             loop.dataset = weakref.ref(loader.dataset)
             # Many libraries make a new loader for each evaluation, which may end before it can be told from training.

@@ -102,7 +102,8 @@ def left_early() -> None:
 
 def a_look_at_a_batch_first() -> None:
     made = Training()
-    next(iter(made.loader))
+    batches = iter(made.loader)  # it stays
+    next(batches)
     for x, y in made.loader:
         made.step(x, y)
 
