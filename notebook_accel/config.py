@@ -12,15 +12,24 @@ import functools
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from notebook_accel import config_file, environment, time_limit
-from notebook_accel.environment import fsdp_variables, is_false, is_true
 from notebook_accel.errors import ConfigError
 
+_SIZES = tuple(f"parallelism_config_{dimension}_size" for dimension in ("dp_replicate", "dp_shard", "tp"))
+# The options that Accelerate has variables for.
+OF_ACCELERATE = {
+    "mixed_precision": environment.MIXED_PRECISION,
+    "gradient_accumulation_steps": environment.GRADIENT_ACCUMULATION_STEPS,
+    "dynamo_backend": f"{environment.DYNAMO}BACKEND",
+    "fsdp": environment.USE_FSDP,
+    "use_cpu": environment.USE_CPU,
+    **{name: name.upper() for name in _SIZES},  # only together with USE_PARALLELISM
+}
 _IN_WORDS = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text", tuple: "a list of names"
 }  # fmt: skip
@@ -197,27 +206,22 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def training_variables(config: LaunchConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment variables by which an ``Accelerator`` finds these options.
 
-    A precision or a backend of ``no`` needs none, so that a script may have its own.
+    A default, such as the precision ``no``, needs a variable only to replace that of ``environ``, so that a script may
+    have a setting of its own.
     """
-    variables: dict[str, str] = {}
-    if config.mixed_precision != "no" or environment.MIXED_PRECISION in environ:
-        variables[environment.MIXED_PRECISION] = config.mixed_precision
-    if config.gradient_accumulation_steps is not None:
-        variables[environment.GRADIENT_ACCUMULATION_STEPS] = str(config.gradient_accumulation_steps)
-    if config.dynamo_backend != "no":  # otherwise the user's own variable counts
-        variables[f"{environment.DYNAMO}BACKEND"] = config.dynamo_backend
-    if config.fsdp:
-        variables |= environment.fsdp_variables(config.fsdp_options)
-    sizes = mesh_sizes(config)
-    if sizes:
-        variables |= {environment.USE_PARALLELISM: "true", **{name.upper(): str(sizes[name]) for name in sizes}}
+    variables = environment.fsdp_variables(config.fsdp_options) if config.fsdp else {}
+    if mesh_sizes(config):
+        variables[environment.USE_PARALLELISM] = "true"
+    for option in fields():
+        variable, value = OF_ACCELERATE.get(option.name), getattr(config, option.name)
+        if variable and value is not None and (value != option.default or variable in environ):
+            variables[variable] = str(value).lower()
     return variables
 
 
 def mesh_sizes(config: LaunchConfig) -> dict[str, int]:
     """Return the options by which ranks divide the work, if one is above 1. Their product is the number of ranks."""
-    names = (f"parallelism_config_{dimension}_size" for dimension in ("dp_replicate", "dp_shard", "tp"))
-    sizes = {name: getattr(config, name) for name in names}
+    sizes = {name: getattr(config, name) for name in _SIZES}
     return sizes if max(sizes.values()) > 1 else {}
 
 
@@ -313,9 +317,7 @@ def usable(file: config_file.ConfigFile) -> tuple[dict[str, Any], tuple[str, ...
 def resolve(
     arguments: Mapping[str, Any], *, file: pathlib.Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> LaunchConfig:
-    """Merge defaults < file < environment (``NOTEBOOK_ACCEL_<OPTION>``) < arguments.
-
-    Accelerate's variable for the precision counts too, below ours.
+    """Merge defaults < file < environment < arguments.
 
     Args:
         arguments: Options that were given in code or as flags; ``None`` counts as not given.
@@ -326,17 +328,40 @@ def resolve(
     Raises:
         ConfigError: A value isn't allowed, wherever it came from; or there is no file that a variable names.
     """
-    merged: dict[str, Any] = load(file) if file is not None and _is_there(file) else {}
+    from_file = load(file) if file is not None and _is_there(file) else {}
+    given = {name: value for name, value in arguments.items() if value is not None}
+    return _checked(from_file | of_environment(environ, given) | given)
+
+
+def resolve_call(arguments: Mapping[str, Any]) -> LaunchConfig:
+    """Merge defaults < Accelerate's variables < arguments: no file or variable of ours counts for a call in code."""
+    theirs = (*OF_ACCELERATE.values(), environment.USE_PARALLELISM)
+    return resolve(arguments, environ={name: os.environ.get(name, "") for name in theirs})
+
+
+def of_environment(environ: Mapping[str, str] = os.environ, without: Collection[str] = ()) -> dict[str, Any]:
+    """Return the options that variables set: ``NOTEBOOK_ACCEL_<OPTION>``, or else Accelerate's variable.
+
+    Variables for the options ``without`` aren't read.
+
+    Raises:
+        ConfigError: A value isn't allowed.
+    """
+    found = {}
     for option in fields():
-        for name in (f"NOTEBOOK_ACCEL_{option.name.upper()}", _VARIABLES_OF_ACCELERATE.get(option.name, "")):
-            if text := environ.get(name):
-                merged[option.name] = _from_variable(option, name, text)
-                break
-    merged.update({name: value for name, value in arguments.items() if value is not None})
-    return _checked(merged)
+        variable = next(filter(environ.get, variables_of(option, environ)), None)
+        if variable is not None and option.name not in without:
+            found[option.name] = _from_variable(option, variable, environ[variable])
+    return found
 
 
-_VARIABLES_OF_ACCELERATE = {"mixed_precision": environment.MIXED_PRECISION}
+def variables_of(option: Option, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the variables that can set an option; the first that is set counts."""
+    ours = f"NOTEBOOK_ACCEL_{option.name.upper()}"
+    theirs = OF_ACCELERATE.get(option.name)
+    if theirs is None or (option.name in _SIZES and not environment.flag(environment.USE_PARALLELISM, environ)):
+        return (ours,)
+    return ours, theirs
 
 
 def _from_variable(option: Option, variable: str, text: str) -> Any:
@@ -344,7 +369,8 @@ def _from_variable(option: Option, variable: str, text: str) -> Any:
     try:
         _checked({option.name: value})
     except ConfigError as error:
-        raise ConfigError(f"The environment variable {variable} can't be used: {error.what}", fix=error.fix) from None
+        what = f"The environment variable {variable} can't be used: {error.what}"
+        raise ConfigError(what, fix=f"unset {variable}; or {error.fix}") from None
     return value
 
 
@@ -366,7 +392,7 @@ def from_text(option: Option, text: str) -> Any:
     if option.optional and text.lower() in {"none", ""}:
         return None
     if option.kind is bool:
-        return True if is_true(text) else False if is_false(text) else text
+        return environment.is_true(text) if environment.is_flag(text) else text
     if option.kind is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     try:
@@ -396,7 +422,7 @@ def _checked(values: Mapping[str, Any]) -> LaunchConfig:
             fix="leave out line breaks and control characters",
         )
     if checked.fsdp_options:
-        fsdp_variables(checked.fsdp_options)
+        environment.fsdp_variables(checked.fsdp_options)
     if checked.end_at:
         time_limit.parse(checked.end_at)
     return checked
@@ -416,7 +442,7 @@ def _refusal(given: Mapping[str, Any], text: str) -> ConfigError:
     told = f"{shown} is not {_IN_WORDS[option.kind]}."
     if ", got `" not in what:  # the type is right
         told = f"{shown} can't be used: it has to be {what.rpartition('` ')[2]}."
-    return ConfigError(told, fix=f"{option.name}: {option.help}")
+    return ConfigError(told, fix="true or false" if option.kind is bool else f"{option.name}: {option.help}")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -46,10 +46,10 @@ FSDP_OPTIONS = {
 }  # fmt: skip
 # Debug mode: ranks compare their collectives before they run them. The second is Accelerate's name.
 DEBUG = ("NOTEBOOK_ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE")
-# Variables of this package that belong to no option. Those with the last two prefixes are for its tests.
+# Variables of this package that belong to no option. The last three are for its tests.
 OWN = (
     *(COMPAT, SESSION_FOLDER, CONFIG_FILE, DEBUG[0], "NOTEBOOK_ACCEL_NAMESPACE", "NOTEBOOK_ACCEL_TIME_LIMIT"),
-    *("NOTEBOOK_ACCEL_CHAOS_", "NOTEBOOK_ACCEL_SCREENSHOTS"),
+    *("NOTEBOOK_ACCEL_CHAOS_S", "NOTEBOOK_ACCEL_CHAOS_SEED", "NOTEBOOK_ACCEL_SCREENSHOTS"),
 )
 
 # Prefixes of variables that change the training. Ranks that differ in one compute other numbers, or wait for ever.
@@ -164,9 +164,34 @@ def is_false(text: str) -> bool:
     return text.strip().lower() in {"0", "false", "f", "no", "n", "off"}
 
 
+def is_flag(text: str) -> bool:
+    """Return whether an environment variable's text means yes or no."""
+    return is_true(text) or is_false(text)
+
+
+def flag(name: str, environ: Mapping[str, str] = os.environ) -> bool | None:
+    """Return whether a variable means yes; ``None`` if it isn't set, or empty.
+
+    Raises:
+        ConfigError: It means neither yes nor no.
+    """
+    text = environ.get(name, "")
+    if text and not is_flag(text):
+        raise ConfigError(
+            f"The environment variable {name} is {text!r}.",
+            why="It is a switch, which is on or off.",
+            fix=f"{name}=true or {name}=false, or unset {name}",
+        )
+    return is_true(text) if text else None
+
+
 def is_debugging(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether debug mode is on."""
-    return any(is_true(environ.get(name, "")) for name in DEBUG)
+    """Return whether debug mode is on.
+
+    Raises:
+        ConfigError: A variable means neither yes nor no.
+    """
+    return any(flag(name, environ) for name in DEBUG)
 
 
 def follows_accelerate(environ: Mapping[str, str] = os.environ) -> bool:
@@ -188,7 +213,7 @@ def follows_accelerate(environ: Mapping[str, str] = os.environ) -> bool:
 def training_options(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that change what ranks compute together, by the names of their options."""
     found = {name: value for name, value in environ.items() if name.startswith(_OF_TRAINING)}
-    unset = {"mixed_precision": "no", "dynamo_backend": "no"}
+    unset = {"mixed_precision": "no", "dynamo_backend": "no", "use_fsdp": "false"}
     return unset | {name.removeprefix("ACCELERATE_").lower(): value for name, value in found.items()}
 
 

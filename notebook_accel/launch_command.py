@@ -226,19 +226,17 @@ def _set_variables(parsed: argparse.Namespace) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = parsed.gpu_ids
     if parsed.debug:
         os.environ[environment.DEBUG[0]] = "1"
-    # An exported script has settings of its own, which count where no variable is set. So a flag that turns one off
+    # An exported script has settings of its own, which count where no variable is set. So a default that was asked for
     # needs its variable.
-    for option, variable, off in (
-        ("mixed_precision", environment.MIXED_PRECISION, "no"),
-        ("dynamo_backend", f"{environment.DYNAMO}BACKEND", "no"),
-        ("fsdp", environment.USE_FSDP, False),
-        ("use_cpu", environment.USE_CPU, False),
-    ):
-        if getattr(parsed, option) == off:
-            os.environ[variable] = str(off).lower()
+    given = _given(parsed)
+    chosen = config.of_environment(without=given) | given
+    for option in config.fields():
+        if option.name in config.OF_ACCELERATE and option.name in chosen and chosen[option.name] == option.default:
+            os.environ[config.OF_ACCELERATE[option.name]] = str(option.default).lower()
 
 
-def _options(parsed: argparse.Namespace) -> LaunchConfig:
+def _given(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that the flags set."""
     given: dict[str, Any] = config.given_flags(parsed)
     if parsed.cpu:
         given["use_cpu"] = True
@@ -249,10 +247,14 @@ def _options(parsed: argparse.Namespace) -> LaunchConfig:
     ]
     if settings:
         given["fsdp_options"] = (*given.get("fsdp_options", ()), *settings)
+    return given
+
+
+def _options(parsed: argparse.Namespace) -> LaunchConfig:
     file = parsed.config_file or config.default_path()
     if parsed.config_file is not None and not file.exists():
         raise ConfigError(f"There is no configuration file {file}.", fix="notebook-accel config writes one")
-    chosen = _shared_out(config.resolve(given, file=file), parsed.num_machines or 1)
+    chosen = _shared_out(config.resolve(_given(parsed), file=file), parsed.num_machines or 1)
     devices = Devices.find(chosen)
     for flag, is_asked, is_there, kind in (
         ("--multi_gpu", parsed.multi_gpu, devices.kind == "GPU", "GPU"),

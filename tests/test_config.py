@@ -94,6 +94,47 @@ def test_file_that_is_not_there_is_no_file_unless_a_variable_names_it(
         config.resolve({}, file=config.default_path())
 
 
+@pytest.mark.parametrize(
+    ("option", "on", "off", "theirs"),
+    [
+        ("mixed_precision", "bf16", "no", {"ACCELERATE_MIXED_PRECISION": "BF16"}),
+        ("gradient_accumulation_steps", 4, 1, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}),
+        ("dynamo_backend", "inductor", "no", {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}),
+        ("fsdp", True, False, {"ACCELERATE_USE_FSDP": "true"}),
+        ("use_cpu", True, False, {"ACCELERATE_USE_CPU": "1"}),
+        (
+            "parallelism_config_tp_size",
+            2,
+            1,
+            {"PARALLELISM_CONFIG_TP_SIZE": "2", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"},
+        ),
+    ],
+)
+def test_variable_of_accelerates_counts_below_ours_and_below_arguments(
+    option: str, on: object, off: object, theirs: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = {f"NOTEBOOK_ACCEL_{option.upper()}": str(off)}
+    assert getattr(config.resolve({}, environ=theirs), option) == on
+    assert getattr(config.resolve({}, environ={**theirs, **ours}), option) == off
+    chosen = config.resolve({option: off}, environ=theirs)
+    [variable, *_] = theirs
+    assert config.training_variables(chosen, theirs)[variable] == str(off).lower()
+    for name, text in {**theirs, **ours}.items():
+        monkeypatch.setenv(name, text)
+    assert getattr(config.resolve_call({option: None}), option) == on  # our variables don't count in a call
+    assert getattr(config.resolve_call({option: off}), option) == off
+
+
+def test_variable_that_an_argument_replaces_may_have_any_value() -> None:
+    environ = {"ACCELERATE_MIXED_PRECISION": "fp8", "NOTEBOOK_ACCEL_NUM_PROCESSES": "all"}
+    resolved = config.resolve({"mixed_precision": "bf16", "num_processes": 2}, environ=environ)
+    assert resolved == LaunchConfig(mixed_precision="bf16", num_processes=2)
+
+
+def test_sizes_of_a_mesh_that_is_not_asked_for_do_not_count() -> None:
+    assert config.resolve({}, environ={"PARALLELISM_CONFIG_TP_SIZE": "2"}) == LaunchConfig()
+
+
 def test_accelerates_variable_for_the_precision_counts_unless_ours_is_set(file: pathlib.Path) -> None:
     _write(file, "mixed_precision: no\n")
     theirs = {"ACCELERATE_MIXED_PRECISION": "BF16"}
@@ -153,7 +194,6 @@ def test_a_division_of_the_ranks_in_accelerates_words(file: pathlib.Path) -> Non
     variables = config.training_variables(config.resolve({}, file=file, environ={}))
     assert variables == {
         "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1",
         "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
         "PARALLELISM_CONFIG_TP_SIZE": "4",
     }

@@ -79,6 +79,12 @@ def test_debug_mode(name: str, text: str, is_on: bool) -> None:
     assert environment.is_debugging({name: text}) == is_on
 
 
+def test_switch_that_is_neither_on_nor_off_is_refused() -> None:
+    assert [environment.flag("A", {"A": text}) for text in ("Yes", "off", "")] == [True, False, None]
+    with pytest.raises(ConfigError, match="The environment variable NOTEBOOK_ACCEL_DEBUG is 'maybe'"):
+        environment.is_debugging({"NOTEBOOK_ACCEL_DEBUG": "maybe"})
+
+
 def test_become_leaves_exactly_these_variables() -> None:
     before = dict(os.environ)
     try:

@@ -312,5 +312,6 @@ def test_script_with_an_odd_name_and_settings_of_its_own_gets_those_of_the_flags
         f"own = {settings}\n"
         "print('hello', *[os.environ.setdefault(name, value) for name, value in own.items()])"
     )
-    assert launch("--mixed_precision", "no", "--no-fsdp", odd) == 0
+    monkeypatch.setenv("NOTEBOOK_ACCEL_MIXED_PRECISION", "no")
+    assert launch("--no-fsdp", odd) == 0
     assert "0-1 │ hello no false eager\n" in capfd.readouterr().out

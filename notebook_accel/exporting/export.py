@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
-from notebook_accel import config, environment
+from notebook_accel import config
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import CellError, ConfigError
 from notebook_accel.exporting import export_contents, plain_python
@@ -210,8 +210,6 @@ def _settings(request: ExportRequest) -> list[str]:
     The flags of the script's own launch win over them.
     """
     values = config.training_variables(request.options, environ={})
-    if request.given.get("use_cpu"):
-        values[environment.USE_CPU] = "true"
     return [f'os.environ.setdefault("{name}", "{value}")' for name, value in values.items()]
 
 

@@ -88,10 +88,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 def _flag(name: str) -> bool | None:
-    text = os.environ.get(f"{environment.DYNAMO}{name}", "")
-    if text and not environment.is_true(text) and not environment.is_false(text):
-        raise ConfigError(f"The environment variable {environment.DYNAMO}{name} is {text!r}.", fix="true or false")
-    return environment.is_true(text) if text else None
+    return environment.flag(f"{environment.DYNAMO}{name}")
 
 
 def resolve(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:

@@ -137,7 +137,7 @@ class FullyShardedDataParallelPlugin:
         if isinstance(asked, bool):
             return asked
         text = str(getattr(asked, "name", asked))
-        if text != "1" and (environment.is_true(text) or environment.is_false(text)):
+        if text != "1" and environment.is_flag(text):
             return environment.is_true(text)
         if text.upper() not in _STRATEGIES:
             raise ConfigError(
@@ -217,7 +217,7 @@ def of_launch(plugin: FullyShardedDataParallelPlugin | None) -> FullyShardedData
     """Return this program's plugin: the given one, or that of the launch; ``None`` if no model is to be sharded."""
     if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
         raise ConfigError(f"fsdp_plugin is {plugin!r}.", fix="FullyShardedDataParallelPlugin()")
-    if plugin is None and environment.is_true(os.environ.get(environment.USE_FSDP, "")):
+    if plugin is None and environment.flag(environment.USE_FSDP):
         return FullyShardedDataParallelPlugin()
     return None if plugin is None else dataclasses.replace(plugin)  # validated again, since it may have been changed
 
@@ -227,10 +227,8 @@ def _variable(name: str) -> str:
 
 
 def _flag(name: str, default: bool) -> bool:
-    text = _variable(name)
-    if text and not (environment.is_true(text) or environment.is_false(text)):
-        raise ConfigError(f"The environment variable {_PREFIX}{name} is {text!r}.", fix="true or false")
-    return environment.is_true(text) if text else default
+    asked = environment.flag(_PREFIX + name)
+    return default if asked is None else asked
 
 
 def _choice(name: str, given: Any, variable: str, choices: tuple[str, ...]) -> str:

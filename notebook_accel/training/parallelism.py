@@ -175,7 +175,7 @@ def resolve(
     """
     if given is not None and not isinstance(given, ParallelismConfig):
         raise ConfigError(f"parallelism_config is {given!r}.", fix="ParallelismConfig(tp_size=2)")
-    if given is None and environment.is_true(os.environ.get(environment.USE_PARALLELISM, "")):
+    if given is None and environment.flag(environment.USE_PARALLELISM):
         given = ParallelismConfig()
     if given is None and plugin is not None and plugin.replicates:
         given = _hybrid(place)

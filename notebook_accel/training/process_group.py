@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import weakref
 
 import torch.distributed as dist
@@ -35,9 +34,9 @@ def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) ->
         TrainingError: The other ranks didn't join in time, or this rank has no device.
     """
     global _latest
-    cpu = cpu or environment.is_true(os.environ.get(environment.USE_CPU, ""))
+    cpu = cpu or bool(environment.flag(environment.USE_CPU))
     options = options or InitProcessGroupKwargs()
-    if options.backend is None and environment.is_true(os.environ.get(environment.OVERSUBSCRIBE, "")):
+    if options.backend is None and environment.flag(environment.OVERSUBSCRIBE):
         options = dataclasses.replace(options, backend="gloo")  # NCCL refuses two ranks on one GPU
     group_place = torch_group.current_place()
     if group_place is None and get_worker_info() is not None:

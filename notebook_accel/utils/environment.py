@@ -64,7 +64,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     Raises:
         ConfigError: ``value`` is another text.
     """
-    if not environment.is_true(value) and not environment.is_false(value):
+    if not environment.is_flag(value):
         raise ConfigError(
             f"{value!r} is neither yes nor no.", fix="yes, true, t, y, on or 1; no, false, f, n, off or 0"
         )

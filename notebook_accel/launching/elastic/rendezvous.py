@@ -234,8 +234,9 @@ def dynamic(options: ElasticOptions, waits: Callable[[str], None]) -> Rendezvous
     """
     meeting = options.meeting
     deadline_s = time.monotonic() + meeting.timeout_s
-    is_own = _is_own(meeting.host)
-    while not (is_own or _is_listened_at(meeting.host, meeting.port)):
+    is_host = meeting.settings.get("is_host")  # such as of a machine that others reach by an address of their network
+    serves = _is_own(meeting.host) if is_host is None else environment.is_true(is_host)
+    while not (serves or _is_listened_at(meeting.host, meeting.port)):
         waits(f"waiting for a node that listens at {meeting.host}:{meeting.port}")
         if time.monotonic() > deadline_s:
             raise RefusedError(
@@ -244,7 +245,7 @@ def dynamic(options: ElasticOptions, waits: Callable[[str], None]) -> Rendezvous
                 fix=_SAME_ENDPOINT,
             )
         time.sleep(_POLL_S)
-    if not is_own:
+    if not serves:
         _store_at(meeting.host, meeting.port, Patience())
     parameters = RendezvousParameters(
         backend=meeting.backend,

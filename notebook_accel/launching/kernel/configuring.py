@@ -116,7 +116,7 @@ class Draft:
 
     def overriding(self, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
         """Return the environment variables that are set and override the file."""
-        names = (f"NOTEBOOK_ACCEL_{option.name.upper()}" for option in config.fields())
+        names = (name for option in config.fields() for name in config.variables_of(option, environ))
         return tuple(name for name in names if environ.get(name))
 
     def unfit(self, name: str) -> dict[str, str]:

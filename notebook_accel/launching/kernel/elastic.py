@@ -112,18 +112,27 @@ def _check_static(config: LaunchConfig, lowest: int, highest: int) -> None:
 
 def _endpoint(config: LaunchConfig, lowest_port: int = 1) -> tuple[str, int]:
     """Return the host and port of the rendezvous. Brackets around an IPv6 address are left out."""
-    given, default = config.rdzv_endpoint, config.main_process_port or PORT
+    given = config.rdzv_endpoint
     if not given:
-        return config.master_addr, default
+        return config.master_addr, _default_port(config)
     host, _, port = given.rpartition(":")
     if not host or (":" in host and not host.endswith("]")):  # a name, or an IPv6 address such as ::1, without a port
-        return given.strip("[]"), default
+        return given.strip("[]"), _default_port(config)
     if not port.isdigit() or not lowest_port <= int(port) < 1 << 16:
         raise ConfigError(
             f"rdzv_endpoint={given!r} has no port{' where other nodes could find this one' if port == '0' else ''}.",
             fix="rdzv_endpoint='10.0.0.1:29500', or '[fd00::1]:29500'",
         )
     return host.strip("[]"), int(port)
+
+
+def _default_port(config: LaunchConfig) -> int:
+    if config.main_process_port == 0 and is_wanted(config):
+        raise ConfigError(
+            "main_process_port=0 means any free port, and several nodes have to know it.",
+            fix=f"the same number on all nodes; without main_process_port (use_port) it is {PORT}",
+        )
+    return config.main_process_port or PORT
 
 
 def _settings(config: LaunchConfig) -> dict[str, str]:

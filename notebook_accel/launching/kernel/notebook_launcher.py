@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel import config as configuration
-from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.config_file import plain_text
 from notebook_accel.errors import ConfigError
@@ -22,7 +20,7 @@ def notebook_launcher(
     function: Callable[..., Any],
     args: Sequence[Any] = (),
     num_processes: int | None = None,
-    mixed_precision: str = "no",
+    mixed_precision: str | None = None,
     use_port: str | int | None = None,
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
@@ -43,13 +41,13 @@ def notebook_launcher(
     preload: Sequence[str] = (),
     idle_timeout_s: float | None = None,
     gradient_accumulation_steps: int | None = None,
-    dynamo_backend: str = "no",
-    fsdp: bool = False,
+    dynamo_backend: str | None = None,
+    fsdp: bool | None = None,
     fsdp_options: Mapping[str, Any] | None = None,
-    parallelism_config_dp_replicate_size: int = 1,
-    parallelism_config_dp_shard_size: int = 1,
-    parallelism_config_tp_size: int = 1,
-    use_cpu: bool = False,
+    parallelism_config_dp_replicate_size: int | None = None,
+    parallelism_config_dp_shard_size: int | None = None,
+    parallelism_config_tp_size: int | None = None,
+    use_cpu: bool | None = None,
     allow_initialized_cuda: bool = False,
     oversubscribe: bool = False,
     timeout_s: float | None = None,
@@ -74,8 +72,8 @@ def notebook_launcher(
         function: The function that each rank calls.
         args: Its positional arguments.
         num_processes: Number of ranks. Default: one for each visible device, one on a machine with only a CPU.
-        mixed_precision: ``no``, ``fp16`` or ``bf16``, for the ``Accelerator`` in the ranks. With ``no``, the variable
-            ``ACCELERATE_MIXED_PRECISION`` counts.
+        mixed_precision: ``no``, ``fp16`` or ``bf16``, for the ``Accelerator`` in the ranks. The default of this and
+            of some other options is the value of Accelerate's variable, such as ``ACCELERATE_MIXED_PRECISION``.
         use_port: TCP port of the ranks' store. Default: a free one; with several nodes, 29500.
         master_addr: Address of node 0, where several nodes meet.
         node_rank: This node's number among several, from 0.
@@ -176,11 +174,7 @@ def _options(given: Mapping[str, Any]) -> LaunchConfig:
             named[name] = tuple(f"{key}={as_text(value)}" for key, value in settings.items() if value is not None)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{name} can't be written as text: {error}.", fix="numbers, texts and lists") from None
-    of_accelerate = {}
-    if named["mixed_precision"] == "no" and (precision := os.environ.get(environment.MIXED_PRECISION)):
-        del named["mixed_precision"]
-        of_accelerate[environment.MIXED_PRECISION] = precision
-    return configuration.resolve(named, environ=of_accelerate)
+    return configuration.resolve_call(named)
 
 
 def _check_call(function: object, args: object) -> None:

@@ -130,14 +130,15 @@ def _options(config: LaunchConfig, devices: Devices) -> Iterator[Finding]:
 
 def check_environment() -> Iterator[Finding]:
     """Yield findings about environment variables that ask for something and don't get it."""
-    try:
-        environment.follows_accelerate()
-    except ConfigError as error:
-        yield Finding(error.what, error.why, error.fix)
-    ours = [f"NOTEBOOK_ACCEL_{option.name.upper()}" for option in fields()]
+    for read in (environment.follows_accelerate, environment.is_debugging):
+        try:
+            read()
+        except ConfigError as error:
+            yield Finding(error.what, error.why, error.fix)
+    known = [*environment.OWN, *(f"NOTEBOOK_ACCEL_{option.name.upper()}" for option in fields())]
     for name in os.environ:
-        if name.startswith("NOTEBOOK_ACCEL_") and name not in ours and not name.startswith(environment.OWN):
-            close = difflib.get_close_matches(name, (*ours, *environment.OWN), n=1)
+        if name.startswith("NOTEBOOK_ACCEL_") and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
             yield Finding(
                 f"The environment variable {name} has no effect.",
                 "There is no option of that name.",

@@ -51,7 +51,7 @@ class Session:
     """
 
     def __init__(self, num_processes: int | None = None, *, detach: bool = False, **options: Any) -> None:
-        config = configuration.resolve({"num_processes": num_processes, **options}, environ={})
+        config = configuration.resolve_call({"num_processes": num_processes, **options})
         self._pool = _start_pool(config, detach=detach)
 
     @classmethod

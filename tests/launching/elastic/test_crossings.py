@@ -20,7 +20,7 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.launching.agent.elastic_runs import ElasticRuns
 from notebook_accel.launching.agent.runs import Run, open_rank
 from notebook_accel.launching.agent.templates import TemplateProcess
-from notebook_accel.launching.elastic import elastic_agent, nodes
+from notebook_accel.launching.elastic import elastic_agent, nodes, rendezvous
 from notebook_accel.launching.elastic.elastic_agent import ElasticAgent, Line
 from notebook_accel.launching.elastic.rendezvous import RefusedError
 from notebook_accel.protocol import agent_messages as messages
@@ -217,6 +217,29 @@ def test_order_that_nothing_comes_of_ends_the_run_on_all_nodes(
             while True:
                 assert state(elastic) is api.WorkerState.HEALTHY
     assert elastic._here.failure is not None and elastic._here.failure.is_wanted
+
+
+@pytest.mark.parametrize("lost_peer", [True, False])
+def test_ranks_that_have_only_lost_a_peer_fail_after_a_killed_node_would_have_been_noticed(
+    agent: Agent, elastic: ElasticAgent, monkeypatch: pytest.MonkeyPatch, lost_peer: bool
+) -> None:
+    monkeypatch.setattr(elastic_agent, "_CAUSE_S", 0.0)
+    elastic._initialize_workers(elastic._worker_group)
+    failure = messages.Failure(what="Connection closed by peer", lost_peer=lost_peer)
+    agent.runs._all["1"].tell(elastic_messages.RanksEnded(attempt=1, failure=failure))
+    assert state(elastic) is (api.WorkerState.HEALTHY if lost_peer else api.WorkerState.FAILED)
+    assert elastic._here.failure == failure
+    elastic._meeting = msgspec.structs.replace(elastic._meeting, silence_s=0.0)
+    assert state(elastic) is api.WorkerState.FAILED
+
+
+def test_node_that_is_told_not_to_be_the_host_waits_for_the_host() -> None:
+    alone = msgspec.structs.replace(meeting(), backend="c10d", timeout_s=0.0, settings={"is_host": "false"})
+    options = ElasticOptions(max_restarts=0, monitor_interval_s=0.01, run_id="hosting", meeting=alone)
+    lines: list[str] = []
+    with pytest.raises(RefusedError, match=f"No node has listened at 127.0.0.1:{alone.port}"):
+        rendezvous.dynamic(options, lines.append)
+    assert lines == [f"waiting for a node that listens at 127.0.0.1:{alone.port}"]
 
 
 class _Store(dict[str, bytes]):

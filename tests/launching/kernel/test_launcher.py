@@ -36,6 +36,7 @@ def train() -> None:
         ({"num_nodes": 2, "node_rank": 2}, "node_rank=2 is too high for num_nodes=2"),
         ({"num_nodes": 2, "rdzv_endpoint": "10.0.0.1:http"}, "rdzv_endpoint='10.0.0.1:http' has no port"),
         ({"num_nodes": 2, "rdzv_endpoint": "[::1]:0"}, "has no port where other nodes could find this one"),
+        ({"num_nodes": 2, "use_port": 0}, "main_process_port=0 means any free port, and several nodes have to know it"),
         ({"num_nodes": 2, "rdzv_conf": {"timeout": "inf"}}, "'timeout=inf', which is no number above 0 and up to"),
         ({"rdzv_conf": ["timeout=3"]}, "is list, not a dictionary"),
         ({"engine_options": {"a": object()}}, "engine_options can't be written as text"),

@@ -45,16 +45,23 @@ def test_launch_in_a_rank_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_variables_that_change_nothing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("NOTEBOOK_ACCEL_COMPAT", "Accelerate")
+    monkeypatch.setenv("NOTEBOOK_ACCEL_DEBUG", "maybe")
+    monkeypatch.setenv("NOTEBOOK_ACCEL_DEBUGGING", "1")
     monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESES", "2")
     found = {finding.what: finding for finding in preflight.check(LaunchConfig(use_cpu=True))}
     assert found.keys() == {
         "The environment variable NOTEBOOK_ACCEL_COMPAT is 'Accelerate'.",
+        "The environment variable NOTEBOOK_ACCEL_DEBUG is 'maybe'.",
+        "The environment variable NOTEBOOK_ACCEL_DEBUGGING has no effect.",
         "The environment variable NOTEBOOK_ACCEL_NUM_PROCESES has no effect.",
         "The environment variable ACCELERATE_USE_DEEPSPEED asks for DeepSpeed, which isn't supported here.",
     }
     misspelt = found["The environment variable NOTEBOOK_ACCEL_NUM_PROCESES has no effect."]
     assert misspelt.fix.startswith("is it NOTEBOOK_ACCEL_NUM_PROCESSES?")
-    assert [finding for finding in found.values() if not finding.refuses] == [misspelt]
+    assert {finding.what for finding in found.values() if not finding.refuses} == {
+        misspelt.what,
+        "The environment variable NOTEBOOK_ACCEL_DEBUGGING has no effect.",
+    }
 
 
 def test_devices_are_described_with_their_number() -> None:
