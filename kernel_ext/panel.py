@@ -227,7 +227,7 @@ class PanelView(_SummaryView):
             are_live=self._is_clickable(),
             can_detach=self._can_detach,
             first_rank=state.first_rank,
-            metrics=tuple(name for name in state.metric_names if name in state.history),
+            metrics=tuple(state.chart_names),
             clicked=self._clicked,
             has_chart=bool(widgets.chart.value) or is_chart_due,
         )

@@ -102,8 +102,9 @@ class RunState:
         elif isinstance(event, events.Progress) and self.first_step_s is None:
             self.first_step_s = event.time_s
         elif isinstance(event, events.Metrics):
-            for name in event.values.keys() & self.ranks[rank].metrics.keys():
-                self._extend_history(name, rank, event.step)
+            for name in event.values:
+                if name in self.ranks[rank].metrics:
+                    self._extend_history(name, rank, event.step_of(name))
 
     def _start_over(self, event: events.Restarting) -> None:
         self.restartings.append(event)
@@ -146,6 +147,12 @@ class RunState:
         """Names of the reported metrics, losses first, then in the order of arrival."""
         names = dict.fromkeys(name for rank in self.ranks for name in rank.metrics)
         return sorted(names, key=lambda name: "loss" not in name.lower())
+
+    @property
+    def chart_names(self) -> list[str]:
+        """Names of the metrics that have a curve of two points or more, in the order of ``metric_names``."""
+        curves = {name: curves.ranks.values() for name, curves in self.history.items()}
+        return [name for name in self.metric_names if any(series.is_line for series in curves.get(name, ()))]
 
     @property
     def restarts_why(self) -> list[str]:
