@@ -20,7 +20,6 @@ from notebook_accel.launching.state.curves import Curves
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.protocol import events
 
-_MOST_METRICS = 32
 _MOST_RESTARTS = 100
 _SHOWN_RESTARTS = 3
 # The distance from which on a rank counts as behind. Ranks report five times a second, each at its own time, and so
@@ -135,7 +134,7 @@ class RunState:
         has_steps = any(other.step is not None for other in self.ranks)
         unit: Literal["steps", "reports"] = "steps" if has_steps else "reports"
         curves = self.history.get(name)
-        if curves is None and len(self.history) >= _MOST_METRICS:
+        if curves is None and len(self.history) >= events.MOST_METRICS * len(self.ranks):  # other names after restarts
             return
         # A curve over reports from before the first step can't be continued over steps.
         if curves is None or (curves.unit, unit) == ("reports", "steps"):
