@@ -149,7 +149,7 @@ class Reporter:
         self.before_sample: list[Callable[[], None]] = []
         self.at_tick: Callable[[], bool] | None = None
         self._connection = connection
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may report while its thread does
         self._sampling = threading.Lock()
         self._steps_before = 0  # the rank's steps before the shown counter's epoch
         # The latest value of each metric that was reported since the last sample, and the step at which it was.
@@ -157,9 +157,8 @@ class Reporter:
         self._names: set[str] = set()  # of all metrics so far
         self._has_left_out = False
         self._copies: dict[str, _GpuCopy] = {}
-        self._held: dict[str, tuple[Any, int]] | None = (
-            None  # a dict on devices where values exist only when a step ends
-        )
+        # Until ``release_metrics``: a dict on devices where values exist only when a step ends.
+        self._held: dict[str, tuple[Any, int]] | None = None
         self._last_progress: events.Progress | None = None
         self._posted: collections.deque[events.Event] = collections.deque(maxlen=1000)
         self._device = ""
@@ -179,6 +178,8 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="notebook-accel-reporter", daemon=True)
         self._thread.start()
 
+    # Steps ------------------------------------------------------------------------------------------------------------
+
     def begin(self, counter: Counter, epoch: int | None, total: int | None) -> None:
         """Set a counter to the beginning of an epoch, and show it."""
         with self._lock:
@@ -195,22 +196,15 @@ class Reporter:
     def _steps(self) -> int:
         return self._steps_before + (0 if self.shown is None else self.shown.step)
 
-    def set_device(
-        self,
-        name: str,
-        memory: Callable[[], tuple[int, int]] | None = None,
-        utilisation: Callable[[], float | None] | None = None,
-    ) -> None:
-        """Set the rank's device.
+    def position(self) -> str:
+        """Return the shown counter's position, such as ``step 12 of 40, epoch 2``; empty if there is no counter."""
+        progress = self._progress()
+        if progress is None:
+            return ""
+        of_total = "" if progress.total is None else f" of {progress.total}"
+        return f"step {progress.step}{of_total}" + ("" if progress.epoch is None else f", epoch {progress.epoch}")
 
-        Args:
-            name: The device's name.
-            memory: Function that returns the used and total bytes. Called once a second, like ``utilisation``.
-            utilisation: Function that returns the per cent of time in which the device computes, ``None`` if unknown.
-        """
-        self._device = name
-        self._device_memory = memory
-        self._device_utilisation = utilisation
+    # Metrics ----------------------------------------------------------------------------------------------------------
 
     def hold_metrics(self) -> None:
         """Hold metrics until ``release_metrics``: reading a tensor earlier would compute its step twice."""
@@ -274,6 +268,8 @@ class Reporter:
         """Drop the numbers that are still on a GPU, since their computation has failed."""
         self._copies = {}
 
+    # Events -----------------------------------------------------------------------------------------------------------
+
     def post(self, event: events.Event) -> None:
         """Queue an event, which the sampling thread sends. Never blocks."""
         self._posted.append(event)
@@ -292,13 +288,7 @@ class Reporter:
         """Queue an event that the rank was told to stop before its time limit, in seconds since the epoch."""
         self.post(events.TimeLimitReached(limit=limit))
 
-    def position(self) -> str:
-        """Return the shown counter's position, such as ``step 12 of 40, epoch 2``; empty if there is no counter."""
-        progress = self._progress()
-        if progress is None:
-            return ""
-        of_total = "" if progress.total is None else f" of {progress.total}"
-        return f"step {progress.step}{of_total}" + ("" if progress.epoch is None else f", epoch {progress.epoch}")
+    # Samples ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop sampling, and send the last changes."""
@@ -351,6 +341,7 @@ class Reporter:
             self._sample(reads=False)
 
     def _sample(self, *, reads: bool = True) -> None:
+        """Send what is new, without metrics if another thread waits for one of them (not ``reads``)."""
         while self._posted:
             self.send(self._posted.popleft())
         for function in self.before_sample:
@@ -397,6 +388,25 @@ class Reporter:
                 device=self._device,
                 compiling=self.is_compiling,
             )
+
+    # The device -------------------------------------------------------------------------------------------------------
+
+    def set_device(
+        self,
+        name: str,
+        memory: Callable[[], tuple[int, int]] | None = None,
+        utilisation: Callable[[], float | None] | None = None,
+    ) -> None:
+        """Set the rank's device.
+
+        Args:
+            name: The device's name.
+            memory: Function that returns the used and total bytes. Called once a second, like ``utilisation``.
+            utilisation: Function that returns the per cent of time in which the device computes, ``None`` if unknown.
+        """
+        self._device = name
+        self._device_memory = memory
+        self._device_utilisation = utilisation
 
     def send_memory(self) -> None:
         """Send the present use of memory."""

@@ -196,6 +196,35 @@ def test_number_on_a_gpu_has_the_step_of_its_report(rank: types.SimpleNamespace)
     assert all(step == loss for step, loss in sent)
 
 
+def test_signal_handler_may_report_while_its_thread_does(rank: types.SimpleNamespace) -> None:
+    class SignalledCounter(reporting.Counter):
+        @property
+        def step(self) -> int:
+            if threading.current_thread() is threading.main_thread() and not handled:
+                signal.raise_signal(signal.SIGUSR1)
+            return 7
+
+        @step.setter
+        def step(self, value: int) -> None: ...
+
+    handled: list[int] = []
+
+    def handle(number: int, _: object) -> None:
+        handled.append(number)
+        notebook_accel.report(handled=1)
+
+    earlier = signal.signal(signal.SIGUSR1, handle)
+    try:
+        rank.reporter.shown = SignalledCounter()
+        notebook_accel.report(loss=0.5)
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+    rank.end()
+    rank.watcher.read_to_the_end()
+    sent = {name: event.step_of(name) for event in rank.watcher.of(events.Metrics) for name in event.values}
+    assert sent == {"handled": 7, "loss": 7}
+
+
 def test_metric_that_there_is_no_room_for_is_named_once(rank: types.SimpleNamespace) -> None:
     shown = {f"m{number}": number for number in range(events.MOST_METRICS)}
     notebook_accel.report(**shown)
