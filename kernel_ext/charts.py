@@ -24,19 +24,17 @@ _Point: TypeAlias = tuple[int, float]
 
 
 def chart_html(state: RunState, metric: str = "", *, of_ranks: bool = False, is_titled: bool = True) -> str:
-    """Draw a metric over steps, by default the first one, a loss if there is one; nothing until it has two points.
+    """Draw a metric over steps, by default the first one, a loss if there is one; nothing until one has two points.
 
     The mean of the ranks is drawn, and a curve for each rank behind it with ``of_ranks``, or where the mean covers less
     than half of the steps because a rank has stopped reporting.
     """
-    name = metric if metric in state.history else next(iter(state.metric_names), "")
-    curves = state.history.get(name)
-    if curves is None:
+    names = state.chart_names
+    if not names:
         return ""
-    drawable = {rank: points for rank, series in sorted(curves.ranks.items()) if len(points := series.points) > 1}
-    if not drawable:
-        return ""
-    ranks = {state.ranks[rank].number: points for rank, points in drawable.items()}
+    name = metric if metric in names else names[0]
+    curves = state.history[name]
+    ranks = {state.ranks[rank].number: each.points for rank, each in sorted(curves.ranks.items()) if each.is_line}
     mean, longest = curves.mean, max(ranks.values(), key=_length)
     is_mean_partial = 2 * _length(mean) < _length(longest)
     shown = ranks if of_ranks or is_mean_partial else {}

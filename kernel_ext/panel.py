@@ -20,11 +20,11 @@ from kernel_ext.front_end import STYLE, LiveClicks
 from kernel_ext.output import Choice, OutputLog
 from notebook_accel.errors import NotebookAccelError, RankFailedError
 from notebook_accel.formatting import format_clock
-from notebook_accel.launching.kernel import detached, foreground
+from notebook_accel.launching.kernel import detached
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.state.diagnosis import Diagnosis
 from notebook_accel.launching.state.profiles import Profile
-from notebook_accel.launching.views.view import line_prefix
+from notebook_accel.launching.views.view import KERNEL_INTERRUPT, describe_interrupt, line_prefix
 from notebook_accel.protocol import events
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class PanelView(_SummaryView):
             are_live=self._is_clickable(),
             can_detach=self._can_detach,
             first_rank=state.first_rank,
-            metrics=tuple(name for name in state.metric_names if name in state.history),
+            metrics=tuple(state.chart_names),
             clicked=self._clicked,
             has_chart=bool(widgets.chart.value) or is_chart_due,
         )
@@ -263,10 +263,8 @@ class PanelView(_SummaryView):
             return "stopping …"
         if job.on_death == "keep":
             return job.doing()
-        if job.ended_by == foreground.KERNEL_INTERRUPT:
-            return f"interrupting …; what goes on is ended after {job.config.grace_s:g} s, or now by another interrupt"
-        if self._clicked == "interrupt":
-            return f"interrupting …; what goes on is ended after {job.config.grace_s:g} s"
+        if self._clicked == "interrupt" or job.ended_by == KERNEL_INTERRUPT:
+            return describe_interrupt(job)
         return "" if self._is_clickable() else "interrupt the kernel to stop"
 
     def _is_clickable(self) -> bool:

@@ -80,40 +80,41 @@ class _GpuCopy:
             self._bits = self._number.view(torch.int64)
         self._started_s = -_SAMPLE_PERIOD_S
         self._is_copying = False
-        self._next: Any = None
+        self._step = 0  # at which the number was reported that is being copied
+        self._next: tuple[Any, int] | None = None
 
     @property
     def is_awaited(self) -> bool:
         """True while the latest value has not been taken."""
         return self._is_copying or self._next is not None
 
-    def report(self, tensor: Any) -> None:
+    def report(self, tensor: Any, step: int) -> None:
         """Set the next value to copy, replacing one whose copy hasn't started."""
-        self._next = tensor.detach().reshape(1)
+        tensor = tensor.detach().reshape(1)
+        self._next = tensor, step
         if time.monotonic() - self._started_s >= _SAMPLE_PERIOD_S:
             self.start()
         if self._next is not None:  # training may change the tensor in place before the copy starts
-            self._next = self._next.clone()
+            self._next = tensor.clone(), step
 
     def start(self) -> None:
         """Start the copy of the latest value, unless another one is under way or a CUDA graph is being captured."""
         torch: Any = sys.modules["torch"]
-        tensor = self._next
-        if self._is_copying or tensor is None or torch.cuda.is_current_stream_capturing():
+        if self._is_copying or self._next is None or torch.cuda.is_current_stream_capturing():
             return
-        self._next, self._started_s = None, time.monotonic()
+        (tensor, self._step), self._next, self._started_s = self._next, None, time.monotonic()
         with contextlib.suppress(RuntimeError):  # the device has failed
             self._bits.fill_(_PENDING_BITS)
             self._number.copy_(tensor.to(torch.float64), non_blocking=True)
             self._is_copying = True
 
-    def take(self) -> float | None:
-        """Return the number that has arrived since the last call, ``None`` if none has."""
+    def take(self) -> tuple[float, int] | None:
+        """Return the number that has arrived since the last call, and its step; ``None`` if none has."""
         if not self._is_copying or self._bits.item() == _PENDING_BITS:
             return None
-        number = float(self._number.item())
+        arrived = float(self._number.item()), self._step
         self._is_copying = False  # from here on another copy may use the memory
-        return number
+        return arrived
 
 
 class Sender(Protocol):
@@ -148,15 +149,16 @@ class Reporter:
         self.before_sample: list[Callable[[], None]] = []
         self.at_tick: Callable[[], bool] | None = None
         self._connection = connection
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may report while its thread does
         self._sampling = threading.Lock()
         self._steps_before = 0  # the rank's steps before the shown counter's epoch
-        self._values: dict[str, Any] = {}
-        self._values_changed = False
+        # The latest value of each metric that was reported since the last sample, and the step at which it was.
+        self._reported: dict[str, tuple[Any, int]] = {}
         self._names: set[str] = set()  # of all metrics so far
         self._has_left_out = False
         self._copies: dict[str, _GpuCopy] = {}
-        self._held: dict[str, Any] | None = None  # a dict on devices where values exist only when a step ends
+        # Until ``release_metrics``: a dict on devices where values exist only when a step ends.
+        self._held: dict[str, tuple[Any, int]] | None = None
         self._last_progress: events.Progress | None = None
         self._posted: collections.deque[events.Event] = collections.deque(maxlen=1000)
         self._device = ""
@@ -176,6 +178,8 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="notebook-accel-reporter", daemon=True)
         self._thread.start()
 
+    # Steps ------------------------------------------------------------------------------------------------------------
+
     def begin(self, counter: Counter, epoch: int | None, total: int | None) -> None:
         """Set a counter to the beginning of an epoch, and show it."""
         with self._lock:
@@ -192,22 +196,15 @@ class Reporter:
     def _steps(self) -> int:
         return self._steps_before + (0 if self.shown is None else self.shown.step)
 
-    def set_device(
-        self,
-        name: str,
-        memory: Callable[[], tuple[int, int]] | None = None,
-        utilisation: Callable[[], float | None] | None = None,
-    ) -> None:
-        """Set the rank's device.
+    def position(self) -> str:
+        """Return the shown counter's position, such as ``step 12 of 40, epoch 2``; empty if there is no counter."""
+        progress = self._progress()
+        if progress is None:
+            return ""
+        of_total = "" if progress.total is None else f" of {progress.total}"
+        return f"step {progress.step}{of_total}" + ("" if progress.epoch is None else f", epoch {progress.epoch}")
 
-        Args:
-            name: The device's name.
-            memory: Function that returns the used and total bytes. Called once a second, like ``utilisation``.
-            utilisation: Function that returns the per cent of time in which the device computes, ``None`` if unknown.
-        """
-        self._device = name
-        self._device_memory = memory
-        self._device_utilisation = utilisation
+    # Metrics ----------------------------------------------------------------------------------------------------------
 
     def hold_metrics(self) -> None:
         """Hold metrics until ``release_metrics``: reading a tensor earlier would compute its step twice."""
@@ -216,9 +213,8 @@ class Reporter:
     def release_metrics(self) -> None:
         """Report the held metrics, once their step has been handed to the device."""
         if self._held:
-            self._values.update(self._held)
+            self._reported.update(self._held)
             self._held = {}
-            self._values_changed = True
 
     def set_metrics(self, values: Mapping[str, Any]) -> None:
         """Replace the latest value of each named metric. Tensors on a device are read later, so nothing waits here."""
@@ -227,21 +223,24 @@ class Reporter:
 
     def report_loss(self, loss: Any) -> None:
         """Report a tensor as the loss, unless the program reports a metric of that name itself."""
-        if not self.has_own_loss and self.is_connected:
+        if not self.has_own_loss:
             self._set_metrics({_LOSS: loss})
 
     def _set_metrics(self, values: Mapping[str, Any]) -> None:
+        if not self.is_connected:
+            return
+        with self._lock:
+            step = self._steps()
         for name, value in values.items():
             if name not in self._names and not self._add_name(name):
                 continue
             if self._held is not None:
-                self._held[name] = _as_it_is_now(value)
+                self._held[name] = _as_it_is_now(value), step
             elif getattr(value, "is_cuda", False):
-                self._start_copy(name, value)
+                self._start_copy(name, value, step)
             else:
                 self._copies.pop(name, None)
-                self._values[name] = _as_it_is_now(value)
-                self._values_changed = True
+                self._reported[name] = _as_it_is_now(value), step
 
     def _add_name(self, name: str) -> bool:
         """Add the name of a metric if there is room for another one, else warn of the first that is left out."""
@@ -257,17 +256,19 @@ class Reporter:
             )
         return False
 
-    def _start_copy(self, name: str, tensor: Any) -> None:
+    def _start_copy(self, name: str, tensor: Any, step: int) -> None:
         with contextlib.suppress(RuntimeError):  # several elements, or no memory: no reason to fail training
             if sys.modules["torch"].cuda.is_current_stream_capturing():
                 return  # a graph would record the copy, and memory can't be allocated during the capture
             if name not in self._copies:
                 self._copies[name] = _GpuCopy()
-            self._copies[name].report(tensor)
+            self._copies[name].report(tensor, step)
 
     def forget_unread(self) -> None:
         """Drop the numbers that are still on a GPU, since their computation has failed."""
         self._copies = {}
+
+    # Events -----------------------------------------------------------------------------------------------------------
 
     def post(self, event: events.Event) -> None:
         """Queue an event, which the sampling thread sends. Never blocks."""
@@ -287,13 +288,7 @@ class Reporter:
         """Queue an event that the rank was told to stop before its time limit, in seconds since the epoch."""
         self.post(events.TimeLimitReached(limit=limit))
 
-    def position(self) -> str:
-        """Return the shown counter's position, such as ``step 12 of 40, epoch 2``; empty if there is no counter."""
-        progress = self._progress()
-        if progress is None:
-            return ""
-        of_total = "" if progress.total is None else f" of {progress.total}"
-        return f"step {progress.step}{of_total}" + ("" if progress.epoch is None else f", epoch {progress.epoch}")
+    # Samples ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop sampling, and send the last changes."""
@@ -346,6 +341,7 @@ class Reporter:
             self._sample(reads=False)
 
     def _sample(self, *, reads: bool = True) -> None:
+        """Send what is new, without metrics if another thread waits for one of them (not ``reads``)."""
         while self._posted:
             self.send(self._posted.popleft())
         for function in self.before_sample:
@@ -356,18 +352,23 @@ class Reporter:
             self._last_progress = progress
             self.send(progress)
         self._take_arrivals()
-        if self._values_changed and reads:
-            self._values_changed = False
-            numbers = {name: _number(value) for name, value in list(self._values.items())}
-            values = {name: number for name, number in numbers.items() if number is not None}
-            self.send(events.Metrics(step=progress.steps if progress else 0, values=values))
+        if reads:
+            self._send_metrics()
+
+    def _send_metrics(self) -> None:
+        reported = {name: self._reported.pop(name) for name in list(self._reported)}
+        values = {name: number for name, (value, _) in reported.items() if (number := _number(value)) is not None}
+        if values:
+            steps = {name: reported[name][1] for name in values}
+            last = max(steps.values())
+            earlier = {name: step for name, step in steps.items() if step != last}
+            self.send(events.Metrics(step=last, values=values, earlier=earlier))
 
     def _take_arrivals(self) -> None:
         for name, copy in list(self._copies.items()):
-            number = copy.take()
-            if number is not None:
-                self._values[name] = number
-                self._values_changed = True
+            arrived = copy.take()
+            if arrived is not None:
+                self._reported[name] = arrived
 
     def _progress(self) -> events.Progress | None:
         with self._lock:
@@ -387,6 +388,25 @@ class Reporter:
                 device=self._device,
                 compiling=self.is_compiling,
             )
+
+    # The device -------------------------------------------------------------------------------------------------------
+
+    def set_device(
+        self,
+        name: str,
+        memory: Callable[[], tuple[int, int]] | None = None,
+        utilisation: Callable[[], float | None] | None = None,
+    ) -> None:
+        """Set the rank's device.
+
+        Args:
+            name: The device's name.
+            memory: Function that returns the used and total bytes. Called once a second, like ``utilisation``.
+            utilisation: Function that returns the per cent of time in which the device computes, ``None`` if unknown.
+        """
+        self._device = name
+        self._device_memory = memory
+        self._device_utilisation = utilisation
 
     def send_memory(self) -> None:
         """Send the present use of memory."""
@@ -464,5 +484,4 @@ def report(**metrics: Any) -> None:
                 )
             detach = getattr(value, "detach", None)
             metrics[name] = detach() if callable(detach) else value
-    if _reporter.is_connected:
-        _reporter.set_metrics(metrics)
+    _reporter.set_metrics(metrics)

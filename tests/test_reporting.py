@@ -154,6 +154,77 @@ def test_latest_value_of_each_metric_is_said(rank: types.SimpleNamespace) -> Non
     assert len(rank.watcher.of(events.Metrics)) <= 3  # sampled, not one a call
 
 
+def test_metric_is_sent_once_with_the_step_at_which_it_was_reported(rank: types.SimpleNamespace) -> None:
+    counter = reporting.Counter()
+    counter.start(total=300)
+    for epoch in (1, 2):
+        with rank.reporter._sampling:  # no sample is taken meanwhile
+            counter.step += 100
+            notebook_accel.report(accuracy=epoch / 10)
+            counter.step += 7
+            notebook_accel.report(loss=epoch)
+        rank.watcher.wait_for(
+            lambda event, loss=epoch: isinstance(event, events.Metrics) and event.values["loss"] == loss
+        )
+    notebook_accel.report(loss=3)
+    rank.end()
+    rank.watcher.read_to_the_end()
+    sent = [
+        (event.values, {name: event.step_of(name) for name in event.values})
+        for event in rank.watcher.of(events.Metrics)
+    ]
+    assert sent == [
+        ({"accuracy": 0.1, "loss": 1}, {"accuracy": 100, "loss": 107}),
+        ({"accuracy": 0.2, "loss": 2}, {"accuracy": 207, "loss": 214}),
+        ({"loss": 3}, {"loss": 214}),
+    ]
+
+
+@pytest.mark.usefixtures("no_capture")
+def test_number_on_a_gpu_has_the_step_of_its_report(rank: types.SimpleNamespace) -> None:
+    counter = reporting.Counter()
+    counter.start(total=3)
+    for step in (1, 2, 3):
+        with rank.reporter._sampling:
+            counter.step = step
+            notebook_accel.report(loss=on_gpu(float(step)))
+    counter.step = 99
+    rank.end()
+    rank.watcher.read_to_the_end()
+    sent = [(event.step, event.values["loss"]) for event in rank.watcher.of(events.Metrics)]
+    assert sent[-1] == (3, 3.0)
+    assert all(step == loss for step, loss in sent)
+
+
+def test_signal_handler_may_report_while_its_thread_does(rank: types.SimpleNamespace) -> None:
+    class SignalledCounter(reporting.Counter):
+        @property
+        def step(self) -> int:
+            if threading.current_thread() is threading.main_thread() and not handled:
+                signal.raise_signal(signal.SIGUSR1)
+            return 7
+
+        @step.setter
+        def step(self, value: int) -> None: ...
+
+    handled: list[int] = []
+
+    def handle(number: int, _: object) -> None:
+        handled.append(number)
+        notebook_accel.report(handled=1)
+
+    earlier = signal.signal(signal.SIGUSR1, handle)
+    try:
+        rank.reporter.shown = SignalledCounter()
+        notebook_accel.report(loss=0.5)
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+    rank.end()
+    rank.watcher.read_to_the_end()
+    sent = {name: event.step_of(name) for event in rank.watcher.of(events.Metrics) for name in event.values}
+    assert sent == {"handled": 7, "loss": 7}
+
+
 def test_metric_that_there_is_no_room_for_is_named_once(rank: types.SimpleNamespace) -> None:
     shown = {f"m{number}": number for number in range(events.MOST_METRICS)}
     notebook_accel.report(**shown)
@@ -260,8 +331,11 @@ def on_gpu(value: float, kind: type[torch.Tensor] = OnGpu) -> torch.Tensor:
 @pytest.mark.usefixtures("no_capture")
 def test_number_on_a_gpu_is_copied_by_the_thread_that_reports_it(rank: types.SimpleNamespace) -> None:
     notebook_accel.report(loss=on_gpu(0.5), broken=on_gpu(float("nan")))
-    said = rank.watcher.wait_for(lambda event: isinstance(event, events.Metrics) and len(event.values) == 2)
-    assert said.values["loss"] == 0.5 and math.isnan(said.values["broken"])
+    for name, is_right in [("loss", lambda number: number == 0.5), ("broken", math.isnan)]:
+        said = rank.watcher.wait_for(
+            lambda event, name=name: isinstance(event, events.Metrics) and name in event.values
+        )
+        assert is_right(said.values[name])
     with torch.inference_mode():
         notebook_accel.report(validation=on_gpu(0.75))
     for step in range(100):

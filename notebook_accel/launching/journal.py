@@ -272,7 +272,7 @@ def _merged(before: messages.Said, now: messages.Said) -> messages.Said:
         return _with_event(now, earlier.followed_by(later))
     assert isinstance(earlier, events.Metrics)
     assert isinstance(later, events.Metrics)
-    return _with_event(now, msgspec.structs.replace(later, values={**earlier.values, **later.values}))
+    return _with_event(now, earlier.followed_by(later))
 
 
 def _with_event(message: messages.Said, event: events.Event) -> messages.Said:

@@ -405,8 +405,11 @@ def remove_old(*, all_ended: bool = False) -> list[str]:
 
 
 def this_process() -> str:
-    """Return a description of this process, for messages to other users of a run."""
-    return f"process {os.getpid()} ({pathlib.Path(sys.argv[0] or sys.executable).name})"
+    """Return a description of this process, with its notebook's name if known, for messages to other users of a run."""
+    # VS Code sets this variable, and names its sessions otherwise than its notebooks; Jupyter names them alike.
+    notebook = vars(sys.modules["__main__"]).get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME")
+    name = pathlib.Path(str(notebook or sys.argv[0] or sys.executable)).name
+    return f"process {os.getpid()} ({os.fsencode(name).decode(errors='replace')})"
 
 
 def _is_old(folder: RunFolder) -> bool:

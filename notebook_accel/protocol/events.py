@@ -163,10 +163,22 @@ MOST_METRICS = 32
 
 
 class Metrics(_Event, frozen=True, kw_only=True):
-    """The latest value of each metric, and the step (over all epochs) to which they belong."""
+    """The latest value of each metric that was reported since the last event."""
 
-    step: int
+    step: int  # the latest step (over all epochs) at which one of them was reported
     values: dict[str, float]
+    earlier: dict[str, int] = {}  # the steps of the metrics that were reported before ``step``
+
+    def step_of(self, name: str) -> int:
+        """Return the step at which a metric was reported."""
+        return self.earlier.get(name, self.step)
+
+    def followed_by(self, later: Metrics) -> Metrics:
+        """Return one event with the values of this one and of a later one."""
+        values = {**self.values, **later.values}
+        steps = {name: (later if name in later.values else self).step_of(name) for name in values}
+        earlier = {name: step for name, step in steps.items() if step != later.step}
+        return msgspec.structs.replace(later, values=values, earlier=earlier)
 
 
 class Output(_Event, frozen=True, kw_only=True):

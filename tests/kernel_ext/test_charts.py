@@ -20,7 +20,8 @@ def test_chart_needs_two_points_and_says_what_it_shows() -> None:
     state.apply(0, events.Progress(step=0, steps=0))
     state.apply(0, events.Metrics(step=0, values={"loss": 2.0}))
     assert chart_html(state) == ""
-    state.apply(0, events.Metrics(step=50, values={"loss": 0.5}))
+    state.apply(0, events.Metrics(step=50, values={"loss": 0.5, "accuracy": 0.1}))
+    assert chart_html(state, "accuracy") == chart_html(state)
     chart = Document(chart_html(state))
     assert chart.having(role="img")[0]["aria-label"] == "loss over 50 steps: from 2 to 0.5"
     assert "50 steps" in chart.text

@@ -239,7 +239,7 @@ def test_the_panel_says_that_it_stops_and_then_who_has_stopped_it(kernel: kernel
 def test_the_panel_says_that_a_second_interrupt_of_the_kernel_kills(kernel: kernels.Kernel) -> None:
     _messages(kernel, _OPEN)
     _messages(
-        kernel, "from notebook_accel.launching.kernel import foreground; job.ended_by = foreground.KERNEL_INTERRUPT"
+        kernel, "from notebook_accel.launching.views.view import KERNEL_INTERRUPT; job.ended_by = KERNEL_INTERRUPT"
     )
     _messages(kernel, "view._on_change()")
     assert "ended after 2 s, or now by another interrupt" in _see(kernel, "header")

@@ -129,8 +129,9 @@ def test_metric_that_was_reported_between_two_written_samples_is_not_lost(book: 
     book.tell(events.Metrics(step=2, values={"accuracy": 0.5}))
     book.tell(events.Metrics(step=3, values={"loss": 0.9}))
     book.tell(events.Finished())
-    values = [event.values for event in book.kept() if isinstance(event, events.Metrics)]
-    assert values == [{"loss": 1.0}, {"accuracy": 0.5, "loss": 0.9}]
+    kept = [event for event in book.kept() if isinstance(event, events.Metrics)]
+    assert [event.values for event in kept] == [{"loss": 1.0}, {"accuracy": 0.5, "loss": 0.9}]
+    assert [kept[1].step_of(name) for name in ("accuracy", "loss")] == [2, 3]
 
 
 def test_times_of_steps_are_added_up_where_they_are_thinned(book: Book) -> None:

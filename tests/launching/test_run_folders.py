@@ -9,6 +9,7 @@ import pathlib
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -256,3 +257,14 @@ def test_another_user_neither_sees_nor_removes_nor_connects() -> None:
         assert as_nobody(tries) == 0
         assert folder.is_held
     processes.wait_until(lambda: not folder.is_held, "the run is over")
+
+
+def test_process_is_described_by_its_notebook_if_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    monkeypatch.setattr(sys, "argv", ["/venv/ipykernel_launcher.py", "-f", "x.json"])
+    pid = os.getpid()
+    assert run_folders.this_process() == f"process {pid} (ipykernel_launcher.py)"
+    monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/train-jvsc-1.ipynb")
+    assert run_folders.this_process() == f"process {pid} (train-jvsc-1.ipynb)"
+    monkeypatch.setattr(sys.modules["__main__"], "__vsc_ipynb_file__", "/home/me/tr\udcffin.ipynb", raising=False)
+    assert run_folders.this_process() == f"process {pid} (tr\ufffdin.ipynb)"

@@ -17,7 +17,10 @@ _ANY_EVENT = st.one_of(
         events.Progress, step=_INT, total=st.none() | _INT, epoch=st.none() | _INT, epochs=st.none() | _INT,
         steps=_INT, label=_TEXT, device=_TEXT,
     ),
-    st.builds(events.Metrics, step=_INT, values=st.dictionaries(_TEXT, st.floats(allow_nan=False))),
+    st.builds(
+        events.Metrics, step=_INT, values=st.dictionaries(_TEXT, st.floats(allow_nan=False)),
+        earlier=st.dictionaries(_TEXT, _INT),
+    ),
     st.builds(events.Output, text=_TEXT, left_out=st.integers(0, 2**60)),
     st.builds(events.Display, data=st.dictionaries(_TEXT, _TEXT)),
     st.builds(events.Memory, used_bytes=_INT, total_bytes=_INT, kind=st.sampled_from(["host", "device"])),

@@ -14,7 +14,7 @@ from notebook_accel.errors import RunError
 from notebook_accel.launching.kernel import local
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.results import Results
-from notebook_accel.launching.views.view import NoView, View, open_panel, open_view
+from notebook_accel.launching.views.view import KERNEL_INTERRUPT, NoView, View, open_panel, open_view
 
 _T = TypeVar("_T")
 _REFRESH_PERIOD_S = 0.2
@@ -25,9 +25,6 @@ _LONGEST_PERIOD_S = 1.0
 _DRAWING_DELAY_S = 0.1
 _INTERRUPT_DEADLINE_S = 3.0
 _ANSWER_DEADLINE_S = 5.0  # the ranks have three seconds to send their stacks
-
-KERNEL_INTERRUPT = "an interrupt of the kernel"
-"""The job's ``ended_by`` from the interrupt of its cell on. A second interrupt kills the ranks."""
 
 
 def run_in_foreground(launch: Callable[[threading.Lock], Job]) -> Results:

@@ -42,13 +42,21 @@ _NULL_FILE = _NullFile()
 
 
 class _BarCounter(reporting.Counter):
-    """A counter that reads a bar's own count, so that the loop under the bar gets no slower."""
+    """A counter that reads a bar's own count, so that the loop under the bar gets no slower.
 
-    __slots__ = ("bar", "inner_bars")
+    Attributes:
+        bar: The bar, or a task of rich with its attributes.
+        inner_bars: Number of the bars and loops over loaders that have begun inside it.
+        counts_samples: True if it counts the samples of the loops inside it, whose batches are the steps.
+    """
+
+    __slots__ = ("bar", "counts_samples", "inner_bars", "inner_loop")
 
     def __init__(self, bar: Any) -> None:
         self.bar = bar
         self.inner_bars = 0
+        self.counts_samples = False
+        self.inner_loop: tuple[loops.LoopCounter, int, int] | None = None  # with its batch size, and this count before
         super().__init__()
 
     # Training increments these attributes of other counters. Here the bar has the values.
@@ -80,7 +88,16 @@ class _BarCounter(reporting.Counter):
 
         A bar over all steps counts steps, even if an evaluation opens another bar inside it now and then.
         """
-        return 0 < self.inner_bars >= self.step - _count(self.bar.initial)
+        return not self.counts_samples and 0 < self.inner_bars >= self.step - _count(self.bar.initial)
+
+    def moves_by_samples(self) -> bool:
+        """Return whether this bar has moved by a batch's size with each batch of the loop inside it."""
+        if self.inner_loop is None:
+            return False
+        loop, batch_size, before = self.inner_loop
+        batches = loop.step
+        # A bar moves before or after its step, and less with a smaller last batch.
+        return batches < batch_size * (batches - 1) <= self.step - before <= batch_size * batches
 
 
 class OpenBars:
@@ -89,26 +106,32 @@ class OpenBars:
     def __init__(self) -> None:
         self._open: list[_BarCounter] = []
         self._shown: reporting.Counter | None = None
+        self._totals_in_samples: set[int | None] = set()  # of bars so far
 
-    def enter_loop(self) -> None:
+    def enter_loop(self, loop: loops.LoopCounter, batch_size: int | None) -> None:
         """Count a loop over a loader that begins inside the innermost bar.
 
         Only a bar over a sequence, such as a range, or one that is updated by hand can count epochs. Others go over a
         loader.
         """
-        if self._open and isinstance(self._open[-1].bar.iterable, Sequence | None):
-            self._open[-1].inner_bars += 1
+        if not self._open:
+            return
+        innermost = self._open[-1]
+        innermost.inner_loop = loop, batch_size or 0, innermost.step
+        if isinstance(innermost.bar.iterable, Sequence | None):
+            innermost.inner_bars += 1
 
     @property
     def count_steps(self) -> bool:
         """True if the innermost bar counts the running steps itself, instead of epochs around them.
 
-        A loop over a loader is better than a bar that doesn't know its total, such as ``tqdm(enumerate(loader))``.
+        A loop over a loader is better than a bar that counts samples, or doesn't know its total, such as
+        ``tqdm(enumerate(loader))``.
         """
         if self._open:
             innermost = self._open[-1]
             is_over_epochs = isinstance(innermost.bar.iterable, Sequence) and innermost.counts_epochs
-            return innermost.bar.total is not None and not is_over_epochs
+            return innermost.bar.total is not None and not is_over_epochs and not innermost.counts_samples
         shown = reporting.reporter().shown
         return isinstance(shown, _BarCounter) and isinstance(shown.bar, _RichTask) and not shown.bar.task.finished
 
@@ -117,8 +140,10 @@ class OpenBars:
         if self._open:
             self._open[0].inner_bars += 1
         counter = _BarCounter(bar)
+        counter.counts_samples = counter.total in self._totals_in_samples
         self._open.append(counter)
-        self._show(counter)
+        if not counter.counts_samples:
+            self._show(counter)
         loops.LOOPS.decide_again()
 
     def remove(self, bar: Any) -> None:
@@ -134,6 +159,10 @@ class OpenBars:
     def refresh(self) -> None:
         """Show the innermost open bar if it counts steps. Called before each sample."""
         current = self._open[-1] if self._open else None
+        if current is not None and not current.counts_samples and current.moves_by_samples():
+            current.counts_samples = True
+            self._totals_in_samples.add(current.total)
+            loops.LOOPS.decide_again()
         shown = reporting.reporter().shown
         if isinstance(shown, loops.LoopCounter) and self.count_steps:  # the bar counts these steps after all
             self._shown = None
@@ -144,7 +173,7 @@ class OpenBars:
         if is_another_shown:  # its epochs are those of the outermost bar, unless that bar counts something else
             outermost = self._open[0] if self._open else None
             reporting.reporter().outer = outermost if outermost is not None and outermost.counts_epochs else None
-        if current is None or current is self._shown or is_another_shown:
+        if current is None or current is self._shown or current.counts_samples or is_another_shown:
             return
         if not (current is self._open[0] and current.counts_epochs):
             self._show(current)

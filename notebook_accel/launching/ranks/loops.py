@@ -144,7 +144,7 @@ class Loops:
         loop.iterator = weakref.ref(iterator, loop.end)
         setattr(iterator, ATTRIBUTE, loop)
         if self.bars is not None:
-            self.bars.enter_loop()
+            self.bars.enter_loop(loop, getattr(loader, "batch_size", None))
 
     def turn_to(self, loop: LoopCounter, has_gradients: bool) -> None:
         """Make ``loop``, which takes a batch, the current one, unless it only runs beside the current one.

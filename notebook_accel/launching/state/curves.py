@@ -33,6 +33,11 @@ class Series(Generic[_Value]):
         """The points ``(step, value)`` in the order of steps."""
         return [] if self._last is None else [*self._kept, self._last]
 
+    @property
+    def is_line(self) -> bool:
+        """True once there are two points, which a line can connect."""
+        return bool(self._kept)
+
     def add(self, step: int, value: _Value) -> None:
         """Add a point, or replace the last one if it has the same step. Ignore numbers that can't be drawn."""
         if isinstance(value, float) and not abs(value) <= _LARGEST_VALUE:  # as with NaN and infinity

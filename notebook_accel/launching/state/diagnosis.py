@@ -19,19 +19,17 @@ from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 
-_WORTH = 0.1  # share of the step
-_FEWEST_STEPS = 10
-_SHORTEST_S = 2.0
-_LONGEST_LEAD_S = 8.0
-_FEWEST_SAMPLES = 20
+_WORTH = 0.1  # least share of the time for a verdict
+_FEWEST_STEPS, _SHORTEST_S = 10, 2.0  # that are measured of a rank before it is judged
+_LONGEST_LEAD_S = 8.0  # measured of one rank before it is judged without those that have fewer steps
+_FEWEST_SAMPLES = 20  # of a rank's main thread, for shares of its lines
 _COMPUTING = ("forward", "backward", "optimizer")
-_STEPS_PER_EVALUATION = 10
+_STEPS_PER_EVALUATION = 10  # with more, an evaluation isn't too frequent
 _LARGE_BYTES = 1 << 20
 _SLOW_S = 0.05  # for fewer than _LARGE_BYTES
-_TINY_ROWS = 4
-_TINY_STEP_S = 0.005
-_UNEVEN = 2.0
-_MOST_WORKERS = 4
+_TINY_ROWS, _TINY_STEP_S = 4, 0.005  # of a batch whose steps are mostly overhead
+_UNEVEN = 2.0  # largest batch to smallest
+_MOST_WORKERS = 4  # in the advice
 _SHORT_WAIT_S = 0.002  # for a batch; a worker takes up to this to pass one
 _MOST_TEXT = 60
 _SAVE_LESS = "Save less often, or in the background: accelerator.save_state(async_=True)."
@@ -277,6 +275,15 @@ class _Run:
         """Return a phase's mean share of the step."""
         return statistics.fmean(rank.share(phase) for rank in self.ranks)
 
+    def common_share(self, phase: str) -> float:
+        """Return a phase's mean share of the step, 0 if some rank spends far less on it: then others are stragglers."""
+        least, share = min(rank.share(phase) for rank in self.ranks), self.share(phase)
+        return 0.0 if least < share / 2 else share
+
+    def longest_in(self, phase: str) -> _Rank:
+        """Return the rank with the largest share of a phase."""
+        return max(self.ranks, key=lambda rank: rank.share(phase))
+
     def sampled_share(self, is_meant: Callable[[events.SampledLine], bool]) -> tuple[float, _Rank]:
         """Return the largest share of a rank's samples for which ``is_meant`` is true, and that rank."""
         shares = []
@@ -294,6 +301,9 @@ class _Run:
     @property
     def numbers(self) -> tuple[int, ...]:
         return tuple(rank.number for rank in self.ranks)
+
+
+# The functions that find one cause each; ``_verdicts`` leaves out causes with a small share ---------------------------
 
 
 def _percent(share: float) -> str:
@@ -342,13 +352,9 @@ def _straggler(run: _Run) -> Verdict | None:
     )
 
 
-def _data(run: _Run) -> Verdict | None:
+def _data(run: _Run) -> Verdict:
     """Find ranks that all wait for their loader."""
-    shares = [rank.share("data") for rank in run.ranks]
-    share = statistics.fmean(shares)
-    if min(shares) < share / 2:  # a straggler
-        return None
-    slow = max(run.ranks, key=lambda rank: rank.share("data"))
+    share, slow = run.common_share("data"), run.longest_in("data")
     place, _ = slow.line("data")
     what = (
         f"{run.everyone} waits {_percent(share)} of the time for data: `num_workers={slow.times.workers or 0}`"
@@ -377,7 +383,7 @@ def _data_fix(run: _Run, slow: _Rank) -> str:
 
 def _evaluation(run: _Run) -> Verdict | None:
     """Find evaluations after few steps each."""
-    rank = max(run.ranks, key=lambda rank: rank.share("evaluation"))
+    rank = run.longest_in("evaluation")
     times = rank.times
     if not times.evaluations or times.steps / times.evaluations > _STEPS_PER_EVALUATION:
         return None
@@ -505,12 +511,8 @@ def _tiny_batch(run: _Run) -> Verdict | None:
 
 def _other(run: _Run) -> Verdict | None:
     """Find a line between the steps that takes long."""
-    shares = [rank.share("other") for rank in run.ranks]
-    share = statistics.fmean(shares)
-    if min(shares) < share / 2:  # a straggler
-        return None
-    rank = max(run.ranks, key=lambda rank: rank.share("other"))
-    place, text = rank.line("other", activity="")
+    share = run.common_share("other")
+    place, text = run.longest_in("other").line("other", activity="")
     saving, _ = run.sampled_share(lambda line: line.phase == "other" and line.activity == "saving")
     if not place or saving >= _WORTH / 2:
         return None

@@ -20,7 +20,6 @@ from notebook_accel.launching.state.curves import Curves
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.protocol import events
 
-_MOST_METRICS = 32
 _MOST_RESTARTS = 100
 _SHOWN_RESTARTS = 3
 # The distance from which on a rank counts as behind. Ranks report five times a second, each at its own time, and so
@@ -102,8 +101,9 @@ class RunState:
         elif isinstance(event, events.Progress) and self.first_step_s is None:
             self.first_step_s = event.time_s
         elif isinstance(event, events.Metrics):
-            for name in event.values.keys() & self.ranks[rank].metrics.keys():
-                self._extend_history(name, rank, event.step)
+            for name in event.values:
+                if name in self.ranks[rank].metrics:
+                    self._extend_history(name, rank, event.step_of(name))
 
     def _start_over(self, event: events.Restarting) -> None:
         self.restartings.append(event)
@@ -134,7 +134,7 @@ class RunState:
         has_steps = any(other.step is not None for other in self.ranks)
         unit: Literal["steps", "reports"] = "steps" if has_steps else "reports"
         curves = self.history.get(name)
-        if curves is None and len(self.history) >= _MOST_METRICS:
+        if curves is None and len(self.history) >= events.MOST_METRICS * len(self.ranks):  # other names after restarts
             return
         # A curve over reports from before the first step can't be continued over steps.
         if curves is None or (curves.unit, unit) == ("reports", "steps"):
@@ -146,6 +146,12 @@ class RunState:
         """Names of the reported metrics, losses first, then in the order of arrival."""
         names = dict.fromkeys(name for rank in self.ranks for name in rank.metrics)
         return sorted(names, key=lambda name: "loss" not in name.lower())
+
+    @property
+    def chart_names(self) -> list[str]:
+        """Names of the metrics that have a curve of two points or more, in the order of ``metric_names``."""
+        curves = {name: curves.ranks.values() for name, curves in self.history.items()}
+        return [name for name in self.metric_names if any(series.is_line for series in curves.get(name, ()))]
 
     @property
     def restarts_why(self) -> list[str]:

@@ -35,6 +35,8 @@ _MOST_LINES = 10_000
 _LAST_LINES = 1_000
 _ERASE_LINE = "\r\x1b[K"
 _USUAL_COLUMNS = 80
+KERNEL_INTERRUPT = "an interrupt of the kernel"
+"""A job's ``ended_by`` from the interrupt of its cell on. A second interrupt kills the ranks."""
 _NOTICES = (events.Display, events.Silent, events.Restarting, events.Nodes)
 
 
@@ -91,6 +93,12 @@ def line_prefix(job: Job, ranks: Iterable[int]) -> str:
     return rank_lines.line_prefix(ranks, job.total_ranks, first=job.first_rank, template=template)
 
 
+def describe_interrupt(job: Job) -> str:
+    """Return the course of an interrupt, and what another one does if it was the kernel's."""
+    now = ", or now by another interrupt" if job.ended_by == KERNEL_INTERRUPT else ""
+    return f"interrupting …; what goes on is ended after {job.config.grace_s:g} s{now}"
+
+
 class LinesView:
     """Prints the ranks' lines with a prefix, and from time to time each rank's progress. Needs no notebook.
 
@@ -110,6 +118,7 @@ class LinesView:
         self._alike = AlikeLines(job.world_size, HOLD_S, self._print_line)
         self._silent_steps: dict[int, int | None] = {}
         self._nodes: list[str] = []
+        self._has_told_of_interrupt = False
         self._terminal = _StatusLine(out) if out.isatty() else None
         self._displays = KernelDisplay()
 
@@ -119,6 +128,9 @@ class LinesView:
         for rank, event in self._job.events():
             self._take(rank, event, now_s)
         self._alike.settle(now_s)
+        if self._job.ended_by == KERNEL_INTERRUPT and not self._job.done and not self._has_told_of_interrupt:
+            self._has_told_of_interrupt = True
+            self._print([f"[{describe_interrupt(self._job)}]"])
         if self._terminal is not None:
             self._terminal.draw(lambda: self._describe(now_s, folded=True))
         elif now_s >= self._due_s:

@@ -276,6 +276,30 @@ def bar_over_all_steps() -> None:
             look()
 
 
+def bars_over_samples() -> None:
+    from tqdm.auto import tqdm
+
+    made = Training()
+    for _ in range(EPOCHS):
+        with tqdm(total=len(made.data)) as bar:
+            for x, y in made.loader:
+                made.step(x, y)
+                bar.update(len(x))
+                look()
+
+
+def bar_over_all_samples() -> None:
+    from tqdm.auto import tqdm
+
+    made = Training()
+    bar = tqdm(total=EPOCHS * len(made.data))
+    for _ in range(EPOCHS):
+        for x, y in made.loader:
+            made.step(x, y)
+            bar.update(len(x))
+            look()
+
+
 def bar_over_enumerated_batches() -> None:
     from tqdm.auto import tqdm
 
@@ -360,6 +384,9 @@ LOOPS: dict[Callable[[], None], tuple[int, int | None, int | None, int]] = {
     full_batches_after_a_loader: (10, None, None, 3 * 24 + 10),
     bar_over_batches: (16, 16, None, 48),
     bar_over_all_steps: (48, 48, None, 48),
+    # Two batches of 4 samples show that these bars count samples.
+    bars_over_samples: (16, 16, 3, 48 + 6),
+    bar_over_all_samples: (16, 16, 3, 48 + 6),
     bar_over_epochs: (16, 16, 3, 48),
     bar_over_enumerated_batches: (16, 16, 3, 48),
     prepared: (16, 16, 3, 48),

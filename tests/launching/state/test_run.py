@@ -180,6 +180,25 @@ def test_history_has_the_ranks_curves_and_their_mean() -> None:
     assert state.history["loss"].mean == [(1, 3.5), (2, 2.0), (3, 1.0)]
 
 
+def test_point_of_a_curve_is_at_the_step_of_its_report() -> None:
+    state = RunState(1)
+    state.apply(0, _progress(0.0, 0))
+    state.apply(0, events.Metrics(step=107, values={"loss": 1.0, "accuracy": 0.5}, earlier={"accuracy": 100}))
+    state.apply(0, events.Metrics(step=214, values={"loss": 0.5}))
+    assert state.history["loss"].ranks[0].points == [(107, 1.0), (214, 0.5)]
+    assert state.history["accuracy"].ranks[0].points == [(100, 0.5)]
+    assert state.chart_names == ["loss"]  # the other one is no curve yet
+    assert state.ranks[0].metrics == {"loss": 0.5, "accuracy": 0.5}
+
+
+def test_each_of_many_ranks_has_curves_of_its_own_metrics() -> None:
+    state = RunState(8)
+    names = {rank: [f"loss_{rank}_{number}" for number in range(8)] for rank in range(8)}
+    for step, (rank, of_rank) in itertools.product((1, 2), names.items()):
+        state.apply(rank, events.Metrics(step=step, values=dict.fromkeys(of_rank, 0.5)))
+    assert state.chart_names == list(itertools.chain.from_iterable(names.values()))
+
+
 def test_history_is_over_reports_as_long_as_nothing_counts_steps() -> None:
     state = RunState(1)
     for loss in (4.0, 3.0, 2.0):
@@ -381,4 +400,4 @@ def test_what_is_kept_does_not_grow_with_what_is_said() -> None:
         if step == 10_000:
             early = size()
     assert size() < 2 * early  # four times as much was said
-    assert len(state.history) <= 32
+    assert len(state.history) == 51

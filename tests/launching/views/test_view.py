@@ -338,6 +338,19 @@ def test_view_is_drawn_while_an_interrupted_run_ends(job: Job) -> None:
     assert job.ending.why == "by an interrupt of the kernel"
 
 
+def test_lines_say_once_that_a_second_interrupt_kills(job: Job) -> None:
+    job.is_background = False
+    out = io.StringIO()
+    lines = view.LinesView(job, out)
+    lines.refresh()
+    job.ended_by = view.KERNEL_INTERRUPT
+    lines.refresh()
+    lines.refresh()
+    job.end("interrupted")
+    lines.close()
+    assert out.getvalue() == "[interrupting …; what goes on is ended after 2 s, or now by another interrupt]\n"
+
+
 def test_what_a_signal_handler_raises_is_not_taken_for_the_views(job: Job) -> None:
     class InterruptedView:
         def refresh(self) -> None:
