@@ -6,6 +6,7 @@ are written into them. The ranks keep their optimizers too, since prepared ones 
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 import weakref
@@ -82,15 +83,27 @@ def write(tensor: Any, values: Any, *, requires_grad: bool) -> None:
         tensor.requires_grad_(requires_grad)
 
 
-def set_up(optimizer: Any, defaults: dict[str, Any], groups: list[dict[str, Any]], state: Any) -> None:
+def settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a copy of the settings of parameter groups, without the parameters."""
+    return [copy.deepcopy({name: value for name, value in group.items() if name != "params"}) for group in groups]
+
+
+def set_up(
+    optimizer: Any,
+    defaults: dict[str, Any],
+    groups: list[dict[str, Any]],
+    state: Any,
+    before: list[dict[str, Any]],
+) -> None:
     """Give an optimizer these settings and this state; ``None`` keeps its own. The optimizer stays the same.
 
-    Settings that only the ranks have stay too, such as those that a schedule stores in the groups.
+    Only settings of the groups that differ from those ``before`` are written: a schedule may have changed the others.
     """
     optimizer.defaults.update(defaults)
-    for own, group in zip(optimizer.param_groups, groups, strict=False):
+    for own, group, old in zip(optimizer.param_groups, groups, [*before, *({} for _ in groups)], strict=False):
+        changed = {name: value for name, value in group.items() if name not in old or old[name] != value}
         # ``prepare`` may have disabled ``foreach``, and ``None``, the default, doesn't ask for it.
-        own.update({name: value for name, value in group.items() if name != "foreach" or value is not None})
+        own.update({name: value for name, value in changed.items() if name != "foreach" or value is not None})
     optimizer.param_groups[len(groups) :] = groups[len(optimizer.param_groups) :]
     if state is not None:
         optimizer.state = state

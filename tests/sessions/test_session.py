@@ -24,6 +24,11 @@ class Pair:
         self.left, self.right = left, right
 
 
+class BecomesDict:
+    def __reduce__(self) -> tuple[type, tuple[dict[str, int]]]:
+        return dict, ({"x": 1},)
+
+
 def scaled(value: float, *, by: float = 1.0) -> tuple[int, float]:
     return int(os.environ["RANK"]), value * by
 
@@ -95,13 +100,21 @@ def test_deleted_name_of_the_notebook_is_sent_again(
 
 
 def test_memory_of_a_deleted_model_is_freed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "large", torch.nn.Linear(2, 1), raising=False)
-    session.execute("import weakref; large.itself = [large]; held = weakref.ref(large); bias = large.bias")
-    for cell in ("del large", "large.itself = [large]; held = weakref.ref(large); large = 0", "del large"):
-        session.execute(cell)
-        assert repr(session.execute("held() is None")) == "ranks 0-1: True"
+    monkeypatch.setattr(sys.modules["__main__"], "large", torch.nn.BatchNorm1d(2), raising=False)
+    session.execute("import gc, weakref; held = weakref.ref(large); other = [large]; bias = large.bias")
+    for cell in ("del large, other", "held = weakref.ref(large); large.itself = [large]; large = 0", "del large"):
+        assert repr(session.execute(f"{cell}\ngc.collect()\nheld() is None")) == "ranks 0-1: True"
     session.execute("bias.data.fill_(9)")
-    assert repr(session.execute("large.bias is bias, large.bias.item()")) == "ranks 0-1: (True, 9.0)"  # a new model's
+    assert repr(session.execute("large.bias is bias, large.bias[0].item()")) == "ranks 0-1: (True, 9.0)"  # a new model's
+    session.execute("large.double(); large.running_mean += 5")  # replaces the buffer
+    sys.modules["__main__"].large.eval()  # type: ignore[attr-defined]
+    assert repr(session.execute("large.training, large.running_mean[0].item()")) == "ranks 0-1: (False, 5.0)"
+
+
+def test_object_that_is_another_type_in_a_rank(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "odd", BecomesDict(), raising=False)
+    assert repr(session.execute("odd")) == "ranks 0-1: {'x': 1}"  # a dict has no weak references
+    assert repr(session.execute("odd is not None")) == "ranks 0-1: True"
 
 
 def test_output_belongs_to_the_cell(session: Session, capsys: pytest.CaptureFixture[str]) -> None:

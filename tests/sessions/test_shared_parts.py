@@ -312,12 +312,17 @@ def test_optimizer_gets_settings_and_keeps_what_only_the_ranks_have() -> None:
     opt.param_groups[0]["foreach"], state = False, opt.state
     new = torch.optim.SGD([first], lr=0.5, nesterov=True, momentum=0.9)
     new.add_param_group({"params": [second], "lr": 0.7})
-    shared_parts.set_up(opt, new.defaults, new.param_groups, None)
+    shared_parts.set_up(opt, new.defaults, new.param_groups, None, [])
     assert [group["lr"] for group in opt.param_groups] == [0.5, 0.7] and opt.state is state
     assert opt.param_groups[0]["nesterov"] and opt.param_groups[0]["foreach"] is False
+    known = shared_parts.settings(new.param_groups)
+    opt.param_groups[0]["lr"] = 0.05  # as a schedule of the ranks does
+    new.param_groups[0]["weight_decay"] = 0.1
+    shared_parts.set_up(opt, new.defaults, new.param_groups, None, known)
+    assert (opt.param_groups[0]["lr"], opt.param_groups[0]["weight_decay"]) == (0.05, 0.1)
     opt.step()
     first.data = first.data.double()
-    shared_parts.set_up(opt, new.defaults, new.param_groups[:1], {first: {"momentum_buffer": torch.ones(2)}})
+    shared_parts.set_up(opt, new.defaults, new.param_groups[:1], {first: {"momentum_buffer": torch.ones(2)}}, [])
     assert len(opt.param_groups) == 1 and list(opt.state) == [first]
     assert opt.state[first]["momentum_buffer"].dtype == torch.float64  # as for the parameter, which prepare may move
     schedule.step()

@@ -292,7 +292,13 @@ class _Changes:
             if id(part) in tensors
         ]
         self.settings = [
-            (each, each.defaults, each.param_groups, self._unless_same(each, each.state, Fingerprint.has_statistics_of))
+            (
+                each,
+                each.defaults,
+                each.param_groups,
+                self._unless_same(each, each.state, Fingerprint.has_statistics_of),
+                id(each) in self._pushed,
+            )
             for each in optimizers
         ]
         kept = tensors.keys() | {id(each) for each in optimizers}

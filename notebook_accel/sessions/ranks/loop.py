@@ -156,7 +156,7 @@ class _SessionRank:
                 lacks_delivery=self._lacks_delivery,
                 own=self._tracker.own(),
                 deleted=self._tracker.deleted(),
-                released=self._tracker.release() if type(request) in _USERS else [],
+                released=self._tracker.hold(),
                 log_bytes=streams.log_bytes(),
                 steps=reporting.reporter().catch_up(),
                 **fields,
@@ -274,6 +274,7 @@ class _SessionRank:
                 self._connection.send(messages.encode(messages.Displayed(number=number, display=event)))
 
         displays.redirect(show)
+        self._tracker.let_go()
         try:
             with loops.LOOPS.count_cell():
                 yield

@@ -6,7 +6,6 @@ A variable that a session's cell has assigned is the rank's own: the notebook's 
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import inspect
 import keyword
@@ -38,8 +37,9 @@ class SealedDelivery(NamedTuple):
     shared: list[Any]  # objects that get numbers
     # Tensors to write to, with their new values (``None``: the rank's own) and with ``requires_grad``.
     written: Sequence[tuple[Any, Any, bool]]
-    # Optimizers to write to, with their defaults, parameter groups and state (``None``: the rank's own).
-    settings: Sequence[tuple[Any, dict[str, Any], list[dict[str, Any]], Any]]
+    # Optimizers to write to, with their defaults, parameter groups and state (``None``: the rank's own), and whether
+    # all settings of the groups replace the rank's, or only those that the notebook has changed.
+    settings: Sequence[tuple[Any, dict[str, Any], list[dict[str, Any]], Any, bool]]
     submodules: tuple[str, ...]  # modules to import
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None  # a function with its arguments
 
@@ -50,10 +50,13 @@ class NamespaceTracker:
     def __init__(self, namespace: dict[str, Any]) -> None:
         self._namespace = namespace
         self._given = set(namespace)  # names that every rank has from its start
-        self._taken: dict[str, Any] = {}  # values from the notebook; ``_MISSING`` once the rank has deleted the name
+        # Values from the notebook, held weakly; ``_MISSING`` once the rank has deleted the name.
+        self._taken: dict[str, Callable[[], Any]] = {}
         self.objects: dict[int, Any] = {}  # from the notebook, by the numbers by which later deliveries refer to them
         self._tensor_numbers: dict[int, dict[str, int]] = {}  # of each model, by its number and their names
-        self._bound: set[str] = set()  # the names of objects that have numbers
+        # The notebook's settings of each of its optimizers, without what schedules here have made of them.
+        self._settings: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
+        self._references: dict[int, Callable[[], Any]] = {}  # to objects that are held weakly at present
 
     @property
     def definitions(self) -> Mapping[int, Any]:
@@ -70,8 +73,10 @@ class NamespaceTracker:
             contents: SealedDelivery = opened.value
             for tensor, values, requires_grad in contents.written:
                 shared_parts.write(tensor, values, requires_grad=requires_grad)
-            for optimizer, defaults, groups, state in contents.settings:
-                shared_parts.set_up(optimizer, defaults, groups, state)
+            for optimizer, defaults, groups, state, is_pushed in contents.settings:
+                known = [] if is_pushed else self._settings[optimizer]
+                shared_parts.set_up(optimizer, defaults, groups, state, known)
+                self._settings[optimizer] = shared_parts.settings(groups)
         except BaseException:  # otherwise names that have arrived would count as the rank's own, and not be sent again
             for name in self._namespace.keys() - before.keys():
                 del self._namespace[name]
@@ -85,14 +90,13 @@ class NamespaceTracker:
         )
         self._namespace.update(arrived)
         for name in self._namespace.keys() - before.keys() | arrived.keys():
-            self._taken[name] = self._namespace[name]
+            self._taken[name] = _reference(self._namespace[name])
         for number in delivery.forgotten:
             self.objects.pop(number, None)
             self._tensor_numbers.pop(number, None)
         self._number(zip(delivery.shared, contents.shared, strict=True))
         definitions = zip(delivery.by_value, (obj for _, obj in opened.by_value), strict=True)
         self._number((number, obj) for number, obj in definitions if number >= 0)
-        self._bound = self._names_of_objects()
         for name in contents.submodules:
             with contextlib.suppress(ImportError):  # code that needs the module raises by itself
                 importlib.import_module(name)
@@ -117,51 +121,50 @@ class NamespaceTracker:
         self.objects.update(new)
         numbers = {id(obj): number for number, obj in new.items()}
         for number, obj in new.items():
+            if shared_parts.is_optimizer(obj) and obj not in self._settings:
+                self._settings[obj] = shared_parts.settings(obj.param_groups)
             if shared_parts.is_model(obj):
                 known = [each for each in shared_parts.tensors(obj).items() if id(each[1]) in numbers]
                 self._tensor_numbers[number] = {name: numbers[id(tensor)] for name, tensor in known}
 
     def _follow_models(self) -> None:
         """Let numbers refer to the tensors that models hold by now: moving a model to a device replaces its buffers."""
-        for number, numbers in self._tensor_numbers.items():
+        for number in self._tensor_numbers:
             for module in self.objects[number].modules():
                 if sharded_tensors.is_sharded_module(module):
                     module.reshard()  # a block that a forward pass has gathered has whole parameters for a while
+        self._number_tensors_of_models()
+
+    def _number_tensors_of_models(self) -> None:
+        for number, numbers in self._tensor_numbers.items():
             tensors = shared_parts.tensors(self.objects[number])
             self.objects.update((numbers[name], tensor) for name, tensor in tensors.items() if name in numbers)
 
     def is_own(self, name: str) -> bool:
         """Return whether the rank itself has bound this name, to another value than the notebook's."""
         value = self._namespace.get(name, _MISSING)
-        return value is not _MISSING and name not in self._given and self._taken.get(name, _MISSING) is not value
+        return value is not _MISSING and name not in self._given and self._taken.get(name, _missing)() is not value
 
-    def release(self) -> list[int]:
-        """Stop holding objects that the rank's code no longer uses, and return their numbers.
+    def let_go(self) -> None:
+        """Hold the notebook's objects weakly from now on, so that the rank's code can free them."""
+        self._references = {
+            number: _reference(obj) for number, obj in self.objects.items() if not isinstance(obj, shared_parts.BY_NAME)
+        }
+        for number in self._references:
+            del self.objects[number]
 
-        This looks only if a name has lost such an object, since it takes a collection of garbage: models often refer to
-        themselves.
-        """
-        bound = self._names_of_objects()
-        have_lost, self._bound = self._bound - bound, bound
-        if not have_lost:
-            return []
-        for name in have_lost & self._taken.keys():
-            if self._namespace.get(name, _MISSING) is not self._taken[name]:
-                self._taken[name] = _MISSING
-        definitions = dict(self.definitions)
-        references = {number: weakref.ref(obj) for number, obj in self.objects.items() if number not in definitions}
-        self.objects.clear()
-        gc.collect()
-        self.objects.update(definitions)
-        self.objects.update((number, obj) for number, refer in references.items() if (obj := refer()) is not None)
-        released = sorted(references.keys() - self.objects.keys())
-        for number in released:
+    def hold(self) -> list[int]:
+        """Hold the notebook's objects again, since a delivery may refer to them. Return the numbers of lost ones."""
+        self.objects.update(
+            (number, obj) for number, refer in self._references.items() if (obj := refer()) is not _MISSING
+        )
+        lost = self._references.keys() - self.objects.keys()
+        self._references = {}
+        for number in lost:
             self._tensor_numbers.pop(number, None)
-        return released
-
-    def _names_of_objects(self) -> set[str]:
-        numbered = {id(obj) for obj in self.objects.values()}
-        return {name for name, value in list(self._namespace.items()) if id(value) in numbered}
+        if lost:  # some may be buffers that models have replaced
+            self._number_tensors_of_models()
+        return sorted(lost - self.objects.keys())
 
     def hand_over(self) -> tuple[list[str], list[str]]:
         """Forget a kernel's numbers of objects, since the next kernel uses others.
@@ -170,11 +173,10 @@ class NamespaceTracker:
         """
         self.objects.clear()
         self._tensor_numbers.clear()
-        self._bound.clear()
         sent = [
             name
-            for name, value in self._taken.items()
-            if name in self._namespace and not self.is_own(name) and not isinstance(value, types.ModuleType)
+            for name, refer in self._taken.items()
+            if name in self._namespace and not self.is_own(name) and not isinstance(refer(), types.ModuleType)
         ]
         return self.own(), sorted(sent)
 
@@ -185,8 +187,21 @@ class NamespaceTracker:
     def deleted(self) -> list[str]:
         """Return the names that came from the notebook and that the rank no longer has. Release their values."""
         names = [name for name in self._taken if name not in self._namespace]
-        self._taken.update(dict.fromkeys(names, _MISSING))
+        self._taken.update(dict.fromkeys(names, _missing))
         return sorted(names)
+
+
+def _missing() -> Any:
+    return _MISSING
+
+
+def _reference(obj: Any) -> Callable[[], Any]:
+    """Return a weak reference, a strong one to an object of a kind that has none. It gives ``_MISSING`` in the end."""
+    try:
+        refer = weakref.ref(obj)
+    except TypeError:
+        return lambda: obj
+    return lambda: _MISSING if (found := refer()) is None else found
 
 
 def share_with_workers(namespace: dict[str, Any], spec: JobSpec) -> None:
