@@ -198,7 +198,7 @@ class Accelerator(ProcessState):
         _ = self.torch_device_mesh  # all ranks create the mesh together
         if config is not None and config.dp_shard_enabled and self._sharding is None:
             self._sharding = FullyShardedDataParallelPlugin()
-        self._parts = 1 if config is None else config.non_data_parallel_size
+        self._ranks_per_sample = 1 if config is None else config.non_data_parallel_size
 
     @property
     def torch_device_mesh(self) -> Any:
@@ -350,20 +350,23 @@ class Accelerator(ProcessState):
         """Prepare one model. In ``evaluation_mode`` its gradients aren't averaged, unless it is sharded."""
         fixed_by = "parallelism_config says otherwise" if self.torch_device_mesh is not None else ""
         fixed_by = "the loaders were prepared before" if self._dataloaders else fixed_by
-        self._parts = parallelism.parts_with(model, self._parts, self._backend.place, fixed_by)
+        self._ranks_per_sample = parallelism.ranks_per_sample_with(
+            model, self._ranks_per_sample, self._backend.place, fixed_by
+        )
+
+        together = models.DataParallelism(
+            ddp=self._handlers.ddp,
+            averages=not evaluation_mode,
+            sharding=self._sharding,
+            mesh=self._data_mesh,
+            before_training_pass=self.gradient_state.refuse_missing_ranks,
+            before_sharded_pass=self.gradient_state.refuse_missing_shards,
+        )
+        placed = self._is_placed(device_placement)
 
         def prepare_and_compile(model: torch.nn.Module) -> torch.nn.Module:
             prepared = models.prepare_model(
-                model,
-                self._groups,
-                self._precision,
-                device_placement=self._is_placed(device_placement),
-                averages=not evaluation_mode,
-                parallel=self._handlers.ddp,
-                before_training_pass=self.gradient_state.refuse_missing_ranks,
-                sharding=self._sharding,
-                mesh=self._data_mesh,
-                before_sharded_pass=self.gradient_state.refuse_missing_shards,
+                model, self._data_backend, self._precision, together, device_placement=placed
             )
             return compiling.compile_prepared(prepared, self._dynamo)
 
@@ -398,11 +401,11 @@ class Accelerator(ProcessState):
         data.refuse_slicing(slice_fn_for_dispatch)
         device = self.device if self._is_placed(device_placement) else None
         prepare = functools.partial(data.shard_dataloader, config=self.dataloader_config, rng_types=self._rng_types)
-        return self._once(data_loader, prepare, backend=self._groups, device=device)
+        return self._once(data_loader, prepare, backend=self._data_backend, device=device)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Prepare one scheduler, whose optimizer is prepared already."""
-        steps = 1 if self.dataloader_config.split_batches else self._groups.place.world_size
+        steps = 1 if self.dataloader_config.split_batches else self._data_backend.place.world_size
         follows = self._step_scheduler_with_optimizer
 
         def prepare(scheduler: LRScheduler) -> AcceleratedScheduler:
@@ -514,7 +517,7 @@ class Accelerator(ProcessState):
         if self.is_main_process:
             window = self.gradient_accumulation_steps if self.gradient_state.is_counting else 1
             scales = self._precision.scaler is not None
-            ranks = self._groups.place.world_size
+            ranks = self._data_backend.place.world_size
             unprepared_warnings.warn(self._all_prepared, ranks=ranks, window=window, scales=scales)
 
     def accumulate(self, *models: Any) -> contextlib.AbstractContextManager[None]:
@@ -628,7 +631,7 @@ class Accelerator(ProcessState):
         Raises:
             CollectiveError: Shapes or types differ between ranks. CPU ranks compare them before the collective.
         """
-        return collectives.gather(self._groups, tensor, self.gradient_state.tail)
+        return collectives.gather(self._data_backend, tensor, self.gradient_state.tail)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather as ``gather`` does, but drop the samples that were repeated to fill the last batches of an epoch.
@@ -642,7 +645,7 @@ class Accelerator(ProcessState):
             TrainingError: With ``even_batches=False`` some ranks have no batch in this round.
         """
         return collectives.gather_for_metrics(
-            self._groups, input_data, self.gradient_state.tail, use_gather_object=use_gather_object
+            self._data_backend, input_data, self.gradient_state.tail, use_gather_object=use_gather_object
         )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -653,7 +656,7 @@ class Accelerator(ProcessState):
             reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``; ``"none"`` is another name for the sum.
             scale: The factor of the result.
         """
-        return collectives.reduce(self._groups, tensor, reduction, scale)
+        return collectives.reduce(self._data_backend, tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
         """Fill the ranks' tensors with those of one rank, in place, and return them."""
@@ -661,7 +664,7 @@ class Accelerator(ProcessState):
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Pad the ranks' tensors along ``dim`` to the greatest length, so that they can be gathered."""
-        return collectives.pad_across_processes(self._groups, tensor, dim, pad_index, pad_first)
+        return collectives.pad_across_processes(self._data_backend, tensor, dim, pad_index, pad_first)
 
     # The project's folder
 
@@ -778,7 +781,7 @@ class Accelerator(ProcessState):
         weights_only = bool((load_kwargs or {}).get("weights_only", True))
         options = {"strict": strict, "weights_only": weights_only}
         folder = checkpoint.load(self._backend, self._checkpoint_state(), hooks, choose, **options)
-        random_state.agree(self._groups)
+        random_state.agree(self._data_backend)
         number = checkpoint_folders.number_of(folder)
         if configuration.automatic_checkpoint_naming and number is not None:
             configuration.iteration = number + 1
