@@ -167,9 +167,7 @@ class Accelerator(ProcessState):
             self.dataloader_config.split_batches = split_batches
         super().__init__(process_group.join(cpu=cpu, options=self._handlers.group))
         self.trackers: list[Any] = []
-        self._open_project(project_dir, project_config, log_with)
-        self._save_on_end = stopping.check_folder(save_on_end, self.project_configuration)
-        self._stopping = stopping.of_rank(self._backend, self, saves_on_end=self._save_on_end is not None)
+        self._open_project(project_dir, project_config, log_with, save_on_end)
         self._precision = Precision(
             mixed_precision,
             self._backend.device,
@@ -178,8 +176,7 @@ class Accelerator(ProcessState):
             downcast_bf16=downcast_bf16,
             computes_in=self._backend.computes_in,
         )
-        self._sharding = fsdp_plugin_of_launch(fsdp_plugin)
-        self._open_mesh(parallelism_config)
+        self._open_mesh(fsdp_plugin_of_launch(fsdp_plugin), parallelism_config)
         self.state = AcceleratorState.from_accelerator(self._backend, self._precision, self._sharding)
         self.state.parallelism_config, self.state.device_mesh = self.parallelism_config, self.torch_device_mesh
         self._dynamo = self.state.dynamo_plugin = compiling.resolve(dynamo_backend, dynamo_plugin)
@@ -189,15 +186,14 @@ class Accelerator(ProcessState):
         self._memory_reports = memory_estimate.ModelMemoryReports(self._backend.device)
         self._prepared: list[tuple[Any, Any]] = []  # (original, prepared) pairs
         self._has_begun = False
-        self._saving: checkpoint_saving.Saving | None = None
 
     # Settings
 
-    def _open_mesh(self, given: ParallelismConfig | None) -> None:
-        config = self.parallelism_config = parallelism.resolve(given, self._sharding, self._backend.place)
+    def _open_mesh(self, plugin: FullyShardedDataParallelPlugin | None, given: ParallelismConfig | None) -> None:
+        config = self.parallelism_config = parallelism.resolve(given, plugin, self._backend.place)
         _ = self.torch_device_mesh  # all ranks create the mesh together
-        if config is not None and config.dp_shard_enabled and self._sharding is None:
-            self._sharding = FullyShardedDataParallelPlugin()
+        is_sharded = config is not None and config.dp_shard_enabled
+        self._sharding = plugin or (FullyShardedDataParallelPlugin() if is_sharded else None)
         self._ranks_per_sample = 1 if config is None else config.non_data_parallel_size
 
     @property
@@ -668,11 +664,16 @@ class Accelerator(ProcessState):
 
     # The project's folder
 
-    def _open_project(self, folder: _Path | None, configuration: ProjectConfiguration | None, log_with: Any) -> None:
-        self.project_configuration = configuration or ProjectConfiguration(project_dir=folder)
+    def _open_project(
+        self, folder: _Path | None, given: ProjectConfiguration | None, log_with: Any, save_on_end: _Path | bool
+    ) -> None:
+        self.project_configuration = given or ProjectConfiguration(project_dir=folder)
         if folder is not None and self.project_dir is None:
             self.project_configuration.set_directories(folder)
         self._log_with = tracking.resolve(log_with, self.logging_dir)
+        self._save_on_end = stopping.check_folder(save_on_end, self.project_configuration)
+        self._stopping = stopping.of_rank(self._backend, self, saves_on_end=self._save_on_end is not None)
+        self._saving: checkpoint_saving.Saving | None = None
         self._registered: list[Any] = []
         # Not plain dictionaries, which can't be referenced weakly as RemovableHandle does.
         self._before_save: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
