@@ -167,9 +167,7 @@ class Accelerator(ProcessState):
             self.dataloader_config.split_batches = split_batches
         super().__init__(process_group.join(cpu=cpu, options=self._handlers.group))
         self.trackers: list[Any] = []
-        self._open_project(project_dir, project_config, log_with)
-        self._save_on_end = stopping.check_folder(save_on_end, self.project_configuration)
-        self._stopping = stopping.of_rank(self._backend, self, saves_on_end=self._save_on_end is not None)
+        self._open_project(project_dir, project_config, log_with, save_on_end)
         self._precision = Precision(
             mixed_precision,
             self._backend.device,
@@ -178,8 +176,7 @@ class Accelerator(ProcessState):
             downcast_bf16=downcast_bf16,
             computes_in=self._backend.computes_in,
         )
-        self._sharding = fsdp_plugin_of_launch(fsdp_plugin)
-        self._open_mesh(parallelism_config)
+        self._open_mesh(fsdp_plugin_of_launch(fsdp_plugin), parallelism_config)
         self.state = AcceleratorState.from_accelerator(self._backend, self._precision, self._sharding)
         self.state.parallelism_config, self.state.device_mesh = self.parallelism_config, self.torch_device_mesh
         self._dynamo = self.state.dynamo_plugin = compiling.resolve(dynamo_backend, dynamo_plugin)
@@ -189,16 +186,15 @@ class Accelerator(ProcessState):
         self._memory_reports = memory_estimate.ModelMemoryReports(self._backend.device)
         self._prepared: list[tuple[Any, Any]] = []  # (original, prepared) pairs
         self._has_begun = False
-        self._saving: checkpoint_saving.Saving | None = None
 
     # Settings
 
-    def _open_mesh(self, given: ParallelismConfig | None) -> None:
-        config = self.parallelism_config = parallelism.resolve(given, self._sharding, self._backend.place)
+    def _open_mesh(self, plugin: FullyShardedDataParallelPlugin | None, given: ParallelismConfig | None) -> None:
+        config = self.parallelism_config = parallelism.resolve(given, plugin, self._backend.place)
         _ = self.torch_device_mesh  # all ranks create the mesh together
-        if config is not None and config.dp_shard_enabled and self._sharding is None:
-            self._sharding = FullyShardedDataParallelPlugin()
-        self._parts = 1 if config is None else config.non_data_parallel_size
+        is_sharded = config is not None and config.dp_shard_enabled
+        self._sharding = plugin or (FullyShardedDataParallelPlugin() if is_sharded else None)
+        self._ranks_per_sample = 1 if config is None else config.non_data_parallel_size
 
     @property
     def torch_device_mesh(self) -> Any:
@@ -350,20 +346,23 @@ class Accelerator(ProcessState):
         """Prepare one model. In ``evaluation_mode`` its gradients aren't averaged, unless it is sharded."""
         fixed_by = "parallelism_config says otherwise" if self.torch_device_mesh is not None else ""
         fixed_by = "the loaders were prepared before" if self._dataloaders else fixed_by
-        self._parts = parallelism.parts_with(model, self._parts, self._backend.place, fixed_by)
+        self._ranks_per_sample = parallelism.ranks_per_sample_with(
+            model, self._ranks_per_sample, self._backend.place, fixed_by
+        )
+
+        together = models.DataParallelism(
+            ddp=self._handlers.ddp,
+            averages=not evaluation_mode,
+            sharding=self._sharding,
+            mesh=self._data_mesh,
+            before_training_pass=self.gradient_state.refuse_missing_ranks,
+            before_sharded_pass=self.gradient_state.refuse_missing_shards,
+        )
+        placed = self._is_placed(device_placement)
 
         def prepare_and_compile(model: torch.nn.Module) -> torch.nn.Module:
             prepared = models.prepare_model(
-                model,
-                self._groups,
-                self._precision,
-                device_placement=self._is_placed(device_placement),
-                averages=not evaluation_mode,
-                parallel=self._handlers.ddp,
-                before_training_pass=self.gradient_state.refuse_missing_ranks,
-                sharding=self._sharding,
-                mesh=self._data_mesh,
-                before_sharded_pass=self.gradient_state.refuse_missing_shards,
+                model, self._data_backend, self._precision, together, device_placement=placed
             )
             return compiling.compile_prepared(prepared, self._dynamo)
 
@@ -398,11 +397,11 @@ class Accelerator(ProcessState):
         data.refuse_slicing(slice_fn_for_dispatch)
         device = self.device if self._is_placed(device_placement) else None
         prepare = functools.partial(data.shard_dataloader, config=self.dataloader_config, rng_types=self._rng_types)
-        return self._once(data_loader, prepare, backend=self._groups, device=device)
+        return self._once(data_loader, prepare, backend=self._data_backend, device=device)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Prepare one scheduler, whose optimizer is prepared already."""
-        steps = 1 if self.dataloader_config.split_batches else self._groups.place.world_size
+        steps = 1 if self.dataloader_config.split_batches else self._data_backend.place.world_size
         follows = self._step_scheduler_with_optimizer
 
         def prepare(scheduler: LRScheduler) -> AcceleratedScheduler:
@@ -514,7 +513,7 @@ class Accelerator(ProcessState):
         if self.is_main_process:
             window = self.gradient_accumulation_steps if self.gradient_state.is_counting else 1
             scales = self._precision.scaler is not None
-            ranks = self._groups.place.world_size
+            ranks = self._data_backend.place.world_size
             unprepared_warnings.warn(self._all_prepared, ranks=ranks, window=window, scales=scales)
 
     def accumulate(self, *models: Any) -> contextlib.AbstractContextManager[None]:
@@ -628,7 +627,7 @@ class Accelerator(ProcessState):
         Raises:
             CollectiveError: Shapes or types differ between ranks. CPU ranks compare them before the collective.
         """
-        return collectives.gather(self._groups, tensor, self.gradient_state.tail)
+        return collectives.gather(self._data_backend, tensor, self.gradient_state.tail)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather as ``gather`` does, but drop the samples that were repeated to fill the last batches of an epoch.
@@ -642,7 +641,7 @@ class Accelerator(ProcessState):
             TrainingError: With ``even_batches=False`` some ranks have no batch in this round.
         """
         return collectives.gather_for_metrics(
-            self._groups, input_data, self.gradient_state.tail, use_gather_object=use_gather_object
+            self._data_backend, input_data, self.gradient_state.tail, use_gather_object=use_gather_object
         )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -653,7 +652,7 @@ class Accelerator(ProcessState):
             reduction: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``; ``"none"`` is another name for the sum.
             scale: The factor of the result.
         """
-        return collectives.reduce(self._groups, tensor, reduction, scale)
+        return collectives.reduce(self._data_backend, tensor, reduction, scale)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
         """Fill the ranks' tensors with those of one rank, in place, and return them."""
@@ -661,15 +660,20 @@ class Accelerator(ProcessState):
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Pad the ranks' tensors along ``dim`` to the greatest length, so that they can be gathered."""
-        return collectives.pad_across_processes(self._groups, tensor, dim, pad_index, pad_first)
+        return collectives.pad_across_processes(self._data_backend, tensor, dim, pad_index, pad_first)
 
     # The project's folder
 
-    def _open_project(self, folder: _Path | None, configuration: ProjectConfiguration | None, log_with: Any) -> None:
-        self.project_configuration = configuration or ProjectConfiguration(project_dir=folder)
+    def _open_project(
+        self, folder: _Path | None, given: ProjectConfiguration | None, log_with: Any, save_on_end: _Path | bool
+    ) -> None:
+        self.project_configuration = given or ProjectConfiguration(project_dir=folder)
         if folder is not None and self.project_dir is None:
             self.project_configuration.set_directories(folder)
         self._log_with = tracking.resolve(log_with, self.logging_dir)
+        self._save_on_end = stopping.check_folder(save_on_end, self.project_configuration)
+        self._stopping = stopping.of_rank(self._backend, self, saves_on_end=self._save_on_end is not None)
+        self._saving: checkpoint_saving.Saving | None = None
         self._registered: list[Any] = []
         # Not plain dictionaries, which can't be referenced weakly as RemovableHandle does.
         self._before_save: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
@@ -778,7 +782,7 @@ class Accelerator(ProcessState):
         weights_only = bool((load_kwargs or {}).get("weights_only", True))
         options = {"strict": strict, "weights_only": weights_only}
         folder = checkpoint.load(self._backend, self._checkpoint_state(), hooks, choose, **options)
-        random_state.agree(self._groups)
+        random_state.agree(self._data_backend)
         number = checkpoint_folders.number_of(folder)
         if configuration.automatic_checkpoint_naming and number is not None:
             configuration.iteration = number + 1

@@ -255,11 +255,7 @@ class LoaderPosition:
         """
         if self._resume_point is not None:  # loaded, and not iterated since
             return dict(vars(self._resume_point))
-        dealt: dict[str, Any] = {
-            "ranks": deal.ranks,
-            "epoch_samples": deal.epoch_samples,
-            "workers": deal.workers,
-        }
+        dealt: dict[str, Any] = {"ranks": deal.ranks, "epoch_samples": deal.epoch_samples, "workers": deal.workers}
         running = self._running
         if running is None:
             dealt["reuses_workers"] = reuses_workers

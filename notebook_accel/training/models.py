@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import copyreg
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -61,35 +62,71 @@ def _average_gradient(leaf: torch.Tensor, backend: Backend) -> None:
         leaf.grad.copy_(mean / backend.place.world_size)
 
 
+@dataclasses.dataclass(frozen=True)
+class DataParallelism:
+    """How ranks train a model together.
+
+    Attributes:
+        ddp: The options with which gradients are averaged.
+        averages: False if gradients aren't averaged, unless the model is sharded.
+        sharding: The settings with which the model is sharded over the ranks instead, ``None`` if it isn't.
+        mesh: The ``DeviceMesh`` of the ranks over which ``sharding`` shards and replicates; ``None`` for all ranks.
+        before_training_pass: Called before each forward pass that trains together with other ranks.
+        before_sharded_pass: Called before each forward pass of a sharded model.
+    """
+
+    ddp: DistributedDataParallelKwargs = dataclasses.field(default_factory=DistributedDataParallelKwargs)
+    averages: bool = True
+    sharding: FullyShardedDataParallelPlugin | None = None
+    mesh: Any = None
+    before_training_pass: Callable[[], None] = lambda: None
+    before_sharded_pass: Callable[[], None] = lambda: None
+
+
 def prepare_model(
     model: torch.nn.Module,
     backend: Backend,
     precision: Precision,
+    parallelism: DataParallelism,
     *,
     device_placement: bool = True,
-    averages: bool = True,
-    parallel: DistributedDataParallelKwargs | None = None,
-    before_training_pass: Callable[[], None] | None = None,
-    sharding: FullyShardedDataParallelPlugin | None = None,
-    mesh: Any = None,
-    before_sharded_pass: Callable[[], None] = lambda: None,
 ) -> torch.nn.Module:
     """Return the model that training calls: on the device, under autocast, gradients averaged over the ranks.
 
     With one rank this is ``model`` itself. The model keeps its parameters, so existing optimizers still work. Only
-    ``sharding`` replaces them, which shards the model over several ranks instead. A model that is sharded already stays
-    as it is.
-
-    In ``backend``, ranks that work on the same samples count as one. ``mesh`` is the ``DeviceMesh`` of the ranks over
-    which ``sharding`` shards and replicates the model; by default of all. ``before_training_pass`` is called before
-    each forward pass that trains together with other ranks, and ``before_sharded_pass`` before each of a sharded model.
+    sharding replaces them. A model that is sharded already stays as it is. In ``backend``, ranks that work on the same
+    samples count as one.
 
     Raises:
         CollectiveError: The ranks prepare different models, or one of them makes another call.
         TrainingError: The model is tensor-parallel in several replicas, and nothing would average their gradients.
     """
-    groups, backend = backend, all_ranks(backend)
-    # Another Accelerator may have prepared the model, with another precision, or in a group that has ended since.
+    data_backend, backend = backend, all_ranks(backend)
+    is_alone = backend.place.world_size == 1
+    model = _without_wrappers(model, backend)
+    has_own_ddp = isinstance(model, DistributedDataParallel)
+    if fsdp.was_fully_sharded(model):
+        return _sharded_before(model, backend, precision, parallelism.before_sharded_pass)
+    if "_own" in vars(type(model)):  # it autocasts in the precision of that Accelerator
+        _set_class(model, cast(_Autocasting, model)._own)
+    if parallelism.sharding is not None and not is_alone and not has_own_ddp:
+        return _sharded(model, backend, precision, parallelism)
+    if device_placement and not _has_its_place(model):
+        backend.place_model(model)
+    if precision.dtype is not None:
+        _begin_autocasting(model, precision.autocast)
+    if any(map(is_sharded_tensor, model.parameters())):
+        return _tensor_parallel(model, data_backend, parallelism.before_sharded_pass)
+    if is_alone or has_own_ddp or not parallelism.averages:
+        return model
+    return _data_parallel(model, backend, parallelism)
+
+
+def _without_wrappers(model: torch.nn.Module, backend: Backend) -> torch.nn.Module:
+    """Return the model in the wrappers of an earlier ``prepare`` and in ``DataParallel``.
+
+    Another Accelerator may have prepared it, with another precision, or in a group that has ended since.
+    """
     model = without_own_wrapper(model)
     while model in _made_here:
         model = cast(torch.nn.Module, model.module)
@@ -97,40 +134,38 @@ def prepare_model(
         warnings.warn(
             "The model was wrapped in DataParallel, which would use every GPU in each of the "
             f"{backend.place.world_size} ranks: prepare takes the model in it. Fix: leave DataParallel out",
-            stacklevel=2,
+            stacklevel=3,
         )
         model = model.module
-    if fsdp.was_fully_sharded(model):
-        return _sharded_before(model, backend, precision, before_sharded_pass)
-    if "_own" in vars(type(model)):  # it autocasts in the precision of that Accelerator
-        _set_class(model, cast(_Autocasting, model)._own)
-    if sharding is not None and backend.place.world_size > 1 and not isinstance(model, DistributedDataParallel):
-        _refuse_other_mesh(model, mesh)
-        later = _LateAveraging(model, backend, before_sharded_pass)
-        ignored = fsdp.shard(fsdp.uncompiled(model), backend, sharding, precision.dtype, later, mesh)
-        for parameter in ignored:
-            if parameter.requires_grad:
-                _average(parameter, backend)
-        later.begin()
-        return model
-    if device_placement and not _has_its_place(model):
-        backend.place_model(model)
-    if precision.dtype is not None:
-        _begin_autocasting(model, precision.autocast)
-    if any(map(is_sharded_tensor, model.parameters())):
-        return _tensor_parallel(model, groups, before_sharded_pass)
-    if backend.place.world_size == 1 or not averages or isinstance(model, DistributedDataParallel):
-        return model
+    return model
+
+
+def _sharded(
+    model: torch.nn.Module, backend: Backend, precision: Precision, parallelism: DataParallelism
+) -> torch.nn.Module:
+    """Shard a model in place and return it. Gradients of parameters that stay whole are averaged."""
+    plugin = parallelism.sharding
+    assert plugin is not None
+    _refuse_other_mesh(model, parallelism.mesh)
+    later = _LateAveraging(model, backend, parallelism.before_sharded_pass)
+    for parameter in fsdp.shard(fsdp.uncompiled(model), backend, plugin, precision.dtype, later, parallelism.mesh):
+        if parameter.requires_grad:
+            _average(parameter, backend)
+    later.begin()
+    return model
+
+
+def _data_parallel(model: torch.nn.Module, backend: Backend, parallelism: DataParallelism) -> torch.nn.Module:
+    """Return a model whose gradients are averaged over the ranks; a frozen one as it is."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         gradients.register_frozen(model, backend)
         return model
     verify_model(backend, model)
-    distributed = backend.data_parallel(model, parallel or DistributedDataParallelKwargs())
+    distributed = backend.data_parallel(model, parallelism.ddp)
     _made_here.add(distributed)
     gradients.register(distributed)
-    if before_training_pass is not None:
-        # The backward pass checks too, but a forward pass can also wait for the other ranks.
-        distributed.register_forward_pre_hook(functools.partial(_before_forward, before_training_pass))
+    # The backward pass checks too, but a forward pass can also wait for the other ranks.
+    distributed.register_forward_pre_hook(functools.partial(_before_forward, parallelism.before_training_pass))
     return distributed
 
 

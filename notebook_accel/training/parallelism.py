@@ -211,28 +211,28 @@ def _hybrid(place: RankPlace) -> ParallelismConfig | None:
     return ParallelismConfig(dp_replicate_size=nodes, dp_shard_size=place.local_world_size)
 
 
-def parts_with(model: torch.nn.Module, parts: int, place: RankPlace, fixed_by: str) -> int:
+def ranks_per_sample_with(model: torch.nn.Module, so_far: int, place: RankPlace, fixed_by: str) -> int:
     """Return how many ranks work on the same samples after a model, which may be tensor-parallel, is prepared.
 
-    ``parts`` is the number so far, and ``fixed_by`` the reason why it can't change, such as that loaders follow it;
+    ``so_far`` is the number before, and ``fixed_by`` the reason why it can't change, such as that loaders follow it;
     ``""`` if it can.
 
     Raises:
         TrainingError: The model is split over another number of ranks, and that number can't change.
     """
-    found = parts_in(model, place)
-    if found in (None, parts):
-        return parts
+    found = ranks_per_sample_of(model, place)
+    if found in (None, so_far):
+        return so_far
     if fixed_by:
         raise TrainingError(
             f"{type(model).__name__} has parts on {found} ranks, which work on the same samples, and {fixed_by}.",
             fix=f"Accelerator(parallelism_config=ParallelismConfig(tp_size={found})), whose "
             'accelerator.torch_device_mesh["tp"] parallelize_module takes',
         )
-    return int(found or parts)
+    return int(found or so_far)
 
 
-def parts_in(model: torch.nn.Module, place: RankPlace) -> int | None:
+def ranks_per_sample_of(model: torch.nn.Module, place: RankPlace) -> int | None:
     """Return how many ranks work on the same samples because of a model's ``DTensor``s; ``None`` if it has none.
 
     Raises:
@@ -244,13 +244,13 @@ def parts_in(model: torch.nn.Module, place: RankPlace) -> int | None:
         return None
     data_mesh = fsdp.data_mesh(model)
     if data_mesh is not None:
-        parts = place.world_size // data_mesh.size()
-        expected = range(place.rank % parts, place.world_size, parts)
+        size = place.world_size // data_mesh.size()
+        expected = range(place.rank % size, place.world_size, size)
         found = data_mesh.mesh.flatten().tolist()
     else:
-        parts = max(mesh.size() for mesh in meshes)
-        first = place.rank - place.rank % parts
-        expected = range(first, first + parts)
+        size = max(mesh.size() for mesh in meshes)
+        first = place.rank - place.rank % size
+        expected = range(first, first + size)
         found = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
     if sorted(found) != [*expected]:
         raise TrainingError(
@@ -260,4 +260,4 @@ def parts_in(model: torch.nn.Module, place: RankPlace) -> int | None:
             "dimension, and with the one of fully_shard it has all ranks.",
             fix='init_device_mesh(device, (shares, parts), mesh_dim_names=("dp", "tp"))',
         )
-    return int(parts)
+    return int(size)

@@ -66,7 +66,7 @@ class ProcessState:
         self._own_backend = backend
         self._pid = os.getpid()
         self._is_triggered = False
-        self._parts = 1  # number of ranks that work on the same samples
+        self._ranks_per_sample = 1  # several with tensor parallelism
         self._number = next(_numbers)
         _alive[self._number] = self
 
@@ -90,9 +90,9 @@ class ProcessState:
         return self._own_backend
 
     @property
-    def _groups(self) -> Backend:
+    def _data_backend(self) -> Backend:
         """The backend in which ranks that work on the same samples count as one."""
-        return sharing(self._backend, self._parts)
+        return sharing(self._backend, self._ranks_per_sample)
 
     def __repr__(self) -> str:
         return (
@@ -214,7 +214,7 @@ class ProcessState:
         Raises:
             TrainingError: ``inputs`` has another type, or its values have different lengths.
         """
-        place = self._groups.place
+        place = self._data_backend.place
         yield collectives.part_of(inputs, place.rank, place.world_size, apply_padding=apply_padding)
 
     # One rank alone

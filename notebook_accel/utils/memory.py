@@ -10,7 +10,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -79,11 +79,6 @@ def find_executable_batch_size(
         )
     size = starting_batch_size
 
-    def reduced() -> int:
-        if keep_effective_batch_size:
-            return next((part for part in range(size - 1, 0, -1) if starting_batch_size % part == 0), 0)
-        return int(size * _REDUCTION) if reduce_batch_size_fn is None else reduce_batch_size_fn()
-
     @functools.wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
         nonlocal size
@@ -96,20 +91,26 @@ def find_executable_batch_size(
             if not runs_out:
                 search.batch_size, search.gradient_accumulation_steps = size, steps  # type: ignore[attr-defined]
                 if tried and process_group.rank_place().rank == 0:
-                    times = f", {steps} of them a step" if keep_effective_batch_size else ""
-                    without = ", ".join(map(str, tried))
-                    sys.stderr.write(
-                        f"{function.__name__} runs with a batch size of {size}{times}; no memory for {without}.\n"
-                    )
+                    _print_found(function.__name__, sizes, tried)
                 return value
             tried.append(size)
-            size = reduced()
+            if keep_effective_batch_size:
+                size = next((part for part in range(size - 1, 0, -1) if starting_batch_size % part == 0), 0)
+            else:
+                size = int(size * _REDUCTION) if reduce_batch_size_fn is None else reduce_batch_size_fn()
         raise TrainingError(
             f"{function.__name__} runs out of memory with every batch size down to 1.",
             fix="a smaller model, mixed_precision='bf16', or a device with more memory",
         )
 
     return search
+
+
+def _print_found(name: str, sizes: Sequence[int], tried: Sequence[int]) -> None:
+    """Print the batch size with which a function runs, and the number of micro-batches if there is one."""
+    times = f", {sizes[1]} of them a step" if len(sizes) > 1 else ""
+    without = ", ".join(map(str, tried))
+    sys.stderr.write(f"{name} runs with a batch size of {sizes[0]}{times}; no memory for {without}.\n")
 
 
 def release_memory(*objects: Any) -> list[None]:

@@ -16,7 +16,7 @@ from notebook_accel import Accelerator
 from notebook_accel.environment import RankPlace
 from notebook_accel.training import process_group
 from notebook_accel.training.backends.single_process import SingleProcess
-from notebook_accel.training.models import prepare_model, unwrap_model
+from notebook_accel.training.models import DataParallelism, prepare_model, unwrap_model
 from notebook_accel.training.precision import Precision
 from tests.training.ranks import Ranks
 
@@ -47,7 +47,7 @@ class Model(torch.nn.Module):
 
 
 def prepare(model: torch.nn.Module, precision: str = "bf16") -> torch.nn.Module:
-    return prepare_model(model, SingleProcess(RankPlace(), CPU), Precision(precision, CPU, {}))
+    return prepare_model(model, SingleProcess(RankPlace(), CPU), Precision(precision, CPU, {}), DataParallelism())
 
 
 def saved_and_loaded(model: torch.nn.Module) -> Any:
@@ -207,12 +207,12 @@ def in_a_group(precision: str) -> Any:
     model, frozen = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2).requires_grad_(False)
     compiled = torch.compile(torch.nn.Linear(3, 2), backend="eager")
     chosen = Precision(precision, backend.device, {})
-    net, still, fast = (prepare_model(part, backend, chosen) for part in (model, frozen, compiled))
+    net, still, fast = (prepare_model(part, backend, chosen, DataParallelism()) for part in (model, frozen, compiled))
     net(torch.full((1, 3), float(backend.place.rank + 1))).sum().backward()
     assert unwrap_model(net) is model
     assert unwrap_model(still) is frozen
     assert unwrap_model(fast) is compiled
-    assert prepare_model(net, backend, Precision("no", backend.device, {})) is not model
+    assert prepare_model(net, backend, Precision("no", backend.device, {}), DataParallelism()) is not model
     kinds = [isinstance(part, DistributedDataParallel) for part in (net, still, fast)]
     assert model.weight.grad is not None
     return kinds, model.weight.tolist(), model.weight.grad.tolist()
@@ -229,8 +229,8 @@ def test_ranks_share_weights_and_average_gradients(two_ranks: Ranks, precision: 
 def with_a_group_of_ones_own() -> Any:
     backend = process_group.join(cpu=True)
     own = DistributedDataParallel(torch.nn.Linear(3, 2), find_unused_parameters=True)
-    plain = prepare_model(own, backend, Precision("no", backend.device, {}))
-    rounding: Any = prepare_model(own, backend, Precision("bf16", backend.device, {}))
+    plain = prepare_model(own, backend, Precision("no", backend.device, {}), DataParallelism())
+    rounding: Any = prepare_model(own, backend, Precision("bf16", backend.device, {}), DataParallelism())
     with rounding.no_sync():
         assert not own.require_backward_grad_sync
     return plain is own, rounding.find_unused_parameters, rounding(torch.ones(1, 3)).dtype

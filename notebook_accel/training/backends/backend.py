@@ -162,26 +162,27 @@ class SharedSamples:
         place: The place of the group among all groups.
     """
 
-    def __init__(self, backend: Backend, parts: int) -> None:
+    def __init__(self, backend: Backend, ranks_per_sample: int) -> None:
+        place, size = backend.place, ranks_per_sample
         self.all_ranks = backend
-        self.place = dataclasses.replace(
-            backend.place, rank=backend.place.rank // parts, world_size=backend.place.world_size // parts
-        )
-        self._parts = parts
+        self.place = dataclasses.replace(place, rank=place.rank // size, world_size=place.world_size // size)
+        self._group_size = size
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         by_rank = self.all_ranks.all_gather(tensor).reshape(self.all_ranks.place.world_size, *tensor.shape)
-        return by_rank[:: self._parts].flatten(0, 1)
+        return by_rank[:: self._group_size].flatten(0, 1)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return self.all_ranks.all_gather_object(value)[:: self._parts]
+        return self.all_ranks.all_gather_object(value)[:: self._group_size]
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         self.all_ranks.all_reduce(tensor)
-        tensor.div_(self._parts, rounding_mode=None if tensor.is_floating_point() or tensor.is_complex() else "floor")
+        tensor.div_(
+            self._group_size, rounding_mode=None if tensor.is_floating_point() or tensor.is_complex() else "floor"
+        )
 
     def scatter_object(self, values: Sequence[Any] | None) -> Any:
-        each = None if values is None else [value for value in values for _ in range(self._parts)]
+        each = None if values is None else [value for value in values for _ in range(self._group_size)]
         return self.all_ranks.scatter_object(each)
 
     def __getattr__(self, name: str) -> Any:
@@ -190,9 +191,9 @@ class SharedSamples:
         return getattr(self.all_ranks, name)
 
 
-def sharing(backend: Backend, parts: int) -> Backend:
-    """Return the backend in which each group of ``parts`` consecutive ranks counts as one."""
-    return backend if parts == 1 else cast(Backend, SharedSamples(backend, parts))
+def sharing(backend: Backend, ranks_per_sample: int) -> Backend:
+    """Return the backend in which each group of ``ranks_per_sample`` consecutive ranks counts as one."""
+    return backend if ranks_per_sample == 1 else cast(Backend, SharedSamples(backend, ranks_per_sample))
 
 
 def all_ranks(backend: Backend) -> Backend:
