@@ -359,9 +359,8 @@ def variables_of(option: Option, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the variables that can set an option; the first that is set counts."""
     ours = f"NOTEBOOK_ACCEL_{option.name.upper()}"
     theirs = OF_ACCELERATE.get(option.name)
-    if theirs is None or (option.name in _SIZES and not environment.flag(environment.USE_PARALLELISM, environ)):
-        return (ours,)
-    return ours, theirs
+    has_mesh = environment.is_true(environ.get(environment.USE_PARALLELISM, ""))
+    return (ours,) if theirs is None or (option.name in _SIZES and not has_mesh) else (ours, theirs)
 
 
 def _from_variable(option: Option, variable: str, text: str) -> Any:
@@ -445,6 +444,9 @@ def _refusal(given: Mapping[str, Any], text: str) -> ConfigError:
     return ConfigError(told, fix="true or false" if option.kind is bool else f"{option.name}: {option.help}")
 
 
+_SHORT = {"num_processes": ("-n",), "fsdp": ("--use_fsdp",)}
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each option. A flag that isn't given leaves ``None``, so that other sources can decide."""
     for option in fields():
@@ -457,9 +459,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             # Text that can't be converted goes on to LaunchConfig, which raises all such errors.
             read = functools.partial(from_text, option)
             parser.add_argument(*flags, default=None, metavar=_metavar(option), type=read, help=text)
-
-
-_SHORT = {"num_processes": ("-n",), "fsdp": ("--use_fsdp",)}
 
 
 def _metavar(option: Option) -> str:

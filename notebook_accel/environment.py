@@ -212,7 +212,11 @@ def follows_accelerate(environ: Mapping[str, str] = os.environ) -> bool:
 
 def training_options(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that change what ranks compute together, by the names of their options."""
-    found = {name: value for name, value in environ.items() if name.startswith(_OF_TRAINING)}
+    found = {
+        name: value.lower() if is_flag(value) else value
+        for name, value in environ.items()
+        if value and name.startswith(_OF_TRAINING)
+    }
     unset = {"mixed_precision": "no", "dynamo_backend": "no", "use_fsdp": "false"}
     return unset | {name.removeprefix("ACCELERATE_").lower(): value for name, value in found.items()}
 

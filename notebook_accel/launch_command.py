@@ -190,6 +190,7 @@ def run(parsed: argparse.Namespace) -> int:
     script.check()
     _set_variables(parsed)
     chosen = _options(parsed)
+    _check_devices(parsed, chosen)
     with end_signals_as_interrupts() as received:
         try:
             printable = "".join(character if character.isprintable() else "?" for character in script.name[:80])
@@ -231,8 +232,9 @@ def _set_variables(parsed: argparse.Namespace) -> None:
     given = _given(parsed)
     chosen = config.of_environment(without=given) | given
     for option in config.fields():
-        if option.name in config.OF_ACCELERATE and option.name in chosen and chosen[option.name] == option.default:
-            os.environ[config.OF_ACCELERATE[option.name]] = str(option.default).lower()
+        variable, value = config.OF_ACCELERATE.get(option.name), chosen.get(option.name)
+        if variable and value is not None and value == option.default:
+            os.environ[variable] = str(value).lower()
 
 
 def _given(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -254,7 +256,11 @@ def _options(parsed: argparse.Namespace) -> LaunchConfig:
     file = parsed.config_file or config.default_path()
     if parsed.config_file is not None and not file.exists():
         raise ConfigError(f"There is no configuration file {file}.", fix="notebook-accel config writes one")
-    chosen = _shared_out(config.resolve(_given(parsed), file=file), parsed.num_machines or 1)
+    return _shared_out(config.resolve(_given(parsed), file=file), parsed.num_machines or 1)
+
+
+def _check_devices(parsed: argparse.Namespace, chosen: LaunchConfig) -> None:
+    """Refuse flags that ask for devices which aren't there."""
     devices = Devices.find(chosen)
     for flag, is_asked, is_there, kind in (
         ("--multi_gpu", parsed.multi_gpu, devices.kind == "GPU", "GPU"),
@@ -265,7 +271,6 @@ def _options(parsed: argparse.Namespace) -> LaunchConfig:
             raise ConfigError(
                 f"{flag} was asked for, and there is no {kind} that ranks could use.", fix=f"leave out {flag}"
             )
-    return chosen
 
 
 def _shared_out(chosen: LaunchConfig, machines: int) -> LaunchConfig:

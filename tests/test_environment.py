@@ -85,6 +85,14 @@ def test_switch_that_is_neither_on_nor_off_is_refused() -> None:
         environment.is_debugging({"NOTEBOOK_ACCEL_DEBUG": "maybe"})
 
 
+def test_options_of_the_training_are_equal_if_they_mean_the_same() -> None:
+    here = {"FSDP_OFFLOAD_PARAMS": "True", "FSDP_VERSION": "", "ACCELERATE_USE_FSDP": "false", "HOME": "/here"}
+    there = {"FSDP_OFFLOAD_PARAMS": "true", "ACCELERATE_MIXED_PRECISION": "no", "HOME": "/there"}
+    assert environment.training_options(here) == environment.training_options(there)
+    there["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "Block"
+    assert environment.training_options(there)["fsdp_transformer_cls_to_wrap"] == "Block"
+
+
 def test_become_leaves_exactly_these_variables() -> None:
     before = dict(os.environ)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import math
 import os
@@ -130,7 +131,8 @@ def _options(config: LaunchConfig, devices: Devices) -> Iterator[Finding]:
 
 def check_environment() -> Iterator[Finding]:
     """Yield findings about environment variables that ask for something and don't get it."""
-    for read in (environment.follows_accelerate, environment.is_debugging):
+    has_mesh = functools.partial(environment.flag, environment.USE_PARALLELISM)
+    for read in (environment.follows_accelerate, environment.is_debugging, has_mesh):
         try:
             read()
         except ConfigError as error:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from notebook_accel import code_places, environment
-from notebook_accel.errors import CollectiveError, NotebookAccelError
+from notebook_accel.errors import CollectiveError, ConfigError, NotebookAccelError
 from notebook_accel.launching.ranks import streams
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.payload import serialization
@@ -128,7 +128,10 @@ def _user_traceback(error: BaseException, forwarded: _Forwarded | None) -> trace
         text.stack += forwarded.frames
     if isinstance(error, NotebookAccelError) or _is_raised_by_us(text):
         _end_at_the_users_line(text)
-    if not environment.is_debugging():
+    is_debugging = False
+    with contextlib.suppress(ConfigError):  # the user's code may have set the variable to anything
+        is_debugging = environment.is_debugging()
+    if not is_debugging:
         _fold_our_frames(text)
         _fold_calls_between_users_lines(text)
     return text

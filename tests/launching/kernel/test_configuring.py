@@ -162,9 +162,9 @@ def test_what_speaks_against_a_launch_is_found_for_the_machine_of_the_draft(file
 
 
 def test_variables_that_win_over_the_file(file: pathlib.Path) -> None:
-    assert Draft(file, _CPU).overriding({"NOTEBOOK_ACCEL_NUM_PROCESSES": "2", "NOTEBOOK_ACCEL_NAME": ""}) == (
-        "NOTEBOOK_ACCEL_NUM_PROCESSES",
-    )
+    environ = {"NOTEBOOK_ACCEL_NUM_PROCESSES": "2", "NOTEBOOK_ACCEL_NAME": "", "ACCELERATE_DYNAMO_BACKEND": "NO"}
+    names = ("NOTEBOOK_ACCEL_NUM_PROCESSES", "ACCELERATE_DYNAMO_BACKEND")
+    assert Draft(file, _CPU).overriding(environ) == names
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

@@ -46,12 +46,14 @@ def test_variables_that_change_nothing_are_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("NOTEBOOK_ACCEL_COMPAT", "Accelerate")
     monkeypatch.setenv("NOTEBOOK_ACCEL_DEBUG", "maybe")
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "tp")
     monkeypatch.setenv("NOTEBOOK_ACCEL_DEBUGGING", "1")
     monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESES", "2")
     found = {finding.what: finding for finding in preflight.check(LaunchConfig(use_cpu=True))}
     assert found.keys() == {
         "The environment variable NOTEBOOK_ACCEL_COMPAT is 'Accelerate'.",
         "The environment variable NOTEBOOK_ACCEL_DEBUG is 'maybe'.",
+        "The environment variable ACCELERATE_USE_PARALLELISM_CONFIG is 'tp'.",
         "The environment variable NOTEBOOK_ACCEL_DEBUGGING has no effect.",
         "The environment variable NOTEBOOK_ACCEL_NUM_PROCESES has no effect.",
         "The environment variable ACCELERATE_USE_DEEPSPEED asks for DeepSpeed, which isn't supported here.",
