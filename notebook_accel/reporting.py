@@ -128,7 +128,6 @@ class Reporter:
     """Samples counters, metrics and memory of this process and sends them to the agent, if there is a connection.
 
     Attributes:
-        shown: The counter that the rank's row shows.
         outer: A counter of epochs around the shown counter, such as a bar over epochs; ``None`` if there is none.
         is_compiling: True while the running step is compiled.
         has_own_loss: True once the program has reported a metric named ``loss``.
@@ -140,7 +139,6 @@ class Reporter:
     """
 
     def __init__(self, connection: Sender | None = None) -> None:
-        self.shown: Counter | None = None
         self.outer: Counter | None = None
         self.is_compiling = False
         self.has_own_loss = False
@@ -149,9 +147,10 @@ class Reporter:
         self.before_sample: list[Callable[[], None]] = []
         self.at_tick: Callable[[], bool] | None = None
         self._connection = connection
-        self._lock = threading.RLock()  # a signal handler may report while its thread does
+        self._lock = threading.Lock()
         self._sampling = threading.Lock()
-        self._steps_before = 0  # the rank's steps before the shown counter's epoch
+        # The shown counter and the rank's steps before its epoch: one object, so that a report needs no lock.
+        self._counting: tuple[Counter | None, int] = None, 0
         # The latest value of each metric that was reported since the last sample, and the step at which it was.
         self._reported: dict[str, tuple[Any, int]] = {}
         self._names: set[str] = set()  # of all metrics so far
@@ -180,21 +179,26 @@ class Reporter:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
+    @property
+    def shown(self) -> Counter | None:
+        """The counter that the rank's row shows."""
+        return self._counting[0]
+
     def begin(self, counter: Counter, epoch: int | None, total: int | None) -> None:
         """Set a counter to the beginning of an epoch, and show it."""
         with self._lock:
-            self._steps_before = self._steps()
+            before = self._steps()
             counter.step, counter.epoch, counter.total = 0, epoch, total
-            self.shown = counter
+            self._counting = counter, before
 
     def show(self, counter: Counter) -> None:
         """Show this counter in the rank's row, from its present count on."""
         with self._lock:
-            self._steps_before = self._steps() - counter.step
-            self.shown = counter
+            self._counting = counter, self._steps() - counter.step
 
     def _steps(self) -> int:
-        return self._steps_before + (0 if self.shown is None else self.shown.step)
+        counter, before = self._counting
+        return before if counter is None else before + counter.step
 
     def position(self) -> str:
         """Return the shown counter's position, such as ``step 12 of 40, epoch 2``; empty if there is no counter."""
@@ -229,8 +233,7 @@ class Reporter:
     def _set_metrics(self, values: Mapping[str, Any]) -> None:
         if not self.is_connected:
             return
-        with self._lock:
-            step = self._steps()
+        step = self._steps()
         for name, value in values.items():
             if name not in self._names and not self._add_name(name):
                 continue

@@ -103,6 +103,7 @@ class RankState:
         device: The device that it computes on, such as ``cuda:0``; empty if not known.
         is_compiling: Whether the device's compiler works on the running step.
         metrics: The latest value of each metric.
+        reported_s: The time of each metric's latest report, as ``last_event_s``.
         memory: The memory that it last reported, ``None`` before.
         model_memory: The memory that its models last took, ``None`` before.
         last_line: The last non-empty line of its output.
@@ -137,6 +138,7 @@ class RankState:
     device: str = ""
     is_compiling: bool = False
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    reported_s: dict[str, float] = dataclasses.field(default_factory=dict)
     memory: events.Memory | None = None
     model_memory: events.ModelMemory | None = None
     last_line: str = ""
@@ -234,6 +236,7 @@ class RankState:
         return dataclasses.replace(
             self,
             metrics=dict(self.metrics),
+            reported_s=dict(self.reported_s),
             last_lines=self.last_lines.copy(),
             last_steps=self.last_steps.since(float("-inf")),
             step_history=self.step_history.copy(),
@@ -241,7 +244,7 @@ class RankState:
 
     def since(self, before: RankState, began_s: float) -> RankState:
         """Return this rank's counts and metrics since an earlier copy, made at ``began_s``, as for a session's cell."""
-        metrics = {name: value for name, value in self.metrics.items() if before.metrics.get(name) != value}
+        metrics = {name: value for name, value in self.metrics.items() if self.reported_s[name] >= began_s}
         stepped_s = self.last_steps.stepped_s
         # An earlier step may have been reported late.
         if self.steps is None or self.steps == before.steps or stepped_s is None or stepped_s <= began_s:
@@ -324,7 +327,7 @@ class RankState:
         elif isinstance(event, events.Metrics):
             for name, value in event.values.items():
                 if name in self.metrics or len(self.metrics) < events.MOST_METRICS:
-                    self.metrics[name] = value
+                    self.metrics[name], self.reported_s[name] = value, event.time_s
         elif isinstance(event, events.Memory):
             self.memory = event
         elif isinstance(event, events.ModelMemory):

@@ -191,6 +191,15 @@ def test_point_of_a_curve_is_at_the_step_of_its_report() -> None:
     assert state.ranks[0].metrics == {"loss": 0.5, "accuracy": 0.5}
 
 
+def test_cell_that_reports_the_value_of_an_earlier_one_has_it_too() -> None:
+    state = RunState(1)
+    state.apply(0, events.Metrics(time_s=1.0, step=1, values={"loss": 0.5, "accuracy": 0.9}))
+    before = state.ranks[0].copy()
+    state.apply(0, events.Metrics(time_s=3.0, step=2, values={"loss": 0.5}))
+    assert before.since(before, began_s=2.0).metrics == {}
+    assert state.ranks[0].since(before, began_s=2.0).metrics == {"loss": 0.5}
+
+
 def test_each_of_many_ranks_has_curves_of_its_own_metrics() -> None:
     state = RunState(8)
     names = {rank: [f"loss_{rank}_{number}" for number in range(8)] for rank in range(8)}
