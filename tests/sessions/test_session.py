@@ -105,7 +105,7 @@ def test_memory_of_a_deleted_model_is_freed(session: Session, monkeypatch: pytes
     for cell in ("del large, other", "held = weakref.ref(large); large.itself = [large]; large = 0", "del large"):
         assert repr(session.execute(f"{cell}\ngc.collect()\nheld() is None")) == "ranks 0-1: True"
     session.execute("bias.data.fill_(9)")
-    assert repr(session.execute("large.bias is bias, large.bias[0].item()")) == "ranks 0-1: (True, 9.0)"  # a new model's
+    assert repr(session.execute("large.bias is bias, large.bias[0].item()")) == "ranks 0-1: (True, 9.0)"
     session.execute("large.double(); large.running_mean += 5")  # replaces the buffer
     sys.modules["__main__"].large.eval()  # type: ignore[attr-defined]
     assert repr(session.execute("large.training, large.running_mean[0].item()")) == "ranks 0-1: (False, 5.0)"
