@@ -56,7 +56,8 @@ class NamespaceTracker:
         self._tensor_numbers: dict[int, dict[str, int]] = {}  # of each model, by its number and their names
         # The notebook's settings of each of its optimizers, without what schedules here have made of them.
         self._settings: weakref.WeakKeyDictionary[Any, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
-        self._references: dict[int, Callable[[], Any]] = {}  # to objects that are held weakly at present
+        # To the objects that are held weakly while code runs; empty once ``objects`` has changed.
+        self._references: dict[int, weakref.ref[Any]] = {}
 
     @property
     def definitions(self) -> Mapping[int, Any]:
@@ -91,6 +92,7 @@ class NamespaceTracker:
         self._namespace.update(arrived)
         for name in self._namespace.keys() - before.keys() | arrived.keys():
             self._taken[name] = _reference(self._namespace[name])
+        self._references = {}
         for number in delivery.forgotten:
             self.objects.pop(number, None)
             self._tensor_numbers.pop(number, None)
@@ -118,6 +120,7 @@ class NamespaceTracker:
     def _number(self, numbered: Iterable[tuple[int, Any]]) -> None:
         """Let later deliveries refer to objects by these numbers."""
         new = dict(numbered)
+        self._references = {}
         self.objects.update(new)
         numbers = {id(obj): number for number, obj in new.items()}
         for number, obj in new.items():
@@ -136,6 +139,7 @@ class NamespaceTracker:
         self._number_tensors_of_models()
 
     def _number_tensors_of_models(self) -> None:
+        self._references = {}
         for number, numbers in self._tensor_numbers.items():
             tensors = shared_parts.tensors(self.objects[number])
             self.objects.update((numbers[name], tensor) for name, tensor in tensors.items() if name in numbers)
@@ -147,23 +151,24 @@ class NamespaceTracker:
 
     def let_go(self) -> None:
         """Hold the notebook's objects weakly from now on, so that the rank's code can free them."""
-        self._references = {
-            number: _reference(obj) for number, obj in self.objects.items() if not isinstance(obj, shared_parts.BY_NAME)
-        }
-        for number in self._references:
-            del self.objects[number]
+        if not self._references:
+            for number, obj in self.objects.items():
+                if not isinstance(obj, shared_parts.BY_NAME):
+                    with contextlib.suppress(
+                        TypeError
+                    ):  # objects of some types, such as a dict, have no weak references
+                        self._references[number] = weakref.ref(obj)
+        self.objects = {number: obj for number, obj in self.objects.items() if number not in self._references}
 
     def hold(self) -> list[int]:
         """Hold the notebook's objects again, since a delivery may refer to them. Return the numbers of lost ones."""
-        self.objects.update(
-            (number, obj) for number, refer in self._references.items() if (obj := refer()) is not _MISSING
-        )
-        lost = self._references.keys() - self.objects.keys()
-        self._references = {}
-        for number in lost:
-            self._tensor_numbers.pop(number, None)
-        if lost:  # some may be buffers that models have replaced
-            self._number_tensors_of_models()
+        references = self._references
+        self.objects.update((number, obj) for number, refer in references.items() if (obj := refer()) is not None)
+        lost = references.keys() - self.objects.keys()
+        if lost:
+            for number in lost:
+                self._tensor_numbers.pop(number, None)
+            self._number_tensors_of_models()  # some may be buffers that models have replaced
         return sorted(lost - self.objects.keys())
 
     def hand_over(self) -> tuple[list[str], list[str]]:
@@ -172,6 +177,7 @@ class NamespaceTracker:
         Return the rank's own names, and the names of the notebook's values other than modules.
         """
         self.objects.clear()
+        self._references.clear()
         self._tensor_numbers.clear()
         sent = [
             name
