@@ -301,8 +301,11 @@ class LoaderPosition:
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one. A resume point in another epoch is dropped."""
         self.epochs.following = epoch
-        if self._resume_point is not None and self._resume_point.epoch != epoch:
-            self._resume_point = None
+        if self._resume_point is None or self._resume_point.epoch == epoch:
+            return
+        self._resume_point = None
+        if self.reuses_workers is not None:  # the epochs after the saved one reuse its workers
+            self.reuses_workers = True
 
     def skip_by_hand(self, num_batches: int) -> None:
         """Record that the program skips batches itself, so that the resumed iteration skips no more.
