@@ -12,7 +12,9 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import io
 import pathlib
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -40,6 +42,7 @@ from notebook_accel.training.checkpoint import (
 from notebook_accel.training.trees import map_leaves
 
 _Hooks = Sequence[Callable[[list[Any], list[Any], str], None]]
+_IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Saving:
@@ -220,7 +223,18 @@ class _Parts:
 
 
 def _copied(leaf: Any) -> Any:
-    return fsdp.on_host(leaf) if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)  # such as a NumPy array
+    """Return a copy of a value on the host, or raise the error that writing the value would raise."""
+    if isinstance(leaf, torch.Tensor):
+        return fsdp.on_host(leaf)
+    if type(leaf) in _IMMUTABLE:
+        return leaf
+    if not getattr(getattr(leaf, "dtype", None), "hasobject", True):  # a NumPy array, which pickling copies slowly
+        return copy.deepcopy(leaf)
+    # Some objects can be pickled and not copied by ``deepcopy``, such as one that holds a tensor with a graph.
+    pickled = io.BytesIO()
+    torch.save(leaf, pickled, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    pickled.seek(0)
+    return torch.load(pickled, map_location="cpu", weights_only=False)
 
 
 def _collect(backend: Backend, state: CheckpointState, hooks: _Hooks, draft: pathlib.Path) -> _Parts:

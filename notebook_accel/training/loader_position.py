@@ -200,6 +200,8 @@ class ResumePoint:
         workers: ``Deal.workers``; 0 in old checkpoints.
         reuses_workers: True if the epoch reuses the worker processes of an earlier one. torch then draws no seed for
             them from the generator that also draws the order. ``None`` in old checkpoints.
+        generators_now: States of the loader's own generators at the checkpoint, from which a program draws that goes on
+            with another epoch. Empty if the epoch hadn't begun, and in old checkpoints.
     """
 
     epoch: int
@@ -215,6 +217,7 @@ class ResumePoint:
     undealt: int = 0
     workers: int = 0
     reuses_workers: bool | None = None
+    generators_now: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
 
 class LoaderPosition:
@@ -257,9 +260,9 @@ class LoaderPosition:
             return dict(vars(self._resume_point))
         dealt: dict[str, Any] = {"ranks": deal.ranks, "epoch_samples": deal.epoch_samples, "workers": deal.workers}
         running = self._running
+        states = [generator.get_state() for generator in generators]
         if running is None:
             dealt["reuses_workers"] = reuses_workers
-            states = [generator.get_state() for generator in generators]
             return vars(ResumePoint(self.epoch, length=length, generators=states, samples=0, **dealt))
         step = running.counter.step
         return vars(
@@ -272,6 +275,7 @@ class LoaderPosition:
                 ahead=[_plain(self.ahead)] if _is_plain(self.ahead) else [],
                 samples=deal.samples_after(step, running.undealt),
                 reuses_workers=self._reused_workers,
+                generators_now=states,
                 **dealt,
             )
         )
@@ -286,19 +290,21 @@ class LoaderPosition:
         saved = ResumePoint(**state)
         self.epochs.following = saved.epoch
         self.reuses_workers = None if environment.follows_accelerate() else saved.reuses_workers
-        for generator, its_state in zip(generators, saved.generators, strict=False):
-            generator.set_state(its_state)
         resume_point = _dealt_anew(saved, length, deal)
         if resume_point is None and saved.batches:
             _warn_of_new_epoch(saved, length, deal)
         begins_anew = resume_point is None or resume_point.begun is None or environment.follows_accelerate()
         self._resume_point = None if begins_anew else resume_point
+        _set_states(generators, saved.generators if begins_anew else saved.generators_now or saved.generators)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one. A resume point in another epoch is dropped."""
         self.epochs.following = epoch
-        if self._resume_point is not None and self._resume_point.epoch != epoch:
-            self._resume_point = None
+        if self._resume_point is None or self._resume_point.epoch == epoch:
+            return
+        self._resume_point = None
+        if self.reuses_workers is not None:  # the epochs after the saved one reuse its workers
+            self.reuses_workers = True
 
     def skip_by_hand(self, num_batches: int) -> None:
         """Record that the program skips batches itself, so that the resumed iteration skips no more.
@@ -335,6 +341,7 @@ class LoaderPosition:
             return
         now = random_state.snapshot()
         random_state.restore(resume_point.begun)
+        _set_states(generators, resume_point.generators)
         self._begun = random_state.snapshot()
         self._generators = resume_point.generators
         try:
@@ -352,6 +359,11 @@ class LoaderPosition:
             if self._latest is current:
                 self._latest = None
                 self.ahead = _NOTHING
+
+
+def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    for generator, its_state in zip(generators, states, strict=False):
+        generator.set_state(its_state)
 
 
 def _dealt_anew(saved: ResumePoint, length: int | None, deal: Deal) -> ResumePoint | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from notebook_accel import Accelerator, DataLoaderConfiguration, environment
+from notebook_accel import Accelerator, DataLoaderConfiguration, environment, skip_first_batches
 from notebook_accel.utils import set_seed
 from tests.training.ranks import Ranks
 
@@ -187,6 +187,38 @@ def test_epochs_that_reuse_workers() -> None:
     third = prepared()
     third.load_state_dict(after)
     assert seeded(third)[0] == reusing
+
+
+@pytest.mark.parametrize("has_generator", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resumed_program_goes_on_with_the_next_epoch(workers: int, has_generator: bool) -> None:
+    def prepared() -> Any:
+        options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0}
+        if has_generator:
+            options["generator"] = torch.Generator().manual_seed(3)
+        return Accelerator(cpu=True).prepare(DataLoader(range(8), shuffle=True, **options))  # type: ignore[arg-type]
+
+    first, states = prepared(), {}
+    for read, _ in enumerate(first, 1):
+        states[read] = (first.state_dict(), torch.get_rng_state())
+    expected = [[batch.item() for batch in first] for _ in range(2)]
+
+    def resumed(read: int, go_on: Callable[[Any], Any]) -> list[list[int]]:
+        """Return the order of the next two epochs after a checkpoint in the first one, which ``go_on`` leaves."""
+        loader = prepared()
+        state, random_numbers = states[read]
+        loader.load_state_dict(state)
+        torch.set_rng_state(random_numbers)
+        return [[batch.item() for batch in batches] for batches in (go_on(loader), loader)]
+
+    def with_next_epoch(loader: Any) -> Any:
+        loader.set_epoch(1)
+        return loader
+
+    if not has_generator:  # torch's sampler draws once more from its own generator when the epoch ends
+        assert resumed(3, with_next_epoch) == expected
+    assert resumed(8, with_next_epoch) == expected
+    assert resumed(8, lambda loader: skip_first_batches(loader, 0)) == expected
 
 
 @pytest.mark.parametrize(("kind", "steps", "options"), [

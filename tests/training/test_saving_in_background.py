@@ -8,6 +8,7 @@ import io
 import os
 import pathlib
 import threading
+import types
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,8 @@ class Counts:
     """An object with state that isn't in tensors, and that changes in place."""
 
     def __init__(self) -> None:
-        self.state: dict[str, Any] = {"array": np.zeros(3), "set": {1}, "nested": [{"list": [0]}]}
+        holder = types.SimpleNamespace(loss=torch.zeros(1, requires_grad=True) * 2, steps=[0])
+        self.state: dict[str, Any] = {"array": np.zeros(3), "set": {1}, "nested": [{"list": [0]}], "holder": holder}
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
@@ -86,6 +88,9 @@ class Counts:
         self.state["array"] += 1
         self.state["set"].add(2)
         self.state["nested"][0]["list"].append(1)
+        with torch.no_grad():
+            self.state["holder"].loss += 1
+        self.state["holder"].steps.append(1)
 
 
 def test_an_object_is_saved_as_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +110,22 @@ def test_an_object_is_saved_as_it_was(tmp_path: pathlib.Path, monkeypatch: pytes
     assert counts.state["array"].tolist() == [0.0] * 3
     assert counts.state["set"] == {1}
     assert counts.state["nested"] == [{"list": [0]}]
+    assert counts.state["holder"].loss.item() == 0.0
+    assert counts.state["holder"].steps == [0]
+
+
+def test_an_object_that_cannot_be_saved_gives_the_same_error(tmp_path: pathlib.Path) -> None:
+    accelerator, counts = Accelerator(cpu=True), Counts()
+    counts.state["lock"] = threading.Lock()
+    accelerator.register_for_checkpointing(counts)
+    texts = []
+    for is_async in (False, True):
+        with pytest.raises(CheckpointError) as raised:
+            accelerator.save_state(tmp_path / "state", async_=is_async)
+        texts.append(str(raised.value))
+    assert texts[0] == texts[1]
+    assert "lock" in texts[0]
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_next_one_waits_for_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
