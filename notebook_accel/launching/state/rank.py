@@ -323,8 +323,10 @@ class RankState:
             self.step_history.add(event)
         elif isinstance(event, events.Metrics):
             for name, value in event.values.items():
-                if name in self.metrics or len(self.metrics) < events.MOST_METRICS:
-                    self.metrics[name] = value
+                if name not in self.metrics and len(self.metrics) == events.MOST_METRICS:
+                    earlier = (old for old in self.metrics if old not in event.values)  # of a session's earlier cell
+                    del self.metrics[next(earlier, next(iter(self.metrics)))]
+                self.metrics[name] = value
         elif isinstance(event, events.Memory):
             self.memory = event
         elif isinstance(event, events.ModelMemory):
