@@ -137,7 +137,7 @@ def test_status_is_data_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     commands.run("status --json")
     [ended] = json.loads(capsys.readouterr().out)
     assert ended["status"] == "stopped" and ended["took_s"] >= 0
-    assert ended["ranks"] == going["ranks"]
+    assert ended["ranks"] == [rank | {"state": "stopped"} for rank in going["ranks"]]
 
 
 def test_ranks_that_are_still_to_come_have_printed_nothing(
