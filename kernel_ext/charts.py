@@ -39,7 +39,8 @@ def chart_html(state: RunState, metric: str = "", *, of_ranks: bool = False, is_
     is_mean_partial = 2 * _length(mean) < _length(longest)
     shown = ranks if of_ranks or is_mean_partial else {}
     title = html.escape(shortened(name, _MOST_TITLE_CHARACTERS))
-    of = "" if len(state.ranks) == 1 else "each rank, and their mean" if shown else "mean of ranks"
+    of_shown = "each rank, and their mean" if len(mean) > 1 else "each rank"
+    of = "" if len(state.ranks) == 1 else of_shown if shown else "mean of ranks"
     (_, before), *_, (last, after) = longest if is_mean_partial else mean
     description = f"{title} over {last:,} {curves.unit}: from {before:.4g} to {after:.4g}"
     head = f'<div class="nba-chart-title"><span>{title}</span> <span>{of}</span></div>' if is_titled else ""

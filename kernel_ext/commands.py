@@ -149,6 +149,7 @@ def _print_run(entry: registry.Entry) -> None:
 
 def _stop(given: argparse.Namespace) -> None:
     job = _running(given.run)
+    job.ended_by = "%distributed stop"
     job.stop()
     job.wait(_STOP_DEADLINE_S)
     print(repr(job))
@@ -156,7 +157,10 @@ def _stop(given: argparse.Namespace) -> None:
 
 def _interrupt(given: argparse.Namespace) -> None:
     job = _running(given.run)
-    job.interrupt(escalate=job.on_death != "keep")  # a session's ranks stay
+    ends_it = job.on_death != "keep"  # a session's ranks stay
+    if ends_it:
+        job.ended_by = "%distributed interrupt"
+    job.interrupt(escalate=ends_it)
     print(f"Interrupted: {job!r}")
 
 

@@ -472,11 +472,12 @@ def given_flags(namespace: argparse.Namespace) -> dict[str, Any]:
     return {option.name: value for option in fields() if (value := getattr(namespace, option.name, None)) is not None}
 
 
-# Names of options in other launchers: torchrun, Lightning, mpirun, Accelerate.
+# Names of options in other launchers: torchrun, Lightning, mpirun, Accelerate, and its notebook_launcher.
 _NAMES_ELSEWHERE = {
     "--num_processes": ("np", "nproc", "nproc_per_node", "gpus", "num_gpus", "devices", "ranks", "workers"),
     "--num_nodes": ("nnodes", "num_machines"),
     "--mixed_precision": ("fp16", "bf16", "amp"),
+    "--main_process_port": ("use_port", "master_port"),
 }
 _CLOSE = 0.7  # difflib's ratio from which a word counts as a misspelt flag
 

@@ -310,7 +310,7 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 def address_towards(host: str, port: int) -> str:
     """Return this machine's address on the route to another; loopback if there is no route. Nothing is sent."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):  # the latter for a path, where the nodes meet in a file
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sock:
             sock.connect(address)

@@ -153,7 +153,7 @@ class Reporter:
         self._counting: tuple[Counter | None, int] = None, 0
         # The latest value of each metric that was reported since the last sample, and the step at which it was.
         self._reported: dict[str, tuple[Any, int]] = {}
-        self._names: set[str] = set()  # of all metrics so far
+        self._names: set[str] = set()  # of all metrics so far, of a session's cell
         self._has_left_out = False
         self._copies: dict[str, _GpuCopy] = {}
         # Until ``release_metrics``: a dict on devices where values exist only when a step ends.
@@ -209,6 +209,11 @@ class Reporter:
         return f"step {progress.step}{of_total}" + ("" if progress.epoch is None else f", epoch {progress.epoch}")
 
     # Metrics ----------------------------------------------------------------------------------------------------------
+
+    def begin_cell(self) -> None:
+        """Make room for the metrics of a session's next cell."""
+        self.has_own_loss = self._has_left_out = False
+        self._names = set()
 
     def hold_metrics(self) -> None:
         """Hold metrics until ``release_metrics``: reading a tensor earlier would compute its step twice."""

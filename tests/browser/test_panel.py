@@ -285,3 +285,17 @@ def test_last_output_stays_readable_beside_the_time_of_a_step(page: Page, width:
     table = f'<div class="nba-panel"><style>{STYLE}</style>{render.table_html(run.state, 6.0, steps)}</div>'
     page.set_content(f'<body style="margin: 0; width: {width}px">{table}</body>')
     assert page.locator("td.nba-last").first.evaluate("cell => cell.clientWidth") >= 110
+
+
+def test_memory_and_the_last_sign_of_life_stay_visible_in_a_narrow_panel(page: Page) -> None:
+    run = fake_runs.training(2)
+    steps = {rank: {"data": 0.8e-3, "forward": 5e-3, "backward": 9e-3} for rank in range(2)}
+    names = ("loss", "accuracy", "learning_rate", "gradient_norm", "validation_loss", "samples_per_second")
+    for rank in range(2):
+        run.apply(rank, events.Memory(used_bytes=270 << 20, total_bytes=24 << 30, kind="host"))
+        run.apply(rank, events.Metrics(step=60, time_s=5.0, values=dict.fromkeys(names, 0.1234)))
+    table = f'<div class="nba-panel"><style>{STYLE}</style>{render.table_html(run.state, 6.0, steps)}</div>'
+    page.set_content(f'<body style="margin: 0; width: 698px">{table}</body>')
+    hidden_px = page.locator(".nba-scroll").evaluate("area => area.scrollWidth - area.clientWidth")
+    heads = page.locator("thead th").all_inner_texts()
+    assert ("memory" in heads, "seen" in heads, hidden_px) == (True, True, 0)

@@ -103,6 +103,16 @@ def test_chart_goes_on_with_the_other_ranks_when_one_stops_reporting() -> None:
     assert "rank 3" in chart.text
 
 
+@pytest.mark.parametrize(("others_first", "of"), [(3, "each rank"), (2, "each rank, and their mean")])
+def test_chart_names_the_mean_of_ranks_only_if_it_is_a_line(others_first: int, of: str) -> None:
+    state = RunState(2)
+    for rank, steps in ((0, range(1, 4)), (1, range(others_first, 10))):
+        for step in steps:
+            state.apply(rank, events.Metrics(step=step, values={"loss": 1.0}))
+            state.apply(rank, events.Progress(step=step, steps=step))
+    assert f"<span>{of}</span>" in chart_html(state, of_ranks=True)
+
+
 def test_chart_is_of_the_metric_that_was_chosen_or_of_the_first() -> None:
     state = RunState(1)
     for step in (1, 2):

@@ -17,6 +17,7 @@ import pytest
 from kernel_ext import commands
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.kernel import registry
+from notebook_accel.launching.kernel.job import Reason
 from notebook_accel.protocol import events
 from tests import kernels
 from tests.launching.kernel.test_job import make_job
@@ -136,7 +137,7 @@ def test_status_is_data_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     commands.run("status --json")
     [ended] = json.loads(capsys.readouterr().out)
     assert ended["status"] == "stopped" and ended["took_s"] >= 0
-    assert ended["ranks"] == going["ranks"]
+    assert ended["ranks"] == [rank | {"state": "stopped"} for rank in going["ranks"]]
 
 
 def test_ranks_that_are_still_to_come_have_printed_nothing(
@@ -183,6 +184,29 @@ def test_run_that_was_detached_says_how_it_is_found_again(
     job.end_detached("a night")
     commands.run("status")
     assert "goes on without this notebook: %distributed attach 'a night'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("command", "reason"), [("stop", "stopped"), ("interrupt", "interrupted")])
+def test_run_says_which_command_has_ended_it(
+    command: str, reason: Reason, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "_entries", collections.deque())
+    job = make_job()
+    registry.add(job)
+    job.send_orders_by(lambda order: job.end(reason))
+    commands.run(command)
+    commands.run("status")
+    assert f"\n  by %distributed {command}\n" in capsys.readouterr().out
+
+
+def test_interrupt_of_a_session_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_entries", collections.deque())
+    job = make_job()
+    job.on_death = "keep"
+    registry.add(job)
+    commands.run("interrupt")
+    assert job.ended_by == ""
+    job.end("stopped")
 
 
 @pytest.mark.front_end

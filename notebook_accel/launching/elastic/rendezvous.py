@@ -235,6 +235,8 @@ def dynamic(options: ElasticOptions, waits: Callable[[str], None]) -> Rendezvous
     meeting = options.meeting
     deadline_s = time.monotonic() + meeting.timeout_s
     is_host = meeting.settings.get("is_host")  # such as of a machine that others reach by an address of their network
+    if meeting.settings.get("store_type") == "file":  # HOST:PORT is the path of a file, where nobody listens
+        is_host = "true"
     serves = _is_own(meeting.host) if is_host is None else environment.is_true(is_host)
     while not (serves or _is_listened_at(meeting.host, meeting.port)):
         waits(f"waiting for a node that listens at {meeting.host}:{meeting.port}")

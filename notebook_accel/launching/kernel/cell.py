@@ -22,6 +22,8 @@ from notebook_accel.launching.ranks.ipython_shims import LINE_MAGICS
 # IPython's own names in a notebook's namespace, which are not sent to ranks.
 OF_IPYTHON = {"In", "Out", "_", "__", "___", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "exit", "quit", "get_ipython"}
 _OF_MODULES = {"__name__", "__doc__", "__file__", "__spec__", "__loader__", "__package__", "__builtins__", "__main__"}
+# The magics into which IPython translates `x?`, `x??` and `*x*?`. Nobody types their names.
+_HELP_MARKS = {"pinfo": "?", "pinfo2": "??", "psearch": "?"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +179,8 @@ def _refuse_magics(tree: ast.Module, label: str) -> None:
             )
         if name not in LINE_MAGICS:
             texts = [str(part.value) for part in node.args if isinstance(part, ast.Constant)]
-            # IPython has translated `x?` into the magic %pinfo, which nobody types.
-            typed = f"{texts[1]}?" if texts[:1] == ["pinfo"] and texts[1:] else f"%{name}"
+            mark = _HELP_MARKS.get(name)
+            typed = f"{texts[1]}{mark}" if mark and texts[1:] else f"%{name}"
             what = f"the magic {typed}" if typed.startswith("%") else typed
             raise CellError(
                 f"{label}, line {node.lineno}: {what} needs the kernel, and a rank has none.",

@@ -535,12 +535,12 @@ class Job(Handle):
             why = f"it goes on without this notebook: {outcome.error.fix}"
         ending, ending.first_rank = self.ending, self.first_rank
         ending.why, ending.took_s, ending.diagnosis = why, self.ended_s - self.started_s, self.diagnosis()
+        with self.state_lock:
+            self.state.close(is_detached=self._is_detached)
         ending.ranks = self.ranks
         ending.status = status  # the last one, so that a thread that sees it also sees the others
         if self._is_discarded or not (self._has_all_results() or self.state.has_saved):
             self.result_files.close()
-        with self.state_lock:
-            self.state.close(is_detached=self._is_detached)
         self._ended.set()
         self._stack_request.end()
         with self.state_lock:

@@ -247,13 +247,12 @@ def _working_directory() -> str:
 def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     is_on_cpu = devices.kind == "CPU"
     shares = devices.kind == "GPU" and (config.num_processes or 0) > devices.available
-    # Each has a value in every launch: otherwise ranks would read a variable of that name in the kernel's environment.
+    # All but those of the training have a value in every launch: otherwise ranks would read a variable of that name in
+    # the kernel's environment.
     variables = {
         **training_variables(config),
         environment.PROFILE: config.profile,
         environment.OVERSUBSCRIBE: "true" if shares else "false",
-        # Without USE_CPU, Accelerate inside a rank on the CPU ignores the other ranks.
-        environment.USE_CPU: "true" if is_on_cpu else "false",
         # Variables that torchrun sets besides a rank's place; elastic runs replace them. TORCHELASTIC_RUN_ID tells
         # Lightning that its processes exist already, so that it asks neither Slurm nor MPI.
         "TORCHELASTIC_RUN_ID": config.rdzv_id,
@@ -263,7 +262,8 @@ def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
         "ROLE_NAME": "default_role",
     }
     if is_on_cpu:
-        variables |= devices.hiding()
+        # Without USE_CPU, Accelerate inside a rank on the CPU ignores the other ranks.
+        variables |= {environment.USE_CPU: "true", **devices.hiding()}
     elif devices.platform is not None:
         variables |= devices.platform.variables()
     return variables

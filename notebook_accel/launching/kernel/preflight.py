@@ -7,7 +7,6 @@ must be quick and open as little as possible.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import math
@@ -23,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from notebook_accel import environment, host_memory, time_limit
-from notebook_accel.config import LaunchConfig, fields, mesh_sizes
+from notebook_accel.config import LaunchConfig, closest_flag, fields, mesh_sizes
 from notebook_accel.errors import ConfigError, Finding
 from notebook_accel.formatting import format_size
 from notebook_accel.launching import device_state, processes
@@ -138,13 +137,14 @@ def check_environment() -> Iterator[Finding]:
         except ConfigError as error:
             yield Finding(error.what, error.why, error.fix)
     known = [*environment.OWN, *(f"NOTEBOOK_ACCEL_{option.name.upper()}" for option in fields())]
+    by_flag = {_as_flag(name): name for name in known}
     for name in os.environ:
         if name.startswith("NOTEBOOK_ACCEL_") and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+            close = by_flag.get(closest_flag(_as_flag(name), by_flag))
             yield Finding(
                 f"The environment variable {name} has no effect.",
                 "There is no option of that name.",
-                (f"is it {close[0]}? Otherwise " if close else "") + f"unset {name}",
+                (f"is it {close}? Otherwise " if close else "") + f"unset {name}",
                 refuses=False,
             )
     for name, feature in environment.UNSUPPORTED.items():
@@ -154,6 +154,10 @@ def check_environment() -> Iterator[Finding]:
                 "The ranks would train without it.",
                 f"unset {name} (del os.environ[{name!r}]); --fsdp (fsdp=True) shards models here",
             )
+
+
+def _as_flag(variable: str) -> str:
+    return f"--{variable.removeprefix('NOTEBOOK_ACCEL_').lower()}"
 
 
 def _mesh(config: LaunchConfig, devices: Devices) -> Finding | None:

@@ -67,12 +67,13 @@ def latest(count: int = 1) -> list[Entry]:
 def find(which: str = "", *, running: bool = False) -> Entry:
     """Return a run by its name or number. Without either, return the only running run; if none runs, the last one.
 
-    Of several runs with the name, return the running one; if none runs, the last one.
+    A number counts before a name. Of several runs with the name, return the running one; if none runs, the last one.
 
     Raises:
         NotebookAccelError: There is no such run, no running one although ``running`` asks for it, or several run.
     """
-    meant = [entry for entry in _entries if not which or which in (str(entry.number), entry.name)]
+    numbered = [entry for entry in _entries if which == str(entry.number)]
+    meant = numbered or [entry for entry in _entries if which in ("", entry.name)]
     going_on = [entry for entry in meant if entry.is_running]
     if len(going_on) > 1:
         if not which:

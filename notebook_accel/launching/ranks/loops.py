@@ -109,7 +109,7 @@ class Loops:
         """Start new counts for a session's cell. The clock stops between two cells."""
         self.current = None
         self._begin_count()
-        reporting.reporter().has_own_loss = False
+        reporting.reporter().begin_cell()
         try:
             yield
         finally:

@@ -368,11 +368,15 @@ def _data_fix(run: _Run, slow: _Rank) -> str:
     workers = slow.times.workers or 0
     if slow.times.starting_s > slow.times.seconds.get("data", 0.0) / 2:
         return "Its workers start anew in each epoch. Try `persistent_workers=True`, or fewer and longer epochs."
-    if slow.per_step_s("data") < _SHORT_WAIT_S:
-        few = "or `num_workers=0`: passing" if workers else "or prepare the data once. Workers don't help: passing"
-        return f"Try a larger batch, {few} so little between processes takes about as long as making it."
     more = min(_MOST_WORKERS, run.cores_each(slow))
     fix = f"`num_workers={max(2 * workers, more)}`" if workers else f"`num_workers={more}, persistent_workers=True`"
+    if slow.per_step_s("data") < _SHORT_WAIT_S:
+        if workers:  # they are nearly fast enough
+            return f"Try a larger batch, or {fix}."
+        return (
+            "Try a larger batch, or prepare the data once. Workers don't help: passing so little between processes "
+            "takes about as long as making it."
+        )
     if slow.times.is_stream:
         return (
             "Prepare the data once and store it. Every worker yields all of an IterableDataset, unless it takes its "

@@ -326,8 +326,10 @@ class RankState:
             self.step_history.add(event)
         elif isinstance(event, events.Metrics):
             for name, value in event.values.items():
-                if name in self.metrics or len(self.metrics) < events.MOST_METRICS:
-                    self.metrics[name], self.reported_s[name] = value, event.time_s
+                if name not in self.metrics and len(self.metrics) == events.MOST_METRICS:
+                    oldest = min(self.metrics, key=lambda known: self.reported_s[known])  # of a session's earlier cell
+                    del self.metrics[oldest], self.reported_s[oldest]
+                self.metrics[name], self.reported_s[name] = value, event.time_s
         elif isinstance(event, events.Memory):
             self.memory = event
         elif isinstance(event, events.ModelMemory):

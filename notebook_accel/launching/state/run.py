@@ -75,7 +75,9 @@ class RunState:
             found.append((counting, events.Progress(step=0, time_s=self.first_step_s or 0.0)))
         found += [(rank, events.Metrics(step=step, values={name: value})) for step, rank, name, value in points]
         found += [(0, event) for event in self.restartings]  # a restart deletes the ranks' metrics
-        told = {} if self.restartings else {(rank, name): value for _, rank, name, value in points}
+        # Neither has a rank that was told of more names than it keeps the metrics that it should have.
+        is_told = not self.restartings and len(self.history) <= events.MOST_METRICS
+        told = {(rank, name): value for _, rank, name, value in points} if is_told else {}
         for rank in self.ranks:
             rest = {name: value for name, value in rank.metrics.items() if told.get((rank.rank, name)) != value}
             found += [(rank.rank, event) for event in rank.to_events(rest)]
@@ -134,8 +136,9 @@ class RunState:
         has_steps = any(other.step is not None for other in self.ranks)
         unit: Literal["steps", "reports"] = "steps" if has_steps else "reports"
         curves = self.history.get(name)
-        if curves is None and len(self.history) >= events.MOST_METRICS * len(self.ranks):  # other names after restarts
-            return
+        if curves is None and len(self.history) == events.MOST_METRICS * len(self.ranks):
+            # At least one is from an earlier cell of a session, or from before a restart.
+            del self.history[next(old for old in self.history if not any(old in rank.metrics for rank in self.ranks))]
         # A curve over reports from before the first step can't be continued over steps.
         if curves is None or (curves.unit, unit) == ("reports", "steps"):
             curves = self.history[name] = Curves(len(self.ranks), unit)

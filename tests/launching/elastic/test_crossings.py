@@ -6,6 +6,7 @@ Both ends are the real ones, in one process and a step at a time; the ranks have
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import socket
 import time
 from collections.abc import Iterator
@@ -240,6 +241,16 @@ def test_node_that_is_told_not_to_be_the_host_waits_for_the_host() -> None:
     with pytest.raises(RefusedError, match=f"No node has listened at 127.0.0.1:{alone.port}"):
         rendezvous.dynamic(options, lines.append)
     assert lines == [f"waiting for a node that listens at 127.0.0.1:{alone.port}"]
+
+
+def test_nodes_that_meet_in_a_file_wait_for_nobody_who_listens(tmp_path: pathlib.Path) -> None:
+    host = str(tmp_path / "meeting")
+    alone = msgspec.structs.replace(meeting(), backend="c10d", host=host, settings={"store_type": "file"})
+    options = ElasticOptions(max_restarts=0, monitor_interval_s=0.01, run_id="a file", meeting=alone)
+    lines: list[str] = []
+    assert rendezvous.dynamic(options, lines.append).get_backend() == "c10d"
+    assert lines == []
+    assert (tmp_path / f"meeting:{alone.port}").exists()
 
 
 class _Store(dict[str, bytes]):

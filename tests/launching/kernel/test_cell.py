@@ -109,6 +109,8 @@ def test_await_says_what_to_write_instead() -> None:
     [
         ("get_ipython().run_line_magic('timeit', '1')", "the magic %timeit needs the kernel"),
         ("get_ipython().run_line_magic('pinfo', 'x.y')", r"line 1: x\.y\? needs the kernel"),
+        ("get_ipython().run_line_magic('pinfo2', 'x.y')", r"line 1: x\.y\?\? needs the kernel"),
+        ("get_ipython().run_line_magic('psearch', '*x*')", r"line 1: \*x\*\? needs the kernel"),
         ("x = get_ipython().run_cell_magic('time', '', 'y')", "%%time can't be used inside the cell"),
     ],
 )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from notebook_accel import notebook_launcher
+from notebook_accel import environment, notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import PreflightError
 from notebook_accel.launching.kernel import devices, launcher, preflight
@@ -122,8 +122,10 @@ def test_amds_gpus_are_launched_on_as_on_cuda(
     found = Devices.find(LaunchConfig())
     assert found == Devices("GPU", 3)
     variables = launcher._variables(LaunchConfig(), found)
-    assert (variables["ACCELERATE_USE_CPU"], variables["NOTEBOOK_ACCEL_OVERSUBSCRIBE"]) == ("false", "false")
-    assert "CUDA_VISIBLE_DEVICES" not in variables
+    assert variables["NOTEBOOK_ACCEL_OVERSUBSCRIBE"] == "false"
+    assert variables.keys().isdisjoint(["CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU"])  # a script may choose the CPU
+    with environment.patched({"ACCELERATE_USE_CPU": "true"}):
+        assert launcher._variables(LaunchConfig(), found)["ACCELERATE_USE_CPU"] == "false"
     shared = LaunchConfig(num_processes=4, oversubscribe=True)
     assert launcher._variables(shared, found)["NOTEBOOK_ACCEL_OVERSUBSCRIBE"] == "true"
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "1,2")
@@ -132,6 +134,7 @@ def test_amds_gpus_are_launched_on_as_on_cuda(
     assert Devices.find(LaunchConfig()) == Devices("CPU", 1)
     hidden = launcher._variables(LaunchConfig(use_cpu=True), Devices("CPU", 1))
     assert (hidden["CUDA_VISIBLE_DEVICES"], hidden["HIP_VISIBLE_DEVICES"]) == ("", "-1")
+    assert launcher._variables(LaunchConfig(), Devices("CPU", 1))["ACCELERATE_USE_CPU"] == "true"
 
 
 @pytest.mark.parametrize(("build", "files", "named", "says"), [

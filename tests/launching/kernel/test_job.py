@@ -246,6 +246,7 @@ def test_stopped_run_says_so() -> None:
     job = make_job()
     job.end("stopped")
     assert job.status == "stopped"
+    assert [rank.word for rank in job.ending.ranks] == [rank.word for rank in job.ranks] == ["stopped", "stopped"]
     with pytest.raises(RunStoppedError):
         job.results()
 

@@ -49,6 +49,7 @@ def test_variables_that_change_nothing_are_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "tp")
     monkeypatch.setenv("NOTEBOOK_ACCEL_DEBUGGING", "1")
     monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESES", "2")
+    monkeypatch.setenv("NOTEBOOK_ACCEL_USE_PORT", "29501")
     found = {finding.what: finding for finding in preflight.check(LaunchConfig(use_cpu=True))}
     assert found.keys() == {
         "The environment variable NOTEBOOK_ACCEL_COMPAT is 'Accelerate'.",
@@ -56,12 +57,15 @@ def test_variables_that_change_nothing_are_named(monkeypatch: pytest.MonkeyPatch
         "The environment variable ACCELERATE_USE_PARALLELISM_CONFIG is 'tp'.",
         "The environment variable NOTEBOOK_ACCEL_DEBUGGING has no effect.",
         "The environment variable NOTEBOOK_ACCEL_NUM_PROCESES has no effect.",
+        "The environment variable NOTEBOOK_ACCEL_USE_PORT has no effect.",
         "The environment variable ACCELERATE_USE_DEEPSPEED asks for DeepSpeed, which isn't supported here.",
     }
     misspelt = found["The environment variable NOTEBOOK_ACCEL_NUM_PROCESES has no effect."]
     assert misspelt.fix.startswith("is it NOTEBOOK_ACCEL_NUM_PROCESSES?")
+    named_elsewhere = found["The environment variable NOTEBOOK_ACCEL_USE_PORT has no effect."]
+    assert named_elsewhere.fix.startswith("is it NOTEBOOK_ACCEL_MAIN_PROCESS_PORT?")
     assert {finding.what for finding in found.values() if not finding.refuses} == {
-        misspelt.what,
+        *(misspelt.what, named_elsewhere.what),
         "The environment variable NOTEBOOK_ACCEL_DEBUGGING has no effect.",
     }
 

@@ -73,6 +73,14 @@ def test_name_or_number_finds_it_and_of_one_name_the_one_that_goes_on() -> None:
     )
 
 
+def test_number_counts_before_a_name_that_looks_like_one() -> None:
+    kept = [started("2"), started("train")]
+    assert registry.find("2").name == "train"
+    for job in kept:
+        job.end("stopped")
+    assert registry.find("2").name == "train"
+
+
 def test_of_several_that_go_on_under_one_name_none_is_taken() -> None:
     kept = [started("train"), started("train")]
     for running in (True, False):

@@ -208,6 +208,28 @@ def test_each_of_many_ranks_has_curves_of_its_own_metrics() -> None:
     assert state.chart_names == list(itertools.chain.from_iterable(names.values()))
 
 
+def test_metrics_of_a_later_cell_or_restart_take_the_place_of_the_oldest() -> None:
+    state = RunState(2)
+    for rank in range(2):
+        state.apply(rank, events.Metrics(step=1, values={"loss": 1.0}))
+    for number in range(3 * events.MOST_METRICS):
+        state.apply(1, events.Metrics(step=number, values={f"m{number}": 0.5}))
+    state.apply(1, events.Metrics(step=number + 1, values={"accuracy": 0.25, "loss": 0.5}))
+    last = [f"m{number}" for number in range(2 * events.MOST_METRICS + 2, 3 * events.MOST_METRICS)]
+    assert [*state.ranks[1].metrics] == [*last, "accuracy", "loss"]
+    assert len(state.history) == 2 * events.MOST_METRICS
+    assert {"loss", *last, "accuracy"} <= state.history.keys()
+    again = strategies.replay(2, state.to_events())
+    assert [rank.metrics for rank in again.ranks] == [rank.metrics for rank in state.ranks]
+
+
+def test_metrics_are_in_the_order_of_their_report() -> None:
+    state = RunState(1)
+    names = ["zeta", "alpha", "mu", "beta", "omega", "eta"]
+    state.apply(0, events.Metrics(step=1, values=dict.fromkeys(names, 0.5)))
+    assert [*state.history] == names
+
+
 def test_history_is_over_reports_as_long_as_nothing_counts_steps() -> None:
     state = RunState(1)
     for loss in (4.0, 3.0, 2.0):
