@@ -327,7 +327,8 @@ class RankState:
         elif isinstance(event, events.Metrics):
             for name, value in event.values.items():
                 if name not in self.metrics and len(self.metrics) == events.MOST_METRICS:
-                    oldest = min(self.metrics, key=lambda known: self.reported_s[known])  # of a session's earlier cell
+                    # One of a session's earlier cell.
+                    oldest = min(self.metrics, key=lambda known: (known in event.values, self.reported_s[known]))
                     del self.metrics[oldest], self.reported_s[oldest]
                 self.metrics[name], self.reported_s[name] = value, event.time_s
         elif isinstance(event, events.Memory):
