@@ -154,21 +154,22 @@ class NamespaceTracker:
         if not self._references:
             for number, obj in self.objects.items():
                 if not isinstance(obj, shared_parts.BY_NAME):
-                    with contextlib.suppress(
-                        TypeError
-                    ):  # objects of some types, such as a dict, have no weak references
+                    with contextlib.suppress(TypeError):  # a dict, for example, has no weak references
                         self._references[number] = weakref.ref(obj)
-        self.objects = {number: obj for number, obj in self.objects.items() if number not in self._references}
+        for number in self._references:
+            self.objects.pop(number, None)
 
     def hold(self) -> list[int]:
         """Hold the notebook's objects again, since a delivery may refer to them. Return the numbers of lost ones."""
         references = self._references
-        self.objects.update((number, obj) for number, refer in references.items() if (obj := refer()) is not None)
-        lost = references.keys() - self.objects.keys()
-        if lost:
-            for number in lost:
-                self._tensor_numbers.pop(number, None)
-            self._number_tensors_of_models()  # some may be buffers that models have replaced
+        found = {number: obj for number, refer in references.items() if (obj := refer()) is not None}
+        self.objects.update(found)
+        if len(found) == len(references):
+            return []
+        lost = references.keys() - found.keys()
+        for number in lost:
+            self._tensor_numbers.pop(number, None)
+        self._number_tensors_of_models()  # some may be buffers that models have replaced
         return sorted(lost - self.objects.keys())
 
     def hand_over(self) -> tuple[list[str], list[str]]:
