@@ -96,6 +96,6 @@ def test_run_that_does_not_end_in_time_leaves_others_alone(
     other = launch(functions.waits, str(tmp_path))
     processes.wait_until(lambda: len(os.listdir(tmp_path)) == 2, "the other run is there")
     mine = launch(functions.waits, grace_s=0)
-    foreground._end_interrupted(mine)
+    foreground._end_interrupted(mine, None)
     assert mine.wait(20)
     assert not other.done and other.stacks()[0].condition == "answered"
