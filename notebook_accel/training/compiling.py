@@ -68,11 +68,12 @@ class TorchDynamoPlugin(KwargsHandler):
         self.backend = DynamoBackend[name]
         self.mode = self.mode or os.environ.get(f"{prefix}MODE") or "default"
         if self.fullgraph is None:
-            self.fullgraph = _flag("USE_FULLGRAPH") or False
+            self.fullgraph = environment.flag(f"{prefix}USE_FULLGRAPH") or False
         if self.dynamic is None:
-            self.dynamic = _flag("USE_DYNAMIC") or None  # a launch writes False where nothing was asked for
+            # A launch writes False where nothing was asked for.
+            self.dynamic = environment.flag(f"{prefix}USE_DYNAMIC") or None
         if self.use_regional_compilation is None:
-            self.use_regional_compilation = _flag("USE_REGIONAL_COMPILATION") or False
+            self.use_regional_compilation = environment.flag(f"{prefix}USE_REGIONAL_COMPILATION") or False
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings by name, the backend in lower case."""
@@ -85,10 +86,6 @@ class TorchDynamoPlugin(KwargsHandler):
         defaults = {"mode": "default", "fullgraph": False, "dynamic": None, "options": None, "disable": False}
         changed = {name: getattr(self, name) for name in defaults if getattr(self, name) != defaults[name]}
         return {"backend": self.backend.value.lower(), **changed}
-
-
-def _flag(name: str) -> bool | None:
-    return environment.flag(f"{environment.DYNAMO}{name}")
 
 
 def resolve(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
