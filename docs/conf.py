@@ -35,7 +35,7 @@ python_use_unqualified_type_names = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(collections|contextlib|datetime|importlib|os|pathlib|torch)\..*|DataLoader|LRScheduler"),
     (r"py:class", r"notebook_accel\.(protocol|launching\.state)\..*|notebook_accel\.launching\.kernel\.cell\.Cell"),
-    (r"py:class", r"(.*\.)?(Ask|Feed|LaunchRequest|LoaderPosition|LossScaler|ResultFiles|Tail|_Path)"),
+    (r"py:class", r"(.*\.)?(Answer|Feed|LaunchRequest|LoaderPosition|LossScaler|ResultFiles|Tail|_Path)"),
 ]
 
 # The looks.

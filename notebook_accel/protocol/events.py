@@ -89,6 +89,7 @@ class StepTimes(_Event, frozen=True, kw_only=True):
         """Return one event for the steps of this one and of later ones."""
         parts = (self, *later)
         steps = sum(part.steps for part in parts)
+        known = [part for part in parts if part.rows]
         seconds: dict[str, float] = {}
         seen: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
         for part in parts:
@@ -104,7 +105,7 @@ class StepTimes(_Event, frozen=True, kw_only=True):
             collecting_s=sum(part.collecting_s for part in parts),
             compilations=sum(part.compilations for part in parts),
             starting_s=sum(part.starting_s for part in parts),
-            rows=sum(part.rows * part.steps for part in parts) / max(steps, 1),
+            rows=sum(part.rows * part.steps for part in known) / max(sum(part.steps for part in known), 1),
             smallest_batch=min((part.smallest_batch for part in parts if part.smallest_batch), default=0),
             largest_batch=max(part.largest_batch for part in parts),
             samples=sum(part.samples for part in parts),

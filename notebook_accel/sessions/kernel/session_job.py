@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
 
 from notebook_accel.errors import RunStoppedError
 from notebook_accel.launching.kernel.job import Handle, Status
@@ -20,8 +19,6 @@ from notebook_accel.uninterruptible import Latch
 
 _POLL_PERIOD_S = 0.1
 
-RunRequest: TypeAlias = Callable[..., Mapping[int, Answer]]
-
 
 class SessionJob(Handle):
     """Code that runs in a session's ranks. Its output appears under the cell that ran or started it.
@@ -33,7 +30,9 @@ class SessionJob(Handle):
         stacks: Function that takes a deadline in seconds and returns the ranks' stacks.
     """
 
-    def __init__(self, name: str, run_request: RunRequest, stacks: Callable[[float], Stacks]) -> None:
+    def __init__(
+        self, name: str, run_request: Callable[..., Mapping[int, Answer]], stacks: Callable[[float], Stacks]
+    ) -> None:
         super().__init__(name)
         self._run_request = run_request
         self._stacks = stacks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from notebook_accel.launching.state.step_times import StepHistory
@@ -52,6 +53,13 @@ def test_recent_steps_are_the_last_ones_with_their_lines_and_sizes() -> None:
     assert [line.place for line in recent(history).lines] == ["In[1], line 2"]
     assert (recent(history).smallest_batch, recent(history).largest_batch) == (100, 200)
     assert (total(history).smallest_batch, total(history).steps) == (8, 410)
+
+
+def test_batches_of_unknown_size_leave_the_mean_of_the_known_ones() -> None:
+    history = StepHistory()
+    for rows in (0.0, 6.0, 0.0, 6.0, 0.0):
+        history.add(msgspec.structs.replace(times(10), rows=rows))
+    assert (recent(history).rows, total(history).rows) == (6.0, 6.0)
 
 
 def test_fifty_slow_steps_are_recent_however_long_they_took() -> None:
