@@ -26,14 +26,10 @@ from notebook_accel.launching.views.view import LinesView
 from tests import kernels, processes
 from tests.launching.elastic import restarted
 from tests.launching.elastic.test_restarts import below_template, runs
+from tests.training.ranks import free_port
 
 Launch = Callable[..., Job]
 _WAIT_S = 90.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture
