@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import pathlib
+import subprocess
+import sys
 import types
 from typing import Any
 
@@ -92,6 +94,18 @@ def test_missing_names_are_known(name: str) -> None:
     ours = importlib.import_module(f"notebook_accel.{name}".rstrip("."))
     missing = {known for known in public_names(theirs) if not hasattr(ours, known)}
     assert missing == set(MISSING[name].split())
+
+
+@beside_its_release
+def test_modules_are_there_after_the_import_of_the_package() -> None:
+    """As in ``accelerate.utils.set_seed(0)``. A fresh Python has imported no module by itself."""
+    code = """if True:
+        import types, accelerate, notebook_accel
+        names = [name for name, value in vars(accelerate).items() if isinstance(value, types.ModuleType)]
+        print(*(name for name in sorted(names) if not hasattr(notebook_accel, name)))
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert run.stdout.split() == ["checkpointing", "commands"]
 
 
 @beside_its_release
