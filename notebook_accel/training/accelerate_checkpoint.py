@@ -129,7 +129,7 @@ class AccelerateCheckpoint:
         The state has one form with worker processes, and another one without.
         """
         path = self._folder / _file_of("dl_state_dict", number)
-        state = model_files.read_object(path) if path.is_file() else {"_iterator_finished": True}
+        state: dict[str, Any] = model_files.read_object(path) if path.is_file() else {"_iterator_finished": True}
         counted = state.get("_snapshot", {}).get("_snapshot_step", state.get("_num_yielded", 0))
         batches: int = counted + state.get("_steps_since_snapshot", 0)
         return 0 if state["_iterator_finished"] else batches
