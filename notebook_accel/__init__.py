@@ -102,6 +102,11 @@ _NAMES = {
     "utils.imports": "is_rich_available",
     "utils.memory": "find_executable_batch_size",
 }
+# The modules that are there after `import accelerate`, as in `accelerate.utils.set_seed(0)`.
+_MODULES = [
+    "accelerator", "big_modeling", "data_loader", "hooks", "inference", "launchers", "logging", "optimizer",
+    "parallelism_config", "scheduler", "state", "tracking", "utils",
+]  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
@@ -120,6 +125,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     try:
         home = _HOME[name]
     except KeyError:

@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 
+from notebook_accel import environment
 from notebook_accel.errors import CheckpointError
 from notebook_accel.training import model_files, random_state
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.loader_position import ResumePoint
+from notebook_accel.training.loaders import DataLoaderDispatcher
 
 _RANDOM = "random_states_{}.pkl"
 _SHARDED = ("pytorch_model_fsdp*", "pytorch_model/*_states.pt", "latest")  # of FSDP, and two of DeepSpeed's
@@ -72,18 +74,30 @@ class AccelerateCheckpoint:
     def own_state(self, backend: Backend, state: Any) -> dict[str, Any]:
         """Return the state that differs between ranks, in the form of a checkpoint of this package.
 
-        Accelerate saves no position inside an epoch and no gradients, so loaders start an epoch, and a window starts.
+        Accelerate saves no gradients, so a window starts; and without ``use_stateful_dataloader`` no position inside an
+        epoch, so loaders start an epoch.
         """
         rank = backend.place.rank
         random = self._random_of(rank if rank < self.ranks else 0, backend.device)
-        if rank == 0 and list(self._folder.glob("dl_state_dict*.bin")):
-            warnings.warn(
-                f"The checkpoint {self._folder} has positions inside an epoch that only torchdata reads: the epoch "
-                "begins anew. Fix: accelerator.skip_first_batches(loader, num_batches)",
-                stacklevel=3,
-            )
+        points = [ResumePoint(self._epoch_of(number, item)) for number, item in enumerate(state.loaders)]
+        for number, loader in enumerate(state.loaders):
+            batches = self._batches_of(number)
+            is_dispatched = self.ranks > 1 and isinstance(loader, DataLoaderDispatcher)  # it counts in another way
+            if batches and (
+                is_dispatched or backend.place.world_size != self.ranks or environment.follows_accelerate()
+            ):
+                if rank == 0:
+                    warnings.warn(
+                        f"The checkpoint {self._folder} was saved after {batches} batches of an epoch on {self.ranks} "
+                        "ranks: the epoch begins anew. Fix: as many ranks, or "
+                        f"accelerator.skip_first_batches(loader, {batches})",
+                        stacklevel=3,
+                    )
+            elif batches:
+                length = loader.state_dict()["length"]
+                points[number] = ResumePoint(points[number].epoch, batches, length, begun=random)
         return {
-            "loaders": [vars(ResumePoint(self._epoch_of(number, item))) for number, item in enumerate(state.loaders)],
+            "loaders": [vars(point) for point in points],
             "window": {"sync_gradients": True, "divisor": state.gradients.num_steps, "micro_batches": 0},
             "gradients": [],
             "random" if rank < self.ranks else "afresh": random,
@@ -108,6 +122,17 @@ class AccelerateCheckpoint:
         epoch = sampler.get("epoch")
         following: int = loader.position.epochs.following
         return epoch if isinstance(epoch, int) else following
+
+    def _batches_of(self, number: int) -> int:
+        """Return the number of batches that a rank has had of an unfinished epoch, as torchdata's loader counts them.
+
+        The state has one form with worker processes, and another one without.
+        """
+        path = self._folder / _file_of("dl_state_dict", number)
+        state: dict[str, Any] = model_files.read_object(path) if path.is_file() else {"_iterator_finished": True}
+        counted = state.get("_snapshot", {}).get("_snapshot_step", state.get("_num_yielded", 0))
+        batches: int = counted + state.get("_steps_since_snapshot", 0)
+        return 0 if state["_iterator_finished"] else batches
 
     def _has_weights(self, number: int) -> bool:
         return any((self._folder / model_files.weights_file(number, safe)).is_file() for safe in (True, False))

@@ -10,6 +10,7 @@ import gc
 import operator
 import os
 import pathlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -64,10 +65,6 @@ _Path = str | os.PathLike[str]
 
 def _loading_setting(name: str) -> Any:
     return property(operator.attrgetter(f"dataloader_config.{name}"), doc="The setting of ``DataLoaderConfiguration``.")
-
-
-def _prepared_objects(kind: type) -> Any:
-    return property(lambda self: [item for item in self._all_prepared if isinstance(item, kind)])
 
 
 class Accelerator(ProcessState):
@@ -184,7 +181,7 @@ class Accelerator(ProcessState):
         self._device_placement = device_placement
         self._step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._memory_reports = memory_estimate.ModelMemoryReports(self._backend.device)
-        self._prepared: list[tuple[Any, Any]] = []  # (original, prepared) pairs
+        self._forget_prepared()
         self._has_begun = False
 
     # Settings
@@ -415,23 +412,41 @@ class Accelerator(ProcessState):
 
     def _once(self, given: Any, prepare: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         """Return ``given`` as it was prepared before, or ``prepare(given, *args, **kwargs)``."""
-        for original, prepared in self._prepared:
-            if given is original or given is prepared:
-                already: _T = prepared
-                return already
-        new = prepare(given, *args, **kwargs)
-        self._prepared.append((given, new))
+        pairs = [(original(), prepared()) for original, prepared in self._pairs]
+        found = next((pair[1] for pair in pairs if any(item is given for item in pair)), None)
+        new: _T = prepare(given, *args, **kwargs) if found is None else found
+        if found is None:
+            self._pairs = [pair for pair in self._pairs if pair[1]() is not None]
+            self._pairs.append((weakref.ref(given), weakref.ref(new)))
+        known = self._list_of(new)
+        if not any(item is new for item in known):
+            known.append(new)
         return new
+
+    # Programs that were written for Accelerate change these lists too, to leave objects out of checkpoints.
+    _models: list[torch.nn.Module]
+    _optimizers: list[AcceleratedOptimizer]
+    _schedulers: list[AcceleratedScheduler]
+    _dataloaders: list[DataLoaderShard]
+    _leaves: list[torch.Tensor]
+    _pairs: list[tuple[weakref.ref[Any], weakref.ref[Any]]]  # originals, and what they have become
+
+    def _forget_prepared(self) -> None:
+        self._models, self._optimizers, self._schedulers, self._dataloaders = [], [], [], []
+        self._leaves, self._pairs = [], []
+
+    def _list_of(self, prepared: object) -> list[Any]:
+        lists: dict[type, list[Any]] = {
+            torch.nn.Module: self._models,
+            AcceleratedOptimizer: self._optimizers,
+            AcceleratedScheduler: self._schedulers,
+            DataLoaderShard: self._dataloaders,
+        }
+        return next((known for kind, known in lists.items() if isinstance(prepared, kind)), self._leaves)
 
     @property
     def _all_prepared(self) -> list[Any]:
-        return [prepared for _, prepared in self._prepared]
-
-    # Programs read these lists too, by Accelerate's names.
-    _optimizers: list[AcceleratedOptimizer] = _prepared_objects(AcceleratedOptimizer)
-    _models: list[torch.nn.Module] = _prepared_objects(torch.nn.Module)
-    _schedulers: list[AcceleratedScheduler] = _prepared_objects(AcceleratedScheduler)
-    _dataloaders: list[DataLoaderShard] = _prepared_objects(DataLoaderShard)
+        return [*self._models, *self._leaves, *self._optimizers, *self._dataloaders, *self._schedulers]
 
     def _is_placed(self, device_placement: bool | None) -> bool:
         return self._device_placement if device_placement is None else device_placement
@@ -469,7 +484,7 @@ class Accelerator(ProcessState):
         Returns:
             One ``None`` per argument, to overwrite the caller's variables.
         """
-        self._prepared.clear()
+        self._forget_prepared()
         self.gradient_state.reset()
         gc.collect()
         self._backend.release_memory()
@@ -796,7 +811,8 @@ class Accelerator(ProcessState):
             checkpoint.CUSTOM: self._registered,
         }
         writes_whole = self._sharding is not None and self._sharding.saves_whole
-        return CheckpointState(self._models, states, self._dataloaders, self.gradient_state, writes_whole)
+        # A hook may change the list of models.
+        return CheckpointState([*self._models], states, self._dataloaders, self.gradient_state, writes_whole)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects to each checkpoint.

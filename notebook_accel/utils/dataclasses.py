@@ -22,6 +22,7 @@ from notebook_accel.training.random_state import RNGType
 from notebook_accel.training.refusals import names_elsewhere
 from notebook_accel.training.states import DistributedType
 from notebook_accel.training.tracking import LoggerType
+from notebook_accel.utils.operations import TensorInformation
 
 __all__ = [
     "AutocastKwargs",
@@ -41,6 +42,7 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
+    "TensorInformation",
     "TorchDynamoPlugin",
 ]
 

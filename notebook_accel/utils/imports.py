@@ -1,7 +1,8 @@
-"""Checks of which devices and packages are available. They import no package to find out."""
+"""Checks of which devices and packages are available. All but one import no package to find out."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
@@ -14,7 +15,9 @@ __all__ = [
     "is_4bit_bnb_available",
     "is_8bit_bnb_available",
     "is_aim_available",
+    "is_amdsmi_available",
     "is_bf16_available",
+    "is_bitsandbytes_multi_backend_available",
     "is_bnb_available",
     "is_boto3_available",
     "is_clearml_available",
@@ -26,6 +29,7 @@ __all__ = [
     "is_fp8_available",
     "is_fp16_available",
     "is_hpu_available",
+    "is_import_timer_available",
     "is_lomo_available",
     "is_matplotlib_available",
     "is_megatron_lm_available",
@@ -126,6 +130,11 @@ def is_8bit_bnb_available() -> bool:
     return is_bnb_available("0.37.2")
 
 
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Return whether bitsandbytes says that it supports devices other than NVIDIA's. This imports bitsandbytes."""
+    return is_bnb_available() and "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
+
+
 def is_rocm_available() -> bool:
     """Return whether torch is built for AMD's GPUs."""
     return torch.version.hip is not None
@@ -155,11 +164,13 @@ def _check_of(package: str, module: str = "") -> Callable[[], bool]:
 
 
 is_aim_available = _check_of("aim")
+is_amdsmi_available = _check_of("amdsmi")
 is_boto3_available = _check_of("boto3")
 is_clearml_available = _check_of("clearml")
 is_comet_ml_available = _check_of("comet_ml")
 is_datasets_available = _check_of("datasets")
 is_dvclive_available = _check_of("dvclive")
+is_import_timer_available = _check_of("import_timer")
 is_matplotlib_available = _check_of("matplotlib")
 is_mlflow_available = _check_of("mlflow")
 is_numpy_available = _check_of("numpy")

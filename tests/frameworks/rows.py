@@ -18,6 +18,7 @@ CHECKS: Mapping[str, str] = {
     "error": "an exception in the user's code is raised in the cell, with the user's lines",
     "interrupt": "an interrupt leaves no process; a program that can resume does so from its checkpoint",
     "returns": "its model comes back by `--pull`, and a saved one by the library's own loading",
+    "numbers": "ends with the same weights as by Accelerate's `notebook_launcher`, bit by bit",
 }
 """What is checked of each row, by the names of the tests."""
 
@@ -41,6 +42,7 @@ class Row:
         checkpoints: A pattern of the checkpoints from which it resumes; empty if it doesn't.
         load: An expression that loads the model from ``folder`` in the notebook; empty if the program doesn't save it.
         cannot_train: The reason why it can't train here, and a text that is in its traceback; ``None`` if it can.
+        fails_by_accelerate: A text in the traceback if Accelerate's launcher can't train it in a notebook.
         fails: The checks that fail, with the reason.
     """
 
@@ -56,6 +58,7 @@ class Row:
     checkpoints: str = ""
     load: str = ""
     cannot_train: tuple[str, str] | None = None
+    fails_by_accelerate: str = ""
     fails: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -211,6 +214,7 @@ ROWS = [
         world_size="trainer.world_size",
         evaluation="Validation",
         checkpoints="epoch=*.ckpt",
+        fails_by_accelerate="in _check_bad_cuda_fork",  # Lightning forks ranks of its own
         load="type(model).load_from_checkpoint(f'{folder}/epoch=0.ckpt')",
     ),
     Row(
@@ -220,6 +224,7 @@ ROWS = [
         ("lightning", "sklearn.datasets"),
         world_size="fabric.world_size",
         checkpoints="epoch_*.ckpt",
+        fails_by_accelerate="is not compatible with an interactive environment",
         load="model.load_state_dict(torch.load(f'{folder}/epoch_0.ckpt')['model']) and model",
     ),
     Row(

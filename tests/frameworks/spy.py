@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import random
 import time
 from typing import Any
 
@@ -61,6 +62,23 @@ def call(folder: str, pause_s: float = 0.0) -> int:
         file.write("x")
     time.sleep(pause_s)
     return number
+
+
+def seed() -> None:
+    """Make this rank compute the same numbers in each launch."""
+    import numpy as np
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
+
+def write_end(folder: str, world_size: int, model: Any) -> None:
+    """Write the number of ranks and the model's fingerprint to a file, since Accelerate's launcher returns nothing."""
+    with open(os.path.join(folder, f"end.{os.environ['RANK']}"), "w") as file:
+        file.write(f"{world_size} {fingerprint(model)}")
 
 
 # In both ------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ _CALLS_BEFORE_INTERRUPT = 60
 
 
 class CannotTrainError(Exception):
-    """The program has failed in its first cell. The text is the cell's traceback."""
+    """The program has failed. The text is the cell's traceback."""
 
 
 @dataclasses.dataclass
@@ -179,3 +179,20 @@ class Story:
     def _fingerprint(self, model: str) -> str:
         outcome = self._kernel.run(f"spy.fingerprint({model})", _TIMEOUT_S)
         return str(ast.literal_eval(outcome.result)) if outcome.status == "ok" else outcome.traceback
+
+
+def ends_by(library: str, row: Row, folder: pathlib.Path, kernel: kernels.Kernel) -> list[str]:
+    """Launch a row by a library's ``notebook_launcher``, from a seed; return what each rank has written at its end.
+
+    Raises:
+        CannotTrainError: The program has failed.
+    """
+    folder.mkdir()
+    body = row.function("pass", f"{_SPY}.write_end(folder, {row.world_size}, model)").removeprefix("def train():\n")
+    names = f"folder, epochs, resume = {str(folder)!r}, 1, None"
+    options = f", preload={list(PRELOAD)}" if library == "notebook_accel" else ""
+    call = f"__import__({library!r}).notebook_launcher(train, num_processes=2{options})"
+    outcome = kernel.run(f"{names}\ndef train():\n    {_SPY}.seed()\n{body}\n{call}", _TIMEOUT_S)
+    if outcome.status != "ok":
+        raise CannotTrainError(outcome.traceback)
+    return [(folder / f"end.{rank}").read_text() for rank in range(2)]

@@ -14,7 +14,7 @@ import pytest
 
 from tests import kernels
 from tests.frameworks.rows import CHECKS, PRELOAD, ROWS, Row
-from tests.frameworks.story import FAULT, CannotTrainError, Run, Story, prepare
+from tests.frameworks.story import FAULT, CannotTrainError, Run, Story, ends_by, prepare
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
 
@@ -34,21 +34,36 @@ def made_kernels(
     }
 
     @contextlib.contextmanager
-    def make() -> Iterator[kernels.Kernel]:
-        with kernels.running(tmp_path_factory.mktemp("kernel"), variables) as kernel:
+    def make(**more: str) -> Iterator[kernels.Kernel]:
+        with kernels.running(tmp_path_factory.mktemp("kernel"), {**variables, **more}) as kernel:
             prepare(kernel)
             yield kernel
 
     return make
 
 
+def import_libraries(kernel: kernels.Kernel) -> None:
+    # Some libraries set variables that torch reads, for which the next launch would get another template.
+    imported = kernel.run(f"import {', '.join(PRELOAD)}", 600)
+    assert imported.status == "ok", imported.traceback
+
+
 @pytest.fixture(scope="module")
 def shared_kernel(made_kernels: Callable[[], Any]) -> Iterator[kernels.Kernel]:
     """A notebook that all programs run in, one after the other."""
     with made_kernels() as kernel:
-        # Some libraries set variables that torch reads, for which the next launch would get another template.
-        imported = kernel.run(f"import {', '.join(PRELOAD)}", 600)
-        assert imported.status == "ok", imported.traceback
+        import_libraries(kernel)
+        yield kernel
+
+
+@pytest.fixture(scope="module")
+def forked_kernel(made_kernels: Callable[..., Any]) -> Iterator[kernels.Kernel]:
+    """A notebook that computes nothing itself, since Accelerate forks it.
+
+    Without the variable, Accelerate starts no group on a machine that has no GPU, and each rank trains for itself.
+    """
+    with made_kernels(ACCELERATE_USE_CPU="true") as kernel:
+        import_libraries(kernel)
         yield kernel
 
 
@@ -147,6 +162,22 @@ def test_returns(story: Story) -> None:
     assert story.pulled == fingerprint
     if story.row.load:
         assert story.loaded == fingerprint
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.program)
+def test_numbers(row: Row, forked_kernel: kernels.Kernel, tmp_path: pathlib.Path) -> None:
+    if row.cannot_train is not None:
+        pytest.xfail(row.cannot_train[0])
+    try:
+        theirs = ends_by("accelerate", row, tmp_path / "theirs", forked_kernel)
+    except CannotTrainError as error:
+        if row.fails_by_accelerate and row.fails_by_accelerate in str(error):
+            pytest.skip("Accelerate's launcher doesn't train it in a notebook")
+        raise
+    assert not row.fails_by_accelerate, "it trains now"
+    ours = ends_by("notebook_accel", row, tmp_path / "ours", forked_kernel)
+    assert [end.split()[0] for end in theirs] == ["2", "2"]
+    assert theirs == ours
 
 
 @pytest.mark.parametrize(

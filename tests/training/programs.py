@@ -300,6 +300,37 @@ def checkpoint_of_accelerate(api: str, folder: str) -> Any:
     return train(second)
 
 
+def checkpoint_of_changed_lists(api: str, folder: str) -> Any:
+    """Take prepared objects out of the lists that checkpoints are made of, and put them in, as programs do."""
+    accelerator = accelerator_of(api)
+    teacher, loader = accelerator.prepare(torch.nn.Linear(1, 1), loader_of("numbers", 4, 2))
+    model = torch.nn.Linear(2, 1)
+    _, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def saved(name: str) -> list[Any]:
+        path = pathlib.Path(folder, api, name)
+        accelerator.save_state(str(path))
+        accelerator.wait_for_everyone()
+        lists = (accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
+        files = sorted(file.name for file in path.iterdir() if file.name.startswith(("model", "optimizer")))
+        return [files, [len(prepared) for prepared in lists]]
+
+    found = [saved("all")]
+    removed = accelerator._models.pop(0)
+    accelerator._dataloaders.pop()
+    accelerator._optimizers.clear()
+    found.append(saved("less"))
+    found.append([accelerator.prepare(loader) is loader, accelerator.prepare(optimizer) is optimizer])
+    accelerator._models.append(removed)
+    found.append(saved("again"))
+    bare = accelerator.unwrap_model(teacher)
+    accelerator._models = [item for item in accelerator._models if accelerator.unwrap_model(item) is not bare]
+    found.append(saved("without teacher"))
+    accelerator.load_state(str(pathlib.Path(folder, api, "without teacher")))
+    accelerator.free_memory()
+    return [*found, accelerator._models, accelerator._optimizers, accelerator._dataloaders]
+
+
 class Blocks(torch.nn.Module):
     """A model with repeated blocks between two layers."""
 

@@ -226,12 +226,70 @@ def test_sharded_weights(tmp_path: pathlib.Path) -> None:
     assert "merge-weights" in raised.value.fix
 
 
-def test_a_position_inside_an_epoch_that_only_torchdata_reads(tmp_path: pathlib.Path) -> None:
-    saved_by_accelerate(tmp_path)
-    torch.save({"_num_yielded": 1}, tmp_path / "dl_state_dict.bin")
+# What Accelerate 1.15.0 saves after two batches, with torchdata 0.11.0, without worker processes and with two.
+_WITHOUT_WORKERS = {
+    "_index_sampler_state": None,
+    "_sampler_iter_state": None,
+    "_sampler_iter_yielded": 2,
+    "_num_yielded": 2,
+    "_IterableDataset_len_called": None,
+    "_shared_seed": None,
+    "fetcher_state": None,
+    "dataset_state": None,
+    "_iterator_finished": False,
+}
+_WITH_WORKERS = {
+    "_snapshot": {
+        "_snapshot_step": 1,
+        "_last_yielded_worker_id": 1,
+        "_main_snapshot": {"_num_workers": 2, "_sampler_iter_yielded": 1, "_base_seed": 5366245355481424840},
+        "_worker_snapshots": {
+            f"worker_{number}": {"worker_id": number, "dataset_state": None, "fetcher_state": None}
+            for number in range(2)
+        },
+    },
+    "_steps_since_snapshot": 1,
+    "_iterator_finished": False,
+}
+
+
+def resumed_epochs(folder: str) -> list[Any]:
     accelerator, _, _ = prepared(notebook())
+    accelerator._dataloaders.clear()
+    loader = accelerator.prepare(DataLoader(range(16), batch_size=2))
+    accelerator.load_state(folder)
+    epochs = [[batch.tolist() for batch in loader] for _ in range(2)]
+    accelerator.end_training()
+    return epochs
+
+
+@pytest.mark.parametrize("state", [_WITHOUT_WORKERS, _WITH_WORKERS])
+def test_a_position_inside_an_epoch(tmp_path: pathlib.Path, state: dict[str, Any]) -> None:
+    saved_by_accelerate(tmp_path)
+    torch.save(state, tmp_path / "dl_state_dict.bin")
+    rest, whole = resumed_epochs(str(tmp_path))
+    assert whole == [[number, number + 1] for number in range(0, 16, 2)]
+    assert rest == whole[2:]
+    torch.save({**state, "_iterator_finished": True}, tmp_path / "dl_state_dict.bin")
+    assert resumed_epochs(str(tmp_path)) == [whole, whole]
+
+
+def test_a_position_inside_an_epoch_on_two_ranks(
+    two_ranks: Ranks, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_by_accelerate(tmp_path)
+    torch.save(_WITHOUT_WORKERS, tmp_path / "dl_state_dict.bin")
+    (tmp_path / "random_states_1.pkl").write_bytes((tmp_path / "random_states_0.pkl").read_bytes())
+    assert [epochs[0] for epochs in two_ranks.run(resumed_epochs, str(tmp_path))] == [
+        [[8, 9], [12, 13]],
+        [[10, 11], [14, 15]],
+    ]
+    with pytest.warns(UserWarning, match=r"the epoch begins anew.*skip_first_batches\(loader, 2\)"):
+        assert len(resumed_epochs(str(tmp_path))[0]) == 8  # on one rank
+    os.remove(tmp_path / "random_states_1.pkl")
+    monkeypatch.setenv("NOTEBOOK_ACCEL_COMPAT", "accelerate")
     with pytest.warns(UserWarning, match="the epoch begins anew"):
-        accelerator.load_state(tmp_path)
+        assert len(resumed_epochs(str(tmp_path))[0]) == 8
 
 
 def test_numbered_checkpoints(tmp_path: pathlib.Path) -> None:

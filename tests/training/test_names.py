@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import pathlib
+import subprocess
+import sys
 import types
 from typing import Any
 
@@ -42,11 +44,19 @@ MISSING = {
     "fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters "
     "get_cpu_distributed_information get_fsdp2_grad_scaler get_gpu_info get_grad_scaler "
     "get_mixed_precision_context_manager get_model_tp_size get_module_children_bottom_up has_compiled_regions "
-    "install_xla is_amdsmi_available is_bitsandbytes_multi_backend_available is_habana_gaudi1 "
-    "is_import_timer_available model_has_dtensor pad_input_tensors prepare_deepspeed_cmd_env prepare_multi_gpu_env "
+    "install_xla is_habana_gaudi1 model_has_dtensor pad_input_tensors prepare_deepspeed_cmd_env prepare_multi_gpu_env "
     "prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu purge_accelerate_environment "
     "set_numa_affinity torchao_required",
+    "utils.dataclasses": "BaseEnum ComputeEnvironment EnumWithContains FP8BackendType SageMakerDistributedType "
+    "add_model_config_to_megatron_parser get_module_class_from_name parse_bert_config parse_glm4_moe_config "
+    "parse_gpt2_config parse_llama_config parse_t5_config",
+    "utils.imports": "deepspeed_required is_habana_gaudi1 torchao_required",
     "utils.memory": "",
+    "utils.operations": "CannotPadNestedTensorWarning ConvertOutputsToFp32 GatheredParameters chained_operation "
+    "gather_tensor_shape get_shape is_torch_xpu_tensor pad_input_tensors verify_operation",
+    "utils.other": "check_os_kernel clean_state_dict_for_safetensors compile_regions_deepspeed compile_regions_fsdp2 "
+    "get_model_tp_size get_module_children_bottom_up has_compiled_regions has_repeated_blocks is_repeated_blocks "
+    "model_has_dtensor",
     "utils.random": "",
     "utils.tqdm": "",
     "utils.versions": "",
@@ -84,6 +94,18 @@ def test_missing_names_are_known(name: str) -> None:
     ours = importlib.import_module(f"notebook_accel.{name}".rstrip("."))
     missing = {known for known in public_names(theirs) if not hasattr(ours, known)}
     assert missing == set(MISSING[name].split())
+
+
+@beside_its_release
+def test_modules_are_there_after_the_import_of_the_package() -> None:
+    """As in ``accelerate.utils.set_seed(0)``. A fresh Python has imported no module by itself."""
+    code = """if True:
+        import types, accelerate, notebook_accel
+        names = [name for name, value in vars(accelerate).items() if isinstance(value, types.ModuleType)]
+        print(*(name for name in sorted(names) if not hasattr(notebook_accel, name)))
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert run.stdout.split() == ["checkpointing", "commands"]
 
 
 @beside_its_release

@@ -88,6 +88,7 @@ def surroundings(api: str) -> Any:
         found.append(os.environ["OTHER"])
     found += ["OTHER" in os.environ, utils.str_to_bool("On"), utils.str_to_bool("n", to_bool=True)]
     packages = "cuda bf16 mps npu xpu torch_xla tensorboard wandb pandas bnb peft aim clearml dvclive swanlab trackio "
+    packages += "amdsmi bitsandbytes_multi_backend import_timer "
     packages += "hpu mlu musa neuron sdaa rocm timm torchvision triton boto3 pynvml weights_only lomo schedulefree"
     for package in packages.split():
         found.append(bool(getattr(utils, f"is_{package}_available")()))
