@@ -329,6 +329,8 @@ def resolve(
         ConfigError: A value isn't allowed, wherever it came from; or there is no file that a variable names.
     """
     from_file = load(file) if file is not None and _is_there(file) else {}
+    if "fsdp_options" in from_file:
+        from_file["fsdp_options"] = environment.without_variables(from_file["fsdp_options"], environ)
     given = {name: value for name, value in arguments.items() if value is not None}
     return _checked(from_file | of_environment(environ, given) | given)
 

@@ -281,6 +281,11 @@ def fsdp_variables(options: Sequence[str]) -> dict[str, str]:
     return variables
 
 
+def without_variables(options: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the settings of sharded models for which ``environ`` has no variable."""
+    return [option for option in options if not any(map(environ.get, fsdp_variables([option]).keys() - {USE_FSDP}))]
+
+
 def become(variables: Mapping[str, str]) -> None:
     """Make these the only environment variables of this process."""
     _apply({**dict.fromkeys(os.environ), **variables})

@@ -175,6 +175,21 @@ def test_sharding_in_accelerates_words(file: pathlib.Path) -> None:
     assert config.load(file) == {"fsdp": False}  # our own words count first
 
 
+def test_variables_of_sharding_count_above_the_file_and_below_arguments(file: pathlib.Path) -> None:
+    _write(
+        file,
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_min_num_params: 5\n  fsdp_version: 2\n"
+        "  fsdp_transformer_layer_cls_to_wrap: [A, B]\n",
+    )
+    environ = {"FSDP_MIN_NUM_PARAMS": "6", "FSDP_TRANSFORMER_CLS_TO_WRAP": "C", "FSDP_VERSION": ""}
+    resolved = config.resolve({}, file=file, environ=environ)
+    assert config.training_variables(resolved, environ) == {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    for asked in ({"fsdp_options": ("min_num_params=7",)}, {}):
+        ours = {} if asked else {"NOTEBOOK_ACCEL_FSDP_OPTIONS": "min_num_params=7"}
+        resolved = config.resolve(asked, file=file, environ={**environ, **ours})
+        assert config.training_variables(resolved, environ)["FSDP_MIN_NUM_PARAMS"] == "7"
+
+
 def test_settings_of_sharding_are_checked_at_once() -> None:
     resolved = config.resolve({"fsdp_options": ("transformer_layer_cls_to_wrap=A", "transformer_layer_cls_to_wrap=B")})
     assert environment.fsdp_variables(resolved.fsdp_options)["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "A,B"

@@ -149,8 +149,9 @@ def publish(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
         for inner, _, names in os.walk(draft)
         for name in names
     }
-    with atomic_write(draft / MANIFEST) as file:
-        file.write_text(json.dumps({"format": _FORMAT, **manifest, "files": files}, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps({"format": _FORMAT, **manifest, "files": files}, indent=2) + "\n"
+    (draft / MANIFEST).write_text(text, encoding="utf-8")
+    _fsync(draft / MANIFEST)
     for inner, _, _ in os.walk(draft):
         _fsync(pathlib.Path(inner))
     if folder.exists():

@@ -111,10 +111,10 @@ def save(
     manifest = {"world_size": backend.place.world_size, "counts": counts}
     parts: list[_Parts] = []  # not the action's value, which would be sent to the other ranks
 
-    def collect() -> dict[str, float]:
+    def collect() -> tuple[dict[str, float], set[int]]:
         collected = _collect(backend, state, hooks, draft)
         parts.append(collected.copied(rank) if in_background else collected)
-        return _norms_of_copies(state.models)
+        return _norms_of_copies(state.models), collected.sharded_models
 
     def complete() -> None:
         if rank == 0:
@@ -128,9 +128,15 @@ def save(
             on_all("complete a checkpoint", complete)
 
     with _abandoned_on_failure(folder, rank):
-        norms = on_all_ranks(backend, "write its part of a checkpoint", collect)
+        collected = on_all_ranks(backend, "write its part of a checkpoint", collect)
+        if any(sharded_models != collected[0][1] for _, sharded_models in collected):
+            raise CheckpointError(
+                "A hook has removed the weights of a sharded model on some ranks only.",
+                why="Each rank has a share of them, and writes it.",
+                fix="remove them on all ranks, not under `if accelerator.is_main_process:`",
+            )
     if rank == 0:
-        _warn_of_differences(norms)
+        _warn_of_differences([norms for norms, _ in collected])
     saving = Saving(folder)
     if in_background:
         group = backend.background_group()
@@ -209,6 +215,13 @@ class _Parts:
 
     def write(self, draft: pathlib.Path, rank: int, *, safe: bool, group: Any) -> None:
         """Write the files. Sharded tensors are written by all ranks of ``group``, or of the default group."""
+        with concurrent.futures.ThreadPoolExecutor(1, "notebook-accel-checkpoint") as executor:
+            # The other ranks wait for this one until the shards are written, even if another file can't be.
+            others = executor.submit(self._write_unsharded, draft, rank, safe=safe)
+            sharded_files.write(self.shares, draft, group)
+        others.result()
+
+    def _write_unsharded(self, draft: pathlib.Path, rank: int, *, safe: bool) -> None:
         model_files.write_object(self.own, draft / f"rank_{rank}.bin")
         if rank == 0:
             for number, of_model in enumerate(self.weights):
@@ -219,7 +232,6 @@ class _Parts:
             for name, of_one_kind in self.states.items():
                 for number, of_object in enumerate(of_one_kind):
                     model_files.write_object(of_object, draft / model_files.numbered(name, number))
-        sharded_files.write(self.shares, draft, group)
 
 
 def _copied(leaf: Any) -> Any:

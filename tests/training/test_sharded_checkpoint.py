@@ -124,6 +124,47 @@ def test_within_an_accumulation_window(two_ranks: Ranks, tmp_path: pathlib.Path)
     assert "sync_each_batch=True" in (raised.value.fix or "")
 
 
+class NotPicklable:
+    """A registered object whose state only rank 0 can't write."""
+
+    def __init__(self, is_bad: bool) -> None:
+        self._state = {"function": lambda: None} if is_bad else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        """Load nothing."""
+
+
+def save_error(folder: str, fault: str) -> tuple[str, list[str]]:
+    """Return this rank's error of a save, and the files that are left."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    accelerator.prepare(sharded_programs.Writer())
+    if fault == "object":
+        accelerator.register_for_checkpointing(NotPicklable(accelerator.is_main_process))
+    elif accelerator.is_main_process:
+        accelerator.register_save_state_pre_hook(lambda _models, weights, _folder: weights.clear())
+    with pytest.raises(CheckpointError) as raised:
+        accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    left = os.listdir(os.path.dirname(folder))
+    accelerator.end_training()
+    return str(raised.value), left
+
+
+@pytest.mark.parametrize(("fault", "text"), [
+    ("object", "Rank 0 could not write its part of a checkpoint: "),
+    ("hook", "A hook has removed the weights of a sharded model on some ranks only."),
+])  # fmt: skip
+def test_a_failure_on_one_rank_is_an_error_on_all(
+    two_ranks: Ranks, tmp_path: pathlib.Path, fault: str, text: str
+) -> None:
+    for error, left in two_ranks.run(save_error, str(tmp_path / "state"), fault, deadline_s=30):
+        assert text in error
+        assert left == []
+
+
 def load_error(folder: str, width: int) -> tuple[str, bool]:
     """Return this rank's error, and whether the weights are those from before."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
