@@ -150,7 +150,7 @@ def test_a_failed_run_in_the_background_shows_its_traceback(kernel: kernels.Kern
 
 def test_only_what_changed_is_sent(kernel: kernels.Kernel) -> None:
     clock = "import types, kernel_ext.panel as panel; now_s = time.monotonic(); "  # which stands still
-    clock += "panel.time = types.SimpleNamespace(monotonic=lambda: now_s); "
+    clock += "panel.time = types.SimpleNamespace(monotonic=lambda: now_s, thread_time=float); "
     _messages(kernel, f"{clock}job = make_job(); view = open_view(job); start(job); view.refresh()")
     later = f"{_HERE}; job.started_s = now_s - 7; view.refresh(); view.refresh(); view.refresh()"
     values = _widget_values(_messages(kernel, f"{later}; panel.time = time"))
@@ -346,7 +346,7 @@ def test_phases_of_a_step_are_shown_in_their_tab_and_in_the_rows(kernel: kernels
     for rank in range(2):
         for _ in range(5):
             job.deliver(rank, events.StepTimes(steps=20, seconds={'data': 0.9, 'forward': 0.3}, workers=0, cores=2))
-    view._diagnosed_s = float("-inf")
+    view._diagnosis_due_s = 0.0
     view._widgets.view.value = 'Step'
     """
     _messages(kernel, measured)
