@@ -164,6 +164,35 @@ def test_only_what_changed_is_sent(kernel: kernels.Kernel) -> None:
     _messages(kernel, "finish(job); view.close()")
 
 
+def test_diagnosis_and_chart_that_take_long_are_made_less_often(kernel: kernels.Kernel) -> None:
+    code = """
+    import types, kernel_ext.panel as panel
+    now_s, used_s, made = time.monotonic(), 0.0, []
+    panel.time = types.SimpleNamespace(monotonic=lambda: now_s, thread_time=lambda: used_s)
+    job = make_job()
+    view = open_view(job)
+    start(job)
+    def work(what, found):
+        global used_s
+        used_s += 0.1
+        made.append(what)
+        return found
+    diagnosis, chart_html = job.diagnosis, panel.charts.chart_html
+    job.diagnosis = lambda: work("diagnosis", diagnosis())
+    panel.charts.chart_html = lambda *args, **options: work("chart", chart_html(*args, **options))
+    for second in range(30):
+        now_s += 1
+        job.deliver(0, events.Metrics(step=second, values={"loss": 1.0}))
+        view.refresh()
+    panel.charts.chart_html, panel.time = chart_html, time
+    print(made.count("diagnosis"), made.count("chart"))
+    """
+    outcome = kernel.run(code, allow_stdin=True)
+    # A hundredth of 30 s, for a tenth of a second each; and a chart for the first name of a metric.
+    assert outcome.stdout.strip() == "3 4", outcome.traceback
+    _messages(kernel, "finish(job); view.close()")
+
+
 @pytest.mark.skipif(
     int(importlib.metadata.version("ipykernel").split(".")[0]) < 7,
     reason="before 7, ipykernel ties what a thread displays to the newest cell",

@@ -39,6 +39,7 @@ _TINY_ROWS, _TINY_STEP_S = 4, 0.005  # of a batch whose steps are mostly overhea
 _FULL_CLOCK = 90.0  # per cent of a device's highest
 _UNEVEN = 2.0  # largest batch to smallest
 _MOST_WORKERS = 4  # in the advice
+_WORTH_QUEUED = 0.2  # short waits for a core are usual where the ranks use all cores
 _SHORT_WAIT_S = 0.002  # for a batch; a worker takes up to this to pass one
 _MOST_TEXT = 60
 _SAVE_LESS = "Save less often, or in the background: accelerator.save_state(async_=True)."
@@ -569,8 +570,8 @@ def _quota(run: _Run) -> Verdict:
 def _busy_cores(run: _Run) -> Verdict | None:
     """Find ranks whose threads wait for cores that other threads or programs use."""
     rank = max(run.ranks, key=lambda rank: rank.queued_share)
-    if _threads(run) is not None:
-        return None  # the better reason
+    if rank.queued_share < _WORTH_QUEUED or _threads(run) is not None:  # too many threads are the better reason
+        return None
     what = (
         f"Rank {rank.number} waits for a core {_percent(rank.queued_share)} of the time: more threads or programs "
         f"than this machine's {format_count(rank.times.cores, 'core')} can run are busy."

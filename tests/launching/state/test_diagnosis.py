@@ -310,6 +310,8 @@ def test_tiny_batch() -> None:
         {"threads": 2, "cores": 16},
         {"rows": 256.0, "smallest_batch": 100, "largest_batch": 5000},
         {"collecting_s": 0.02},
+        {"queued_s": 0.15, "disk_s": 0.9},
+        {"compilations": 1, "compiling_s": 0.02},
         {"lines": (line("forward", text="loss.item()", samples=1),), "is_on_device": True},
         {"lines": (line("other", activity="saving", samples=1),)},
     ],
