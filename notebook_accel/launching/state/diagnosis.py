@@ -330,6 +330,11 @@ class _Run:
         least, share = min(rank.share(phase) for rank in self.ranks), self.share(phase)
         return 0.0 if least < share / 2 else share
 
+    @property
+    def queued_share(self) -> float:
+        """The share of the time in which even the rank that waits least for cores waits for one."""
+        return min(rank.queued_share for rank in self.ranks)
+
     def longest_in(self, phase: str) -> _Rank:
         """Return the rank with the largest share of a phase."""
         return max(self.ranks, key=lambda rank: rank.share(phase))
@@ -383,7 +388,7 @@ def _straggler(run: _Run) -> Verdict | None:
     phase = max(excess, key=lambda name: excess[name])
     if share < _WORTH or slow.own_s <= own_s or excess[phase] <= 0:
         return None
-    if min(rank.queued_share for rank in run.ranks) >= share:
+    if run.queued_share >= share:
         return None  # all wait for cores, so now this rank is late, now another one
     if slow.is_saving_in(phase):
         place, text = slow.line(phase, activity="saving")
@@ -531,6 +536,8 @@ def _communication(run: _Run) -> Verdict | None:
     size = first.times.gradient_bytes
     if size < _LARGE_BYTES and run.communication_s < _SLOW_S:
         return None  # latency, which a longer step hides
+    if run.queued_share >= share:
+        return None  # the ranks wait for cores more than for each other, and so exchange slowly
     computing_s = statistics.fmean(sum(rank.per_step_s(name) for name in _COMPUTING) for rank in run.ranks)
     if size:
         computing = format_milliseconds(computing_s)
@@ -644,7 +651,8 @@ _MEASURED: Iterable[Callable[[_Run], Verdict | None]] = (
     _garbage,
     _thrashing,
     _quota,
+    _tiny_batch,  # its share is all computing, and loader and code around the training are mostly overhead too
     _other,
 )
-# The first two have all computing as their share, since the part that they waste isn't known.
-_LIKELY: Iterable[Callable[[_Run], Verdict | None]] = (_threads, _tiny_batch, _busy_cores)
+# The first has all computing as its share, since the part that it wastes isn't known.
+_LIKELY: Iterable[Callable[[_Run], Verdict | None]] = (_threads, _busy_cores)

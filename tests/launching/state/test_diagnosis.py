@@ -225,6 +225,11 @@ def test_rank_that_waits_for_a_core_is_late() -> None:
         assert [verdict.cause for verdict in diagnose(state).verdicts] == [cause]
 
 
+def test_exchange_is_slow_where_all_wait_for_cores() -> None:
+    ranks = [healthy(communication=12.0, gradient_bytes=5 << 20, queued_s=0.6)] * 2
+    assert [verdict.cause for verdict in diagnose(run(*ranks)).verdicts] == ["busy cores"]
+
+
 def test_device_of_a_rank_that_is_late() -> None:
     state = run(healthy(forward=60.0), healthy(communication=48.0))
     memory = events.Memory(used_bytes=1, total_bytes=2, kind="device", utilisation=99.0, clock=61.0)
@@ -295,6 +300,10 @@ def test_tiny_batch() -> None:
         run({**tiny, **{name: value * 50 for name, value in tiny.items() if name in events.PHASES}})
     ).verdicts
     assert verdict.cause == "tiny batch"
+    phases = {"data": 0.4, "forward": 0.7, "backward": 1.1, "optimizer": 0.4, "other": 0.4}
+    times = {name: value * 50 for name, value in phases.items()}
+    found = diagnose(run({**times, "rows": 1.0, "steps": 1000, "lines": (line("other"),)})).verdicts
+    assert [verdict.cause for verdict in found] == ["tiny batch", "data", "other code"]
 
 
 @pytest.mark.parametrize(
