@@ -39,6 +39,7 @@ _VIEWS = {  # with their tooltips
     "Log file": "The ranks' log files",
 }
 _DIAGNOSIS_PERIOD_S = 2.0
+_EXPENSIVE_SHARE = 0.01  # of a core, for the diagnosis and for the chart: with many ranks they are made less often
 _PROFILED_STEPS = 5
 _MEAN, _EACH = "Mean", "Each rank"
 
@@ -59,6 +60,11 @@ def open_view(job: Job) -> PanelView | _SummaryView | None:
         return None
 
 
+def _period_s(shortest_s: float, began_s: float) -> float:
+    """Return the time until something that this thread began at ``began_s`` of its CPU time may be made again."""
+    return max(shortest_s, (time.thread_time() - began_s) / _EXPENSIVE_SHARE)
+
+
 class _SummaryView:
     """The view of a run that ended before a panel opened: its summary, in one place under the run's cell.
 
@@ -74,7 +80,7 @@ class _SummaryView:
         self._display_id = uuid.uuid4().hex
         self._is_there = False
         self._diagnosis = Diagnosis()
-        self._diagnosed_s = -_DIAGNOSIS_PERIOD_S
+        self._diagnosis_due_s = 0.0
         self._profile: Profile | None = None
 
     def refresh(self) -> None:
@@ -131,9 +137,11 @@ class _SummaryView:
         )
 
     def _diagnose(self, now_s: float) -> Diagnosis:
-        """Return the reason why steps are slow, found anew every two seconds and at the end."""
-        if now_s - self._diagnosed_s >= _DIAGNOSIS_PERIOD_S or self._job.done:
-            self._diagnosis, self._diagnosed_s = self._job.diagnosis(), now_s
+        """Return the reason why steps are slow, found anew every two seconds or less often, and at the end."""
+        if now_s >= self._diagnosis_due_s or self._job.done:
+            began_s = time.thread_time()
+            self._diagnosis = self._job.diagnosis()
+            self._diagnosis_due_s = now_s + _period_s(_DIAGNOSIS_PERIOD_S, began_s)
         return self._diagnosis
 
     def _show(self, data: dict[str, Any]) -> None:
@@ -171,8 +179,8 @@ class PanelView(_SummaryView):
         self._threads: dict[str, threading.Thread] = {}
         self._said = {"stacks": "not asked yet", "profile": "", "detach": ""}
         self._can_detach = not (isinstance(job, DetachedJob) or job.on_death == "keep" or detached.why_not(job.config))
-        # When parts were last drawn, and whether output and metrics have arrived since.
-        self._second, self._body_s, self._chart_s = -1, -_SLOW_PERIOD_S, -_SLOW_PERIOD_S
+        # When parts were last drawn or may be drawn again, and whether output and metrics have arrived since.
+        self._second, self._body_s, self._chart_due_s = -1, -_SLOW_PERIOD_S, 0.0
         self._has_output = self._has_metrics = False
         self._widgets = widgets = _PanelWidgets(job.world_size)
         widgets.stop.on_click(lambda _: self._on_stop())
@@ -222,7 +230,7 @@ class PanelView(_SummaryView):
             self._has_output, self._body_s = False, now_s
             widgets.errors.value = output.errors_html(self._output, widgets.choice)
             widgets.body.value = self._body_html()
-        is_chart_due = self._has_metrics and now_s - self._chart_s >= _SLOW_PERIOD_S
+        is_chart_due = self._has_metrics and now_s >= self._chart_due_s
         widgets.show_controls(
             are_live=self._is_clickable(),
             can_detach=self._can_detach,
@@ -232,10 +240,11 @@ class PanelView(_SummaryView):
             has_chart=bool(widgets.chart.value) or is_chart_due,
         )
         if has_changed or is_chart_due:
-            self._has_metrics, self._chart_s = False, now_s
+            self._has_metrics, began_s = False, time.thread_time()
             of_ranks, is_titled = widgets.curves.value == _EACH, not widgets.names_chart
             metric = widgets.metric.value or ""
             widgets.chart.value = charts.chart_html(state, metric, of_ranks=of_ranks, is_titled=is_titled)
+            self._chart_due_s = now_s + _period_s(_SLOW_PERIOD_S, began_s)
 
     def _body_html(self) -> str:
         view, choice = self._widgets.view.value, self._widgets.choice

@@ -1,7 +1,7 @@
-"""The memory and the processors of this machine, and of this process's control groups.
+"""The memory and the processors of this machine and of this process's control groups, and the waiting for them.
 
-A container's limit is that of a control group. See cgroups(7), and Linux's cgroup-v1/memory.rst, cgroup-v2.rst and
-scheduler/sched-bwc.rst for the files.
+A container's limit is that of a control group. See cgroups(7), and Linux's cgroup-v1/memory.rst, cgroup-v2.rst,
+scheduler/sched-bwc.rst, scheduler/sched-stats.rst and accounting/psi.rst for the files.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import time
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -21,6 +22,8 @@ _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 _MEMBERSHIP = pathlib.Path("/proc/self/cgroup")
 _MEMINFO = pathlib.Path("/proc/meminfo")
 _VMSTAT = pathlib.Path("/proc/vmstat")
+_PRESSURE = pathlib.Path("/proc/pressure")
+_THREADS = pathlib.Path("/proc/self/task")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +110,73 @@ def _quota(folder: pathlib.Path, version: int) -> int | None:
         if int(quota_us) > 0 and int(period_us) > 0:
             return -(-int(quota_us) // int(period_us))
     return None
+
+
+class Delays(NamedTuple):
+    """Shares of a time, from 0 to 1, in which something was waited for; 0 where Linux doesn't measure it."""
+
+    core: float  # a thread of this process was ready to run, and had no core: the one that waited longest
+    quota: float  # periods in which a control group has used up its quota of CPU time
+    memory: float  # some thread of the machine waited for memory, such as for pages in swap
+    disk: float  # some thread of the machine waited for a disk
+
+
+class DelayWatch:
+    """Measures what this process and its machine wait for between two calls of ``take``."""
+
+    def __init__(self) -> None:
+        self._before = self._look()
+
+    def take(self) -> Delays:
+        """Return the delays since the last call."""
+        (before_s, threads_ns, periods, stalled_us), self._before = self._before, self._look()
+        now_s, threads_now_ns, periods_now, stalled_now_us = self._before
+        took_s = max(now_s - before_s, 1e-3)
+        waits_ns = (wait_ns - threads_ns.get(thread, 0) for thread, wait_ns in threads_now_ns.items())
+        passed = {
+            group: (count - periods[group][0], throttled - periods[group][1])
+            for group, (count, throttled) in periods_now.items()
+            if group in periods
+        }
+        quota = max((throttled / count for count, throttled in passed.values() if count > 0), default=0.0)
+        memory, disk = (
+            (now_us - then_us) / 1e6 / took_s for then_us, now_us in zip(stalled_us, stalled_now_us, strict=True)
+        )
+        return Delays(*(min(share, 1.0) for share in (max(waits_ns, default=0) / 1e9 / took_s, quota, memory, disk)))
+
+    @staticmethod
+    def _look() -> tuple[float, dict[str, int], dict[pathlib.Path, tuple[int, int]], tuple[int, int]]:
+        """Return the time, and up to now: waits of threads, periods of quotas, and stalls by memory and by disks."""
+        return time.monotonic(), _waits_for_cores(), _quota_periods(), (_stalled_us("memory"), _stalled_us("io"))
+
+
+def swapped_bytes() -> int:
+    """Return the size of this process's memory that is in swap."""
+    return 1024 * _rows(_THREADS.parent / "status").get("VmSwap:", 0)
+
+
+def _waits_for_cores() -> dict[str, int]:
+    """Return for each thread of this process the nanoseconds for which it was ready to run and had no core."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(_THREADS):
+            with contextlib.suppress(OSError, ValueError, IndexError):  # a thread that has just ended
+                found[thread] = int((_THREADS / thread / "schedstat").read_text().split()[1])
+    return found
+
+
+def _quota_periods() -> dict[pathlib.Path, tuple[int, int]]:
+    """Return for each control group with a quota its periods, and those in which the quota was used up."""
+    rows = {folder: _rows(folder / "cpu.stat") for folder, _ in _groups("cpu")}
+    return {folder: (row.get("nr_periods", 0), row.get("nr_throttled", 0)) for folder, row in rows.items()}
+
+
+def _stalled_us(resource: str) -> int:
+    """Return the microseconds for which some thread of the machine waited for a resource."""
+    with contextlib.suppress(OSError, ValueError):
+        some = (_PRESSURE / resource).read_text().partition("\n")[0]
+        return int(some.rpartition("total=")[2])
+    return 0
 
 
 def _memory_groups() -> Sequence[tuple[pathlib.Path, _Files]]:

@@ -130,6 +130,7 @@ class Reporter:
     Attributes:
         outer: A counter of epochs around the shown counter, such as a bar over epochs; ``None`` if there is none.
         is_compiling: True while the running step is compiled.
+        recompiled: Why XLA has compiled a step anew; empty if it hasn't.
         has_own_loss: True once the program has reported a metric named ``loss``.
         before_result: Functions to call when the user's code has returned, which wait for its work in the background.
             Their errors are the rank's.
@@ -141,6 +142,7 @@ class Reporter:
     def __init__(self, connection: Sender | None = None) -> None:
         self.outer: Counter | None = None
         self.is_compiling = False
+        self.recompiled = ""
         self.has_own_loss = False
         self.before_result: list[Callable[[], None]] = []
         self.at_close: list[Callable[[], None]] = []
@@ -163,6 +165,7 @@ class Reporter:
         self._device = ""
         self._device_memory: Callable[[], tuple[int, int]] | None = None
         self._device_utilisation: Callable[[], float | None] | None = None
+        self._device_clock: Callable[[], float | None] | None = None
         self._pid = os.getpid()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -404,17 +407,19 @@ class Reporter:
         name: str,
         memory: Callable[[], tuple[int, int]] | None = None,
         utilisation: Callable[[], float | None] | None = None,
+        clock: Callable[[], float | None] | None = None,
     ) -> None:
         """Set the rank's device.
 
         Args:
             name: The device's name.
-            memory: Function that returns the used and total bytes. Called once a second, like ``utilisation``.
+            memory: Function that returns the used and total bytes. Called once a second, like the others.
             utilisation: Function that returns the per cent of time in which the device computes, ``None`` if unknown.
+            clock: Function that returns the per cent of its highest clock at which it runs, ``None`` if unknown.
         """
         self._device = name
         self._device_memory = memory
-        self._device_utilisation = utilisation
+        self._device_utilisation, self._device_clock = utilisation, clock
 
     def send_memory(self) -> None:
         """Send the present use of memory."""
@@ -426,7 +431,10 @@ class Reporter:
         except RuntimeError:  # the device has failed: training will raise, and the sampler must go on
             return
         utilisation = None if self._device_utilisation is None else self._device_utilisation()
-        self.send(events.Memory(used_bytes=used, total_bytes=total, kind="device", utilisation=utilisation))
+        clock = None if self._device_clock is None else self._device_clock()
+        self.send(
+            events.Memory(used_bytes=used, total_bytes=total, kind="device", utilisation=utilisation, clock=clock)
+        )
 
 
 def _as_it_is_now(value: Any) -> Any:

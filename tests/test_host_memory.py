@@ -78,3 +78,53 @@ def test_group_without_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: pathli
     monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
     monkeypatch.setattr(host_memory, "_MEMBERSHIP", tmp_path / "cgroup")
     assert host_memory.available_bytes() > 100_000_000
+
+
+@pytest.mark.parametrize(("line", "folder"), [("0::/job", "job"), ("3:cpu,cpuacct:/job", "cpu/job")])
+def test_delays_between_two_looks(
+    line: str, folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def pass_time(now_s: float, core_ns: int, throttled: int, stalled_us: int) -> None:
+        monkeypatch.setattr(host_memory.time, "monotonic", lambda: now_s)
+        write("task/1/schedstat", "5 70 9\n")
+        write("task/2/schedstat", f"5 {core_ns} 9\n")
+        write(f"{folder}/cpu.stat", f"nr_periods {now_s * 10:.0f}\nnr_throttled {throttled}\n")
+        for resource in ("memory", "io"):
+            write(f"pressure/{resource}", f"some avg10=0.00 total={stalled_us}\nfull avg10=0.00 total=9\n")
+            stalled_us *= 2
+
+    marks = {"job/cpu.max": "max 100000", "cpu/job/cpu.cfs_quota_us": "-1"}
+    for name, text in marks.items():
+        write(name, text)
+    write("cgroup", f"{line}\n")
+    for name, path in {"_CGROUPS": "", "_MEMBERSHIP": "cgroup", "_PRESSURE": "pressure", "_THREADS": "task"}.items():
+        monkeypatch.setattr(host_memory, name, tmp_path / path)
+    pass_time(100, core_ns=10**9, throttled=3, stalled_us=1_000_000)
+    watch = host_memory.DelayWatch()
+    pass_time(102, core_ns=2 * 10**9, throttled=8, stalled_us=1_200_000)
+    assert watch.take() == pytest.approx((0.5, 0.25, 0.1, 0.2))
+    pass_time(103, core_ns=2 * 10**9, throttled=8, stalled_us=9_000_000)
+    assert watch.take() == (0, 0, 1, 1)
+
+
+def test_delays_where_linux_measures_none(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    for name in ("_MEMBERSHIP", "_PRESSURE", "_THREADS"):
+        monkeypatch.setattr(host_memory, name, tmp_path / "missing")
+    assert host_memory.DelayWatch().take() == (0, 0, 0, 0)
+
+
+def test_busy_threads_on_one_core_wait_for_it() -> None:
+    code = (
+        "import os, subprocess, sys, time; core = {min(os.sched_getaffinity(0))}; os.sched_setaffinity(0, core)\n"
+        "from notebook_accel import host_memory\n"
+        "other = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
+        "watch, ends_s = host_memory.DelayWatch(), time.monotonic() + 1\n"
+        "while time.monotonic() < ends_s: pass\n"
+        "print(watch.take().core); other.kill(); other.wait()"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert 0.2 < float(run.stdout) <= 1

@@ -25,6 +25,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.launching.ranks.loops import Loops
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError, Connection
+from notebook_accel.training.backends.devices import clock_of
 from notebook_accel.training.backends.single_process import SingleProcess
 from tests import processes
 
@@ -424,6 +425,23 @@ def test_memory_of_a_gpu_is_asked_for_without_cuda(monkeypatch: pytest.MonkeyPat
     assert ask() == (1 << 30, 79 << 30)
 
 
+def test_clock_of_a_gpu_in_per_cent_of_its_highest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers of NVML and torch are replaced, since there is no GPU."""
+    clocks = {("cuda:1", 1): 1208}
+    nvml = types.SimpleNamespace(
+        NVML_CLOCK_SM=1,
+        nvmlDeviceGetClockInfo=lambda handle, kind: clocks[handle, kind],
+        nvmlDeviceGetMaxClockInfo=lambda *_: 1980,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "_get_pynvml_handler", str)
+    ask = clock_of(torch.device("cuda", 1))
+    assert ask is not None and ask() == pytest.approx(61.01, abs=0.01)
+    clocks.clear()  # as for a part of a GPU
+    assert ask() is None
+    assert clock_of(torch.device("cpu")) is None
+
+
 def _is_progress(event: events.Event, *, compiling: bool) -> bool:
     return isinstance(event, events.Progress) and event.compiling is compiling
 
@@ -444,8 +462,9 @@ def test_memory_is_this_process_and_then_the_device(rank: types.SimpleNamespace)
     rank.reporter.set_device("cuda:0", lambda: (5, 8))
     heard = rank.watcher.wait_for(lambda event: isinstance(event, events.Memory) and event.kind == "device")
     assert (heard.used_bytes, heard.total_bytes, heard.utilisation) == (5, 8, None)
-    rank.reporter.set_device("cuda:0", lambda: (5, 8), lambda: 87.0)
-    assert rank.watcher.wait_for(lambda event: isinstance(event, events.Memory) and event.utilisation == 87.0)
+    rank.reporter.set_device("cuda:0", lambda: (5, 8), lambda: 87.0, lambda: 61.0)
+    heard = rank.watcher.wait_for(lambda event: isinstance(event, events.Memory) and event.utilisation == 87.0)
+    assert heard.clock == 61.0
 
 
 def test_device_that_fails_does_not_end_the_sampling(rank: types.SimpleNamespace) -> None:

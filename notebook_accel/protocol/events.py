@@ -31,6 +31,12 @@ class Started(_Event, frozen=True, kw_only=True):
 
 
 _MOST_LINES = 100  # of several merged events
+SUMMED = (
+    "evaluations", "collecting_s", "compilations", "compiling_s", "starting_s", "queued_s", "throttled_s",
+    "thrashing_s", "disk_s",
+)  # fmt: skip
+"""The fields of ``StepTimes`` whose values are added up over several events, besides steps, seconds and samples."""
+
 EVALUATION = "evaluation"
 """The label of a loop that takes batches and doesn't train."""
 
@@ -69,7 +75,9 @@ class StepTimes(_Event, frozen=True, kw_only=True):
     seconds: dict[str, float]  # of each phase in ``PHASES``; they add up to the wall time since the last event
     evaluations: int = 0
     collecting_s: float = 0.0  # time of Python's garbage collections, in whichever phase they were
-    compilations: int = 0  # number of graphs that ``torch.compile`` has compiled
+    compilations: int = 0  # number of graphs that ``torch.compile`` or XLA has compiled
+    compiling_s: float = 0.0  # time that this took
+    recompiled: str = ""  # why the last of these was compiled anew, such as torch's words on another shape
     rows: float = 0.0  # mean number of rows of a batch, 0 if unknown
     smallest_batch: int = 0  # fewest elements of a batch's first tensor, 0 if unknown
     largest_batch: int = 0  # most elements of a batch's first tensor
@@ -82,6 +90,12 @@ class StepTimes(_Event, frozen=True, kw_only=True):
     cores: int = 0  # number of processor cores that this rank's processes can use, together with other ranks'
     gradient_bytes: int = 0  # size of the gradients that ``DistributedDataParallel`` exchanges, 0 if unknown
     is_on_device: bool = False  # CUDA has measured the phases
+    # Times of waiting, in whichever phase they were.
+    queued_s: float = 0.0  # of a thread of this rank for a core
+    throttled_s: float = 0.0  # in periods in which a control group has used up its quota of CPU time
+    thrashing_s: float = 0.0  # of some thread of the machine for memory
+    disk_s: float = 0.0  # of some thread of the machine for a disk
+    swapped_bytes: int = 0  # size of this rank's memory that is in swap
     samples: int = 0  # of the main thread
     lines: list[SampledLine] = []  # sampled most often
 
@@ -101,10 +115,8 @@ class StepTimes(_Event, frozen=True, kw_only=True):
             parts[-1],  # fields that can't be added keep the last event's value
             steps=steps,
             seconds=seconds,
-            evaluations=sum(part.evaluations for part in parts),
-            collecting_s=sum(part.collecting_s for part in parts),
-            compilations=sum(part.compilations for part in parts),
-            starting_s=sum(part.starting_s for part in parts),
+            **{name: sum(getattr(part, name) for part in parts) for name in SUMMED},
+            recompiled=next((part.recompiled for part in reversed(parts) if part.recompiled), ""),
             rows=sum(part.rows * part.steps for part in known) / max(sum(part.steps for part in known), 1),
             smallest_batch=min((part.smallest_batch for part in parts if part.smallest_batch), default=0),
             largest_batch=max(part.largest_batch for part in parts),
@@ -206,6 +218,7 @@ class Memory(_Event, frozen=True, kw_only=True):
     total_bytes: int
     kind: Literal["host", "device"]
     utilisation: float | None = None  # per cent of the last second in which the device computed, where it is measured
+    clock: float | None = None  # per cent of the device's highest clock, where it is known
 
 
 class ModelMemory(_Event, frozen=True, kw_only=True):

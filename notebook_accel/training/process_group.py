@@ -13,7 +13,7 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.reporting import reporter
 from notebook_accel.training.backends import torch_group, xla
 from notebook_accel.training.backends.backend import Backend
-from notebook_accel.training.backends.devices import local_device, utilisation_of
+from notebook_accel.training.backends.devices import clock_of, local_device, utilisation_of
 from notebook_accel.training.backends.single_process import SingleProcess, WorkerProcess
 from notebook_accel.training.backends.torch_distributed import TorchDistributed
 from notebook_accel.training.handlers import InitProcessGroupKwargs
@@ -49,7 +49,8 @@ def join(*, cpu: bool = False, options: InitProcessGroupKwargs | None = None) ->
         device = local_device(place, cpu=cpu, shared=options.backend == "gloo")
         is_alone = place.world_size == 1 and group_place is None
         backend = SingleProcess(place, device) if is_alone else TorchDistributed(place, device, options)
-    reporter().set_device(str(backend.device), backend.memory(), utilisation_of(backend.device))
+    device = backend.device
+    reporter().set_device(str(device), backend.memory(), utilisation_of(device), clock_of(device))
     _latest = weakref.ref(backend)
     return backend
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -141,3 +142,71 @@ class ByLength(Model):
 
 def uneven_batches(is_prepared: bool) -> None:
     Program(is_prepared, data=Lengths(), model=ByLength()).train()
+
+
+class Computing(Model):
+    """Computes for some milliseconds in each step, on one thread."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = torch.ones(400, 400)
+        for _ in range(8):
+            weights = weights @ weights / 400  # planted: matrices
+        logits: torch.Tensor = self.layer(x) * weights[0, 0]
+        return logits
+
+
+def busy_loop_beside_one_rank(is_prepared: bool) -> None:
+    """Each rank has a core of its own, which rank 1 shares with another process."""
+    made = Program(is_prepared, model=Computing())
+    torch.set_num_threads(1)
+    me, cores = os.getpid(), sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank() % len(cores)]})
+    if rank() == 1 and os.fork() == 0:
+        while os.getppid() == me:
+            pass
+        os._exit(0)
+    made.train()
+
+
+def saves_each_step(is_prepared: bool) -> None:
+    state = torch.ones(4 << 20)
+    with tempfile.TemporaryFile() as file:
+        for _ in Program(is_prepared).steps():
+            file.seek(0)
+            torch.save(state, file)  # planted: checkpoint
+
+
+class Compiled(Model):
+    """Compiles a part of its forward pass, whose input grows in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 16
+        torch._dynamo.config.recompile_limit = 10_000
+        self.mean = torch.compile(lambda x: (x * x).mean(), dynamic=False, backend="aot_eager")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.length += 1
+        logits: torch.Tensor = self.layer(x) + self.mean(torch.ones(self.length))  # planted: compilation
+        return logits
+
+
+def compiles_for_changing_shapes(is_prepared: bool) -> None:
+    Program(is_prepared, model=Compiled()).train()
+
+
+def computes_with_too_many_threads(is_prepared: bool) -> None:
+    made = Program(is_prepared, model=Computing())
+    torch.set_num_threads(4 * len(os.sched_getaffinity(0)))
+    made.train()
+
+
+def tiny_batch(_: bool) -> None:
+    """Each rank trains a model of its own: an exchange of gradients would take most of so short a step."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    while True:
+        for x, _y in DataLoader(Samples(), batch_size=1):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()

@@ -51,8 +51,12 @@ def test_slow_loader(verdict: Callable[..., Verdict], is_prepared: bool) -> None
 @pytest.mark.parametrize("is_prepared", _PREPARED)
 @pytest.mark.parametrize(
     ("program", "mark"),
-    [(slow_programs.slow_samples_on_one_rank, "data"), (slow_programs.slow_forward_on_one_rank, "forward")],
-    ids=["samples", "forward"],
+    [
+        (slow_programs.slow_samples_on_one_rank, "data"),
+        (slow_programs.slow_forward_on_one_rank, "forward"),
+        (slow_programs.busy_loop_beside_one_rank, "matrices"),
+    ],
+    ids=["samples", "forward", "busy loop"],
 )
 def test_rank_that_the_others_wait_for(
     verdict: Callable[..., Verdict], program: Callable[[bool], None], mark: str, is_prepared: bool
@@ -70,6 +74,10 @@ def test_rank_that_the_others_wait_for(
         ("other code", slow_programs.slow_line_between_the_steps, "other"),
         ("communication", slow_programs.large_gradients, ""),
         ("uneven batches", slow_programs.uneven_batches, ""),
+        ("checkpoint", slow_programs.saves_each_step, "checkpoint"),
+        ("compilation", slow_programs.compiles_for_changing_shapes, "compilation"),
+        ("too many threads", slow_programs.computes_with_too_many_threads, ""),
+        ("tiny batch", slow_programs.tiny_batch, ""),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

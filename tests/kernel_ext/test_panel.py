@@ -150,7 +150,7 @@ def test_a_failed_run_in_the_background_shows_its_traceback(kernel: kernels.Kern
 
 def test_only_what_changed_is_sent(kernel: kernels.Kernel) -> None:
     clock = "import types, kernel_ext.panel as panel; now_s = time.monotonic(); "  # which stands still
-    clock += "panel.time = types.SimpleNamespace(monotonic=lambda: now_s); "
+    clock += "panel.time = types.SimpleNamespace(monotonic=lambda: now_s, thread_time=float); "
     _messages(kernel, f"{clock}job = make_job(); view = open_view(job); start(job); view.refresh()")
     later = f"{_HERE}; job.started_s = now_s - 7; view.refresh(); view.refresh(); view.refresh()"
     values = _widget_values(_messages(kernel, f"{later}; panel.time = time"))
@@ -161,6 +161,35 @@ def test_only_what_changed_is_sent(kernel: kernels.Kernel) -> None:
     assert not any("nba-chart" in value for value in values)
     progress = f"{_HERE}; job.deliver(0, events.Progress(step=2, total=10, steps=2)); view.refresh()"
     assert not any("nba-output" in value for value in _widget_values(_messages(kernel, progress)))
+    _messages(kernel, "finish(job); view.close()")
+
+
+def test_diagnosis_and_chart_that_take_long_are_made_less_often(kernel: kernels.Kernel) -> None:
+    code = """
+    import types, kernel_ext.panel as panel
+    now_s, used_s, made = time.monotonic(), 0.0, []
+    panel.time = types.SimpleNamespace(monotonic=lambda: now_s, thread_time=lambda: used_s)
+    job = make_job()
+    view = open_view(job)
+    start(job)
+    def work(what, found):
+        global used_s
+        used_s += 0.1
+        made.append(what)
+        return found
+    diagnosis, chart_html = job.diagnosis, panel.charts.chart_html
+    job.diagnosis = lambda: work("diagnosis", diagnosis())
+    panel.charts.chart_html = lambda *args, **options: work("chart", chart_html(*args, **options))
+    for second in range(30):
+        now_s += 1
+        job.deliver(0, events.Metrics(step=second, values={"loss": 1.0}))
+        view.refresh()
+    panel.charts.chart_html, panel.time = chart_html, time
+    print(made.count("diagnosis"), made.count("chart"))
+    """
+    outcome = kernel.run(code, allow_stdin=True)
+    # A hundredth of 30 s, for a tenth of a second each; and a chart for the first name of a metric.
+    assert outcome.stdout.strip() == "3 4", outcome.traceback
     _messages(kernel, "finish(job); view.close()")
 
 
@@ -346,7 +375,7 @@ def test_phases_of_a_step_are_shown_in_their_tab_and_in_the_rows(kernel: kernels
     for rank in range(2):
         for _ in range(5):
             job.deliver(rank, events.StepTimes(steps=20, seconds={'data': 0.9, 'forward': 0.3}, workers=0, cores=2))
-    view._diagnosed_s = float("-inf")
+    view._diagnosis_due_s = 0.0
     view._widgets.view.value = 'Step'
     """
     _messages(kernel, measured)

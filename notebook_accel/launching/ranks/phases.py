@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from notebook_accel import code_places, host_memory, reporting
+from notebook_accel.formatting import plain_text
 from notebook_accel.protocol import events
 
 _SEND_PERIOD_S = 1.0
@@ -78,6 +79,7 @@ class StepClock:
         self._counts = _Counts()
         self._device = _DeviceClock()
         self._sent_s = self._since_s
+        self._delays = host_memory.DelayWatch()
         self._times_sent: Mapping[str, float] = {}
         self._sending = threading.Lock()
         self._is_examination_due = True  # the main thread is to read values that only it can read
@@ -259,7 +261,8 @@ class StepClock:
         counts.split_backward(seconds)
         _split_by_samples(seconds, lines)
         counts.add_unmeasured_steps(seconds)
-        reporting.reporter().post(counts.event(seconds, lines, is_on_device=self._device.has_measured))
+        delays = self._delays.take()
+        reporting.reporter().post(counts.event(seconds, lines, delays, is_on_device=self._device.has_measured))
 
 
 class _Counts:
@@ -287,7 +290,7 @@ class _Counts:
         self.backward_s = 0.0
         self.exchanges = 0
         self.exposed_s: list[float] = []
-        self.graphs_before = compiled_graphs()
+        self.graphs_before, (self.xla_before, self.xla_before_s) = compiled_graphs(), _xla_compilations()
 
     def add_batch(self, batch: Any) -> None:
         """Add the number of rows and the size of a batch, read from its first tensor."""
@@ -342,15 +345,26 @@ class _Counts:
                 seconds[phase] *= factor
 
     def event(
-        self, seconds: dict[str, float], lines: collections.Counter[Line], *, is_on_device: bool
+        self,
+        seconds: dict[str, float],
+        lines: collections.Counter[Line],
+        delays: host_memory.Delays,
+        *,
+        is_on_device: bool,
     ) -> events.StepTimes:
         """Return the counts as an event."""
+        wall_s, (xla, xla_s) = sum(seconds.values()), _xla_compilations()
+        graphs, xla = max(0, compiled_graphs() - self.graphs_before), xla - self.xla_before
+        recompiled = reporting.reporter().recompiled if xla else _last_recompilation() if graphs else ""
+        compiling = sum(count for line, count in lines.items() if line[1] == "compiling") / max(sum(lines.values()), 1)
         return events.StepTimes(
             steps=self.steps,
             seconds=seconds,
             evaluations=self.evaluations,
             collecting_s=self.collecting_s,
-            compilations=max(0, compiled_graphs() - self.graphs_before),
+            compilations=graphs + xla,
+            compiling_s=compiling * wall_s + xla_s - self.xla_before_s,
+            recompiled=plain_text(recompiled.partition("\n")[0])[:_MOST_TEXT].rstrip("."),
             rows=self.rows / self.batches if self.batches else 0.0,
             smallest_batch=self.smallest if self.batches else 0,
             largest_batch=self.largest,
@@ -361,6 +375,11 @@ class _Counts:
             cores=host_memory.cores(),
             gradient_bytes=self.gradient_bytes,
             is_on_device=is_on_device,
+            queued_s=delays.core * wall_s,
+            throttled_s=delays.quota * wall_s,
+            thrashing_s=delays.memory * wall_s,
+            disk_s=delays.disk * wall_s,
+            swapped_bytes=host_memory.swapped_bytes() if delays.memory else 0,
             samples=sum(lines.values()),
             lines=[events.SampledLine(*line, samples=count) for line, count in lines.most_common(_MOST_LINES)],
         )
@@ -472,3 +491,19 @@ def compiled_graphs() -> int:
     # Another thread may be importing the module at this moment.
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return 0 if counters is None else int(counters["stats"].get("unique_graphs", 0))
+
+
+def _xla_compilations() -> tuple[int, float]:
+    """Return the number of graphs that XLA has compiled in this process, and the seconds that it took."""
+    read = getattr(sys.modules.get("torch_xla.debug.metrics"), "metric_data", None)
+    data = None if read is None else read("CompileTime")
+    return (int(data[0]), data[1] / 1e9) if data else (0, 0.0)
+
+
+def _last_recompilation() -> str:
+    """Return why ``torch.compile`` has compiled its last graph anew; empty if it was the first of its code."""
+    try:  # private to torch
+        reason: str | None = sys.modules["torch._dynamo.utils"].get_compilation_metrics()[-1].recompile_reason
+    except Exception:  # noqa: BLE001 - another thread may be compiling, and another torch may lack it
+        reason = None
+    return reason or ""

@@ -13,8 +13,16 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from notebook_accel.formatting import format_duration, format_milliseconds, format_size
-from notebook_accel.launching.state.phases import Moment, Phases, mean_of, over_time, shown_ranks, split_waiting
+from notebook_accel.formatting import format_count, format_duration, format_milliseconds, format_size
+from notebook_accel.launching.state.phases import (
+    WAITING,
+    Moment,
+    Phases,
+    mean_of,
+    over_time,
+    shown_ranks,
+    split_waiting,
+)
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
@@ -28,8 +36,10 @@ _STEPS_PER_EVALUATION = 10  # with more, an evaluation isn't too frequent
 _LARGE_BYTES = 1 << 20
 _SLOW_S = 0.05  # for fewer than _LARGE_BYTES
 _TINY_ROWS, _TINY_STEP_S = 4, 0.005  # of a batch whose steps are mostly overhead
+_FULL_CLOCK = 90.0  # per cent of a device's highest
 _UNEVEN = 2.0  # largest batch to smallest
 _MOST_WORKERS = 4  # in the advice
+_WORTH_QUEUED = 0.2  # short waits for a core are usual where the ranks use all cores
 _SHORT_WAIT_S = 0.002  # for a batch; a worker takes up to this to pass one
 _MOST_TEXT = 60
 _SAVE_LESS = "Save less often, or in the background: accelerator.save_state(async_=True)."
@@ -151,17 +161,39 @@ def diagnose(state: RunState) -> Diagnosis:
     run_s = max(rank.wall_s for rank in in_run)
     whole = _costliest(_Run(in_run))
     found = _recurring(measured, whole)
+    if "compilation" in whole and all(verdict.cause != "compilation" for verdict in found):
+        found.append(whole["compilation"])  # it is over, and has cost much
     costs = [each.share * run_s for each in whole.values() if found and each.is_same(found[0])]
     phases = split_waiting({rank.number: rank.phases for rank in measured})
+    points = {rank.number: rank.state.step_history.sums.points for rank in measured}
+    moments = over_time(points, shown_ranks(phases))
     return Diagnosis(
-        tuple(found),
+        tuple(_dated(verdict, moments) for verdict in found),
         phases,
-        over_time({rank.number: rank.state.step_history.sums.points for rank in measured}, shown_ranks(phases)),
+        moments,
         sum(costs),
         run_s,
         world_size=state.total_ranks,
         rows=statistics.fmean(rank.times.rows for rank in measured),
     )
+
+
+def _dated(verdict: Verdict, moments: Sequence[Moment]) -> Verdict:
+    """Add to the verdict on a rank that is late the step since which it is, unless it always was."""
+    if verdict.cause != "straggler":
+        return verdict
+    [late] = verdict.ranks
+    since = None
+    for moment in reversed(moments):
+        if moment.mean is None or late not in moment.ranks:
+            continue  # no step was done
+        waiting_s = moment.mean[WAITING]
+        if waiting_s < _WORTH * sum(moment.mean.values()) or moment.ranks[late][WAITING] > waiting_s / 2:
+            break
+        since = moment
+    if since is None or since is moments[0]:
+        return verdict
+    return dataclasses.replace(verdict, what=f"{verdict.what} It has been so since about step {since.first_step:,}.")
 
 
 def _recurring(ranks: Sequence[_Rank], whole: Mapping[str, Verdict]) -> list[Verdict]:
@@ -171,11 +203,14 @@ def _recurring(ranks: Sequence[_Rank], whole: Mapping[str, Verdict]) -> list[Ver
         ranks: The ranks with the times of their last steps.
         whole: The verdicts on the whole run by their causes.
     """
+    found = _costliest(_Run(ranks))
+    if not found:
+        return []
     steady = [
         _Rank(rank.state, times) for rank in ranks if (times := rank.state.step_history.without_longest) is not None
     ]
     causes = {*whole, *(_costliest(_Run(steady)) if len(steady) == len(ranks) else ())}
-    return [verdict for cause, verdict in _costliest(_Run(ranks)).items() if cause in causes]
+    return [verdict for cause, verdict in found.items() if cause in causes]
 
 
 def _costliest(run: _Run) -> dict[str, Verdict]:
@@ -235,6 +270,21 @@ class _Rank:
         """Seconds of a step in which the rank neither communicates nor waits for another one."""
         return self.step_s - self.exposed_s
 
+    @property
+    def compiling_share(self) -> float:
+        """The share of the time, from 0 to 1, that compiling takes."""
+        return self.times.compiling_s / self.wall_s
+
+    @property
+    def disk_share(self) -> float:
+        """The share of the time, from 0 to 1, in which something on the rank's machine waits for a disk."""
+        return self.times.disk_s / self.wall_s
+
+    @property
+    def queued_share(self) -> float:
+        """The share of the time, from 0 to 1, in which a thread of the rank waits for a core."""
+        return self.times.queued_s / self.wall_s
+
     def line(self, *phases: str, activity: str | None = None) -> tuple[str, str]:
         """Return place and text of the line sampled most in these phases, or in all; empty if there is none."""
         for line in self.times.lines:  # those with most samples come first
@@ -279,6 +329,11 @@ class _Run:
         """Return a phase's mean share of the step, 0 if some rank spends far less on it: then others are stragglers."""
         least, share = min(rank.share(phase) for rank in self.ranks), self.share(phase)
         return 0.0 if least < share / 2 else share
+
+    @property
+    def queued_share(self) -> float:
+        """The share of the time in which even the rank that waits least for cores waits for one."""
+        return min(rank.queued_share for rank in self.ranks)
 
     def longest_in(self, phase: str) -> _Rank:
         """Return the rank with the largest share of a phase."""
@@ -333,6 +388,8 @@ def _straggler(run: _Run) -> Verdict | None:
     phase = max(excess, key=lambda name: excess[name])
     if share < _WORTH or slow.own_s <= own_s or excess[phase] <= 0:
         return None
+    if run.queued_share >= share:
+        return None  # all wait for cores, so now this rank is late, now another one
     if slow.is_saving_in(phase):
         place, text = slow.line(phase, activity="saving")
         wait = f"the others wait for it {_percent(share)} of the time"
@@ -340,25 +397,37 @@ def _straggler(run: _Run) -> Verdict | None:
         return Verdict("checkpoint", share, what, _SAVE_LESS, (slow.number,), place)
     place, text = slow.line(phase)
     work = {"data": "waits for data", "evaluation": "evaluates"}.get(phase, "computes")
-    clock = f" Its device is busy {slow.state.utilisation:.0f} % of the time." if slow.state.utilisation else ""
     return Verdict(
         cause="straggler",
         share=share,
         what=f"Rank {slow.number} {work} {slow.own_s / own_s:.1f} times as long as the others, most of it in {phase}"
-        f"{_at(place, text)}; the others wait for it {_percent(share)} of the time.{clock}",
+        f"{_at(place, text)}; the others wait for it {_percent(share)} of the time.{_circumstances(slow)}",
         fix="Give this rank less work, or look for what else runs on its device or core.",
         ranks=(slow.number,),
         place=place,
     )
 
 
+def _circumstances(slow: _Rank) -> str:
+    """Return sentences on the device and the core of a rank that is late, as far as they are known."""
+    memory, found = slow.state.memory, ""
+    if memory is not None and memory.utilisation:
+        found += f" Its device is busy {memory.utilisation:.0f} % of the time."
+    if memory is not None and memory.clock and memory.clock < _FULL_CLOCK:
+        found += f" Its device runs at {memory.clock:.0f} % of its highest clock."
+    if slow.queued_share >= _WORTH:
+        found += f" It waits for a core {_percent(slow.queued_share)} of the time, since other work uses it."
+    return found
+
+
 def _data(run: _Run) -> Verdict:
     """Find ranks that all wait for their loader."""
     share, slow = run.common_share("data"), run.longest_in("data")
     place, _ = slow.line("data")
+    disk = f" A disk is waited for {_percent(slow.disk_share)} of the time." if slow.disk_share >= share / 2 else ""
     what = (
         f"{run.everyone} waits {_percent(share)} of the time for data: `num_workers={slow.times.workers or 0}`"
-        f"{_at(place)}."
+        f"{_at(place)}.{disk}"
     )
     return Verdict("data", share, what, _data_fix(run, slow), run.numbers, place)
 
@@ -368,6 +437,8 @@ def _data_fix(run: _Run, slow: _Rank) -> str:
     workers = slow.times.workers or 0
     if slow.times.starting_s > slow.times.seconds.get("data", 0.0) / 2:
         return "Its workers start anew in each epoch. Try `persistent_workers=True`, or fewer and longer epochs."
+    if slow.disk_share >= slow.share("data") / 2:
+        return "Copy the data to a faster disk or into memory, or pack many small files into few large ones."
     more = min(_MOST_WORKERS, run.cores_each(slow))
     fix = f"`num_workers={max(2 * workers, more)}`" if workers else f"`num_workers={more}, persistent_workers=True`"
     if slow.per_step_s("data") < _SHORT_WAIT_S:
@@ -408,16 +479,21 @@ def _saving(run: _Run) -> Verdict | None:
 
 
 def _compilation(run: _Run) -> Verdict | None:
-    """Find compilations that go on after the first steps."""
-    share, rank = run.sampled_share(lambda line: line.activity == "compiling")
-    if not rank.times.compilations:
+    """Find compilations, which usually end with the first steps."""
+    rank = max(run.ranks, key=lambda rank: rank.compiling_share)
+    times, share = rank.times, rank.compiling_share
+    if not times.compilations:
         return None
     place, text = rank.line(activity="compiling")
-    what = (
-        f"torch.compile has compiled {rank.times.compilations} more graphs in the last {rank.times.steps} steps, which "
-        f"took {_percent(share)} of the time{_at(place, text)}."
-    )
-    fix = "Give batches one shape (pad them, drop_last=True), or torch.compile(..., dynamic=True)."
+    compiler = "XLA" if rank.state.device.startswith("xla") else "torch.compile"
+    took = f"took {_percent(share)} of the time{_at(place, text)}."
+    if not times.recompiled:
+        fix = "A longer run loses less by it, unless it changes the shapes of batches."
+        return Verdict("compilation", share, f"The first compilation by {compiler} {took}", fix, run.numbers, place)
+    graphs, steps = format_count(times.compilations, "graph"), format_count(times.steps, "step")
+    what = f"{compiler} has compiled {graphs} in {steps}, which {took} The last one's reason: {times.recompiled}."
+    fix = "Give batches one shape (pad them, drop_last=True)"
+    fix += "." if compiler == "XLA" else ", or torch.compile(..., dynamic=True)."
     return Verdict("compilation", share, what, fix, run.numbers, place)
 
 
@@ -460,6 +536,8 @@ def _communication(run: _Run) -> Verdict | None:
     size = first.times.gradient_bytes
     if size < _LARGE_BYTES and run.communication_s < _SLOW_S:
         return None  # latency, which a longer step hides
+    if run.queued_share >= share:
+        return None  # the ranks wait for cores more than for each other, and so exchange slowly
     computing_s = statistics.fmean(sum(rank.per_step_s(name) for name in _COMPUTING) for rank in run.ranks)
     if size:
         computing = format_milliseconds(computing_s)
@@ -471,6 +549,44 @@ def _communication(run: _Run) -> Verdict | None:
     place, text = first.line(activity="communication")
     what = f"Collectives take {_percent(share)} of the time{_at(place, text)}."
     return Verdict("communication", share, what, "Communicate less often, or less.", run.numbers, place)
+
+
+def _thrashing(run: _Run) -> Verdict:
+    """Find a machine that is short of memory, and so reads pages again that it has swapped out or dropped."""
+    rank = max(run.ranks, key=lambda rank: rank.times.thrashing_s / rank.wall_s)
+    share = rank.times.thrashing_s / rank.wall_s
+    swapped = rank.times.swapped_bytes
+    swap = f", and {format_size(swapped)} of rank {rank.number} are in swap" if swapped else ""
+    what = f"The machine is short of memory: programs wait for it {_percent(share)} of the time{swap}."
+    fix = "Use a smaller batch, fewer workers or ranks, or end other programs."
+    return Verdict("memory", share, what, fix, run.numbers)
+
+
+def _quota(run: _Run) -> Verdict:
+    """Find a container whose quota of CPU time is used up, after which its threads wait for the next period."""
+    rank = max(run.ranks, key=lambda rank: rank.times.throttled_s / rank.wall_s)
+    periods = rank.times.throttled_s / rank.wall_s
+    what = (
+        f"The container uses up its quota of CPU time, {format_count(rank.times.cores, 'core')}, in "
+        f"{_percent(periods)} of the periods, and rank {rank.number} waits {_percent(rank.queued_share)} of the time."
+    )
+    fix = "Give it a larger quota, or use fewer ranks, workers or threads."
+    return Verdict("quota", min(periods, rank.queued_share), what, fix, run.numbers)
+
+
+def _busy_cores(run: _Run) -> Verdict | None:
+    """Find ranks whose threads wait for cores that other threads or programs use."""
+    rank = max(run.ranks, key=lambda rank: rank.queued_share)
+    if rank.queued_share < _WORTH_QUEUED or _threads(run) is not None:  # too many threads are the better reason
+        return None
+    what = (
+        f"Rank {rank.number} waits for a core {_percent(rank.queued_share)} of the time: more threads or programs "
+        f"than this machine's {format_count(rank.times.cores, 'core')} can run are busy."
+    )
+    fix = "End other programs, or use fewer ranks, workers or threads."
+    if rank.times.threads > 1 and not run.is_on_device:  # they wait for each other in busy loops
+        fix += ' Or set os.environ["OMP_WAIT_POLICY"] = "PASSIVE" before the launch.'
+    return Verdict("busy cores", rank.queued_share, what, fix, (rank.number,))
 
 
 def _threads(run: _Run) -> Verdict | None:
@@ -533,7 +649,10 @@ _MEASURED: Iterable[Callable[[_Run], Verdict | None]] = (
     _device_waits,
     _communication,
     _garbage,
+    _thrashing,
+    _quota,
+    _tiny_batch,  # its share is all computing, and loader and code around the training are mostly overhead too
     _other,
 )
-# Their share is all computing, since the part that they waste isn't known.
-_LIKELY: Iterable[Callable[[_Run], Verdict | None]] = (_threads, _tiny_batch)
+# The first has all computing as its share, since the part that it wastes isn't known.
+_LIKELY: Iterable[Callable[[_Run], Verdict | None]] = (_threads, _busy_cores)

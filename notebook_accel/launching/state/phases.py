@@ -32,12 +32,14 @@ class Moment:
         end_s: Its end.
         mean: The mean over all ranks of the seconds of a step by phase; ``None`` if no rank has done a step.
         ranks: The seconds of a step by phase, for each rank that is shown by itself and has done a step.
+        first_step: The number of steps that a rank had done before the interval.
     """
 
     begin_s: float
     end_s: float
     mean: Phases | None
     ranks: Mapping[int, Phases]
+    first_step: int = 0
 
 
 def split_waiting(steps: Mapping[int, Phases]) -> dict[int, Phases]:
@@ -94,7 +96,8 @@ def over_time(sums: Mapping[int, list[tuple[int, Sums]]], shown: Collection[int]
         steps = split_waiting({rank: phases for rank, phases in found.items() if phases is not None})
         begin_s, end_s = ((edge_ms - begin_ms) / 1000 for edge_ms in edges_ms[number : number + 2])
         of_shown = {rank: steps[rank] for rank in shown if rank in steps}
-        moments.append(Moment(begin_s, end_s, mean_of(steps.values()), of_shown))
+        first_step = int(max(rows[number][0] for rows in at_edges.values()))
+        moments.append(Moment(begin_s, end_s, mean_of(steps.values()), of_shown, first_step))
     return tuple(moments)
 
 

@@ -54,15 +54,17 @@ class StepHistory:
         """Add the steps of an event."""
         end_ms = max(int(event.time_s * 1000), self._counted_ms)
         begin_ms = end_ms - int(sum(event.seconds.values()) * 1000)
-        if self.total is None:
-            # This event isn't recent: compilation, first allocations and the start of workers say little about later
-            # steps.
+        before = self.total
+        if before is None:
             self.total = event
         else:
-            self._keep(event)
+            # The first step isn't recent, however many seconds it takes: compilation, first allocations and the start
+            # of workers say little about later steps.
+            if before.steps > 1:
+                self._keep(event)
             if begin_ms > self._counted_ms + _GAP_MS:  # no step was done meanwhile
-                self.sums.add(begin_ms, _sums(self.total))
-            self.total = self.total.followed_by(event)
+                self.sums.add(begin_ms, _sums(before))
+            self.total = before.followed_by(event)
         self.sums.add(end_ms, _sums(self.total))
         self._counted_ms = end_ms
 
@@ -91,7 +93,7 @@ class StepHistory:
                 found.append(msgspec.structs.replace(whole, time_s=time_ms / 1000, samples=0, lines=[], **parts))
                 before = sums
         # Only the first event, which isn't recent, has these counts: they are of the whole run, not of few steps.
-        rest = {"evaluations": 0, "collecting_s": 0.0, "compilations": 0, "starting_s": 0.0}
+        rest = dict.fromkeys(events.SUMMED, 0)
         found[1:] = [msgspec.structs.replace(event, **rest) for event in found[1:]]
         found[-1] = msgspec.structs.replace(found[-1], samples=whole.samples, lines=whole.lines)
         return found

@@ -136,6 +136,14 @@ def utilisation_of(device: torch.device) -> Callable[[], float | None] | None:
     return functools.partial(_gpu_utilisation, device) if device.type == "cuda" else None
 
 
+def clock_of(device: torch.device) -> Callable[[], float | None] | None:
+    """Return a function that returns a GPU's clock in per cent of its highest; ``None`` for other devices.
+
+    The function returns ``None`` where NVML doesn't know the clock.
+    """
+    return functools.partial(_gpu_clock, device) if device.type == "cuda" else None
+
+
 def _gpu_memory(device: torch.device, total_bytes: int) -> tuple[int, int]:
     """Return a GPU's used and total bytes.
 
@@ -147,6 +155,17 @@ def _gpu_memory(device: torch.device, total_bytes: int) -> tuple[int, int]:
         return int(memory.used), int(memory.total)
     except Exception:  # noqa: BLE001 - as below. For a part of a GPU, or without NVML: report this process's memory
         return torch.cuda.memory_reserved(device), total_bytes
+
+
+def _gpu_clock(device: torch.device) -> float | None:
+    try:
+        nvml = importlib.import_module("pynvml")
+        handle, kind = torch.cuda._get_pynvml_handler(device), nvml.NVML_CLOCK_SM
+        return (
+            100 * float(nvml.nvmlDeviceGetClockInfo(handle, kind)) / float(nvml.nvmlDeviceGetMaxClockInfo(handle, kind))
+        )
+    except Exception:  # noqa: BLE001 - as below
+        return None
 
 
 def _gpu_utilisation(device: torch.device) -> float | None:

@@ -335,6 +335,7 @@ class Compilations:
         reporter().is_compiling = self._count > before
 
     def _warn_once(self, what: str, fix: str) -> None:
+        reporter().recompiled = what
         kind = what.partition(" shape")[0]
         if kind not in self._warned:
             self._warned.add(kind)

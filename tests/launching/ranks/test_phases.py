@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from notebook_accel import reporting
+from notebook_accel import host_memory, reporting
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks import profiling
 from notebook_accel.launching.ranks.phases import StepClock, place_of
@@ -276,3 +276,53 @@ def model_that_was_trained_and_dropped() -> bool:
 
 def test_measuring_keeps_no_model_alive(launch: Callable[..., Job]) -> None:
     assert list(launch(model_that_was_trained_and_dropped, num_processes=1).results(timeout_s=60)) == [True]
+
+
+def test_recompilation_is_sent_with_the_shape_that_changed(rank: types.SimpleNamespace) -> None:
+    double = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)
+    for length in (4, 5):
+        rank.clock.enter("forward")
+        double(torch.ones(length))
+        rank.clock.begin_step(None, None)
+        rank.clock.send()
+    rank.clock.stop()
+    rank.reporter.close()
+    first, second = rank.received.times
+    assert (first.compilations, first.recompiled) == (1, "")
+    assert (second.compilations, second.recompiled.partition(": ")[2]) == (
+        1,
+        "tensor 'x' size mismatch at index 0. expected 4, actual 5",
+    )
+
+
+def test_compilations_of_xla_are_sent_with_their_time(
+    rank: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch_xla isn't there, so its counters are made up."""
+    counters: list[tuple[int, float, list[float]] | None] = [None]
+    metrics = types.SimpleNamespace(metric_data=lambda name: counters[-1] if name == "CompileTime" else None)
+    monkeypatch.setitem(sys.modules, "torch_xla.debug.metrics", metrics)  # type: ignore[arg-type]
+    for data in ((3, 2e9, []), (4, 2.5e9, [])):
+        rank.clock.enter("forward")
+        counters.append(data)
+        rank.reporter.recompiled = "The batch's shape has changed from (4, 8) to (3, 8)."
+        rank.clock.begin_step(None, None)
+        rank.clock.send()
+    rank.clock.stop()
+    rank.reporter.close()
+    assert [(sent.compilations, sent.compiling_s) for sent in rank.received.times] == [(3, 2.0), (1, 0.5)]
+    assert rank.received.times[-1].recompiled == "The batch's shape has changed from (4, 8) to (3, 8)"
+
+
+def test_waiting_for_a_core_is_sent(rank: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory.DelayWatch, "take", lambda _: host_memory.Delays(0.5, 0.25, 0.1, 0.2))
+    monkeypatch.setattr(host_memory, "swapped_bytes", lambda: 7)
+    rank.clock.enter("forward")
+    rank.clock.begin_step(None, None)
+    rank.clock.stop()
+    rank.reporter.close()
+    [sent] = rank.received.times
+    wall_s = sum(sent.seconds.values())
+    delays = (sent.queued_s, sent.throttled_s, sent.thrashing_s, sent.disk_s)
+    assert delays == pytest.approx([share * wall_s for share in (0.5, 0.25, 0.1, 0.2)])
+    assert sent.swapped_bytes == 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -147,10 +148,120 @@ def test_checkpoints_of_one_rank_for_which_the_others_wait() -> None:
 
 def test_recompilation() -> None:
     compiling = line("forward", activity="compiling", text="loss = model(x)")
-    [verdict] = diagnose(run(healthy(compilations=3, lines=(compiling,)))).verdicts
+    reason = "0/0: tensor 'x' size mismatch at index 0. expected 8, actual 9"
+    ranks = healthy(compilations=3, compiling_s=0.5, recompiled=reason, lines=(compiling,))
+    [verdict] = diagnose(run(ranks)).verdicts
     assert (verdict.cause, verdict.place) == ("compilation", "In[4], line 12")
-    assert "12 more graphs" in verdict.what
-    assert not diagnose(run(healthy(compilations=0, lines=(compiling,)))).verdicts
+    assert verdict.what.startswith("torch.compile has compiled 12 graphs in 80 steps, which took 50 % of the time at ")
+    assert verdict.what.endswith(f"The last one's reason: {reason}.")
+    assert not diagnose(run(healthy(compilations=0, compiling_s=0.5, lines=(compiling,)))).verdicts
+
+
+def test_recompilation_by_xla() -> None:
+    state = run(healthy(compilations=1, compiling_s=0.5, recompiled="The batch's shape has changed"))
+    state.ranks[0].device = "xla:0"
+    [verdict] = diagnose(state).verdicts
+    assert verdict.what.startswith("XLA has compiled 4 graphs in 80 steps")
+    assert verdict.fix == "Give batches one shape (pad them, drop_last=True)."
+
+
+@pytest.mark.parametrize(("seconds", "is_named"), [(10, True), (200, False)])
+def test_first_step_that_compiles_counts_as_long_as_it_is_a_tenth_of_the_run(seconds: int, is_named: bool) -> None:
+    state = RunState(1)
+    state.apply(0, events.Progress(step=0, steps=0))
+    compiling = line("forward", activity="compiling", text="loss = model(x)")
+    # Ranks report once a second: the rest of a long first step comes with the second event.
+    state.apply(0, step_times(forward=50.0, steps=1, compiling_s=1.0, lines=(compiling,)))
+    state.apply(0, step_times(forward=450.0, compilations=1, compiling_s=9.0, lines=(compiling,)))
+    for _ in range(seconds):
+        state.apply(0, step_times(**healthy()))
+    diagnosis = diagnose(state)
+    assert sum(diagnosis.steps[0].values()) == pytest.approx(0.050)
+    assert [verdict.cause for verdict in diagnosis.verdicts] == ["compilation"] * is_named
+    if is_named:
+        assert diagnosis.verdicts[0].what == (
+            "The first compilation by torch.compile took 50 % of the time at In[4], line 12: `loss = model(x)`."
+        )
+        assert diagnosis.wasted_s == pytest.approx(10.0)
+
+
+def test_container_uses_up_its_quota() -> None:
+    [verdict] = diagnose(run(*[healthy(throttled_s=0.8, queued_s=0.5)] * 2)).verdicts
+    assert (verdict.cause, verdict.share) == ("quota", 0.5)
+    assert verdict.what == (
+        "The container uses up its quota of CPU time, 2 cores, in 80 % of the periods, and rank 0 waits 50 % of the "
+        "time."
+    )
+    assert not diagnose(run(*[healthy(throttled_s=0.8)] * 2)).verdicts  # none of the ranks was held up
+
+
+def test_machine_is_short_of_memory() -> None:
+    [verdict] = diagnose(run(healthy(), healthy(thrashing_s=0.4, swapped_bytes=3 << 30))).verdicts
+    assert verdict.cause == "memory"
+    assert verdict.what == (
+        "The machine is short of memory: programs wait for it 40 % of the time, and 3.0 GiB of rank 1 are in swap."
+    )
+
+
+def test_cores_are_busy() -> None:
+    [verdict] = diagnose(run(healthy(), healthy(queued_s=0.45))).verdicts
+    assert (verdict.cause, verdict.ranks) == ("busy cores", (1,))
+    assert "Rank 1 waits for a core 45 % of the time" in verdict.what
+    assert "OMP_WAIT_POLICY" not in verdict.fix
+    [verdict] = diagnose(run(healthy(queued_s=0.45, threads=2, cores=4))).verdicts
+    assert "OMP_WAIT_POLICY" in verdict.fix
+    [verdict] = diagnose(run(*[healthy(queued_s=0.45, threads=8)] * 2)).verdicts
+    assert verdict.cause == "too many threads"  # of the ranks themselves
+
+
+def test_rank_that_waits_for_a_core_is_late() -> None:
+    slow = healthy(forward=60.0, queued_s=0.5)
+    [verdict] = diagnose(run(slow, healthy(communication=48.0))).verdicts
+    assert (verdict.cause, verdict.ranks) == ("straggler", (0,))
+    assert verdict.what.endswith("It waits for a core 26 % of the time, since other work uses it.")
+    for threads, cause in ((8, "too many threads"), (1, "busy cores")):
+        common = {"queued_s": 0.5, "threads": threads}
+        state = run(healthy(forward=24.0, **common), healthy(communication=12.0, **common))
+        assert [verdict.cause for verdict in diagnose(state).verdicts] == [cause]
+
+
+def test_exchange_is_slow_where_all_wait_for_cores() -> None:
+    ranks = [healthy(communication=12.0, gradient_bytes=5 << 20, queued_s=0.6)] * 2
+    assert [verdict.cause for verdict in diagnose(run(*ranks)).verdicts] == ["busy cores"]
+
+
+def test_device_of_a_rank_that_is_late() -> None:
+    state = run(healthy(forward=60.0), healthy(communication=48.0))
+    memory = events.Memory(used_bytes=1, total_bytes=2, kind="device", utilisation=99.0, clock=61.0)
+    state.apply(0, memory)
+    [verdict] = diagnose(state).verdicts
+    assert verdict.what.endswith(" Its device is busy 99 % of the time. Its device runs at 61 % of its highest clock.")
+
+
+def test_data_are_on_a_slow_disk() -> None:
+    [verdict] = diagnose(run(*[healthy(data=60.0, disk_s=1.0)] * 2)).verdicts
+    assert verdict.cause == "data"
+    assert "A disk is waited for 46 % of the time." in verdict.what
+    assert verdict.fix.startswith("Copy the data to a faster disk")
+
+
+@pytest.mark.parametrize("before", [0, 20])
+def test_straggler_is_dated_unless_it_always_was_one(before: int) -> None:
+    state = RunState(2)
+    for second in range(before + 20):
+        is_late = second >= before
+        for number in range(2):
+            times = healthy(**({"forward": 74.0} if number else {"communication": 62.0}) if is_late else {})
+            state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
+            state.apply(number, step_times(time_s=float(second), **times))
+    [verdict] = diagnose(state).verdicts
+    assert verdict.cause == "straggler"
+    since = re.search(r" It has been so since about step (\d+)\.$", verdict.what)
+    if not before:
+        assert since is None
+    else:
+        assert since is not None
+        assert int(since[1]) == pytest.approx(20 * before, abs=40)
 
 
 @pytest.mark.parametrize("text", ["total += loss.item()", "print(loss)", "x = out.cpu()", "torch.cuda.empty_cache()"])
@@ -189,6 +300,10 @@ def test_tiny_batch() -> None:
         run({**tiny, **{name: value * 50 for name, value in tiny.items() if name in events.PHASES}})
     ).verdicts
     assert verdict.cause == "tiny batch"
+    phases = {"data": 0.4, "forward": 0.7, "backward": 1.1, "optimizer": 0.4, "other": 0.4}
+    times = {name: value * 50 for name, value in phases.items()}
+    found = diagnose(run({**times, "rows": 1.0, "steps": 1000, "lines": (line("other"),)})).verdicts
+    assert [verdict.cause for verdict in found] == ["tiny batch", "data", "other code"]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +319,8 @@ def test_tiny_batch() -> None:
         {"threads": 2, "cores": 16},
         {"rows": 256.0, "smallest_batch": 100, "largest_batch": 5000},
         {"collecting_s": 0.02},
+        {"queued_s": 0.15, "disk_s": 0.9},
+        {"compilations": 1, "compiling_s": 0.02},
         {"lines": (line("forward", text="loss.item()", samples=1),), "is_on_device": True},
         {"lines": (line("other", activity="saving", samples=1),)},
     ],
