@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -157,12 +158,12 @@ def test_killed_agent_takes_its_ranks_along_and_the_run_is_lost(mark: pathlib.Pa
     job = launch(functions.reports_until, str(mark))
     wait_for_steps(job)
     processes.kill(agent_of(job))
-    with pytest.raises(SupervisorLostError, match="'night' has gone, and the ranks with it"):
+    with pytest.raises(SupervisorLostError, match=r"'night' has gone at .*, and the ranks with it"):
         job.results(_LONG_S)
     assert [summary.status for summary in detached_runs.summaries()] == ["lost"]
     facts = json.loads((job.folder.path / "run.json").read_text())
     (job.folder.path / "run.json").write_text(json.dumps({**facts, "boot_id": "of an earlier start"}))
-    with pytest.raises(SupervisorLostError, match="was lost with the machine, which was started again"):
+    with pytest.raises(SupervisorLostError, match="was lost with the machine at "):
         attach("night", view="none").results()
     # It is launched again, with what was sent to it.
     mark.touch()
@@ -171,6 +172,30 @@ def test_killed_agent_takes_its_ranks_along_and_the_run_is_lost(mark: pathlib.Pa
     assert repeated.results(_LONG_S) == [(0, 0, None), (1, 0, None)]
     wait_for_its_end(repeated)
     assert [summary.status for summary in detached_runs.summaries()] == ["lost", "succeeded"]
+
+
+def test_run_that_was_lost_tells_when_its_last_step_and_its_checkpoint(tmp_path: pathlib.Path) -> None:
+    job = launch(functions.saves_early, str(tmp_path / "state"))
+    processes.wait_until(lambda: job.state.checkpoint and (job.ranks[0].steps or 0) > 5, "it has saved", _LONG_S)
+    processes.wait_until(lambda: (detached_runs.summaries()[0].step or 0) > 5, "that is in the folder", _LONG_S)
+    ended = time.strftime("%Y-%m-%d %H:%M")
+    processes.kill(agent_of(job))
+    with pytest.raises(SupervisorLostError):
+        job.results(_LONG_S)
+    facts = json.loads((job.folder.path / "run.json").read_text())
+    (job.folder.path / "run.json").write_text(json.dumps({**facts, "boot_id": "of an earlier start"}))
+    [lost] = detached_runs.summaries()
+    assert lost.step is not None
+    assert lost.step > 5
+    said = re.fullmatch(
+        rf"The run 'night' was lost with the machine at (.*)\. Its last known step is {lost.step}\. "
+        rf"Its last checkpoint is in {re.escape(str(tmp_path / 'state'))}\.",
+        lost.why,
+    )
+    assert said is not None, lost.why
+    assert ended <= said[1] <= time.strftime("%Y-%m-%d %H:%M")
+    with pytest.raises(SupervisorLostError, match=re.escape(lost.why)):
+        attach("night", view="none").results()
 
 
 def test_run_that_goes_on_is_not_launched_again(mark: pathlib.Path) -> None:
