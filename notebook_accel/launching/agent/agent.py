@@ -193,7 +193,7 @@ class Agent:
             close_all(message.descriptors)
             return
         assert isinstance(self._audience, Kernel)
-        run.outlive_kernel(told.folder)
+        run.outlive_kernel(told.folder, attachments.run_name)
         self._audience.leave()
         self._audience = attachments
         attachments.begin(self._loop, self._handle_order, self._quit)
@@ -477,6 +477,7 @@ class Agent:
         if isinstance(event, events.Started):
             rank.said_started = True
             rank.forked(event.pid)  # the template may report the pid later than the rank itself
+            run.tell_name(rank)
             if not run.needs_descriptors:
                 run.close_descriptors()
         elif isinstance(event, events.Finished):

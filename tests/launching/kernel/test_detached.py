@@ -71,6 +71,12 @@ def agent_of(job: DetachedJob) -> processes.Process:
     return found
 
 
+def titles_of(job: Job) -> list[str]:
+    """The titles of the ranks' processes, as ``ps`` shows them."""
+    pids = [rank.pid for rank in job.ranks]
+    return [pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode() for pid in pids]
+
+
 def wait_for_its_end(job: DetachedJob) -> None:
     processes.wait_until(lambda: not job.folder.is_held, "the agent has gone", _LONG_S)
 
@@ -82,8 +88,7 @@ def test_who_attaches_has_all_that_the_launching_kernel_has(mark: pathlib.Path) 
     assert (second.status, second.world_size, second.devices) == ("running", 2, first.devices)
     assert [rank.pid for rank in second.ranks] == [rank.pid for rank in first.ranks]
     assert [stack.rank for stack in second.stacks(_LONG_S)] == [0, 1]
-    titles = [pathlib.Path("/proc", str(rank.pid), "cmdline").read_bytes().rstrip(b"\0") for rank in second.ranks]
-    assert titles == [b"notebook-accel rank 0 of night", b"notebook-accel rank 1 of night"]
+    assert titles_of(second) == ["notebook-accel rank 0 of night", "notebook-accel rank 1 of night"]
     assert "step 0\n" in second.logs(1)
     [found] = detached_runs.summaries()
     assert (found.id, found.name, found.status) == (first.folder.id, "night", "running")
@@ -276,6 +281,8 @@ def test_run_that_goes_on_is_detached_with_its_curves_its_output_and_its_results
     with pytest.raises(ConfigError, match="'night' keeps its name"):
         detach(job, "other")
     assert [rank.pid for rank in job.ranks] == [rank.pid for rank in here.ranks]
+    titles = ["notebook-accel rank 0 of night", "notebook-accel rank 1 of night"]
+    processes.wait_until(lambda: titles_of(job) == titles, "ps shows them by their name", _LONG_S)
     assert job.state.history["loss"].ranks[1].points[: len(before) - 1] == before[:-1]
     assert len(job.stacks(_LONG_S)) == 2
     assert detach(job) is job
