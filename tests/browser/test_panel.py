@@ -299,3 +299,21 @@ def test_memory_and_the_last_sign_of_life_stay_visible_in_a_narrow_panel(page: P
     hidden_px = page.locator(".nba-scroll").evaluate("area => area.scrollWidth - area.clientWidth")
     heads = page.locator("thead th").all_inner_texts()
     assert ("memory" in heads, "seen" in heads, hidden_px) == (True, True, 0)
+
+
+def test_lines_of_the_output_break_between_words(page: Page) -> None:
+    words = "rank 0 has finished its validation and goes on with the next epoch"
+    output = (
+        f'<div class="jp-OutputArea-output"><div class="nba-panel"><pre class="nba-output">{words}</pre></div></div>'
+    )
+    labs = ".jp-OutputArea-output pre { word-break: break-all }"
+    page.set_content(f'<style>{labs}{STYLE}</style><body style="width: 170px">{output}</body>')
+    lines_of_each_word = page.locator("pre").evaluate(
+        """pre => [...pre.textContent.matchAll(/\\S+/g)].map(word => {
+            const range = document.createRange();
+            range.setStart(pre.firstChild, word.index);
+            range.setEnd(pre.firstChild, word.index + word[0].length);
+            return range.getClientRects().length;
+        })"""
+    )
+    assert lines_of_each_word == [1] * len(words.split())

@@ -119,7 +119,7 @@ def _served(host: str, port: int) -> Any:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(address[:2], family=family, backlog=4096)
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:
         raise _unknown_host(host, error) from None
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
@@ -159,7 +159,7 @@ def _store_at(host: str, port: int, patience: Patience) -> Any:
 def _is_listened_at(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=_ANSWER_S).close()
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:
         raise _unknown_host(host, error) from None
     except OSError:  # nobody listens there yet, or there is no route to it yet
         return False
@@ -172,16 +172,17 @@ def _is_own(host: str) -> bool:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as sock:
             sock.bind(address)
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:
         raise _unknown_host(host, error) from None
     except OSError:
         return False
     return True
 
 
-def _unknown_host(host: str, error: OSError) -> RefusedError:
+def _unknown_host(host: str, error: socket.gaierror | UnicodeError) -> RefusedError:
+    reason = error.strerror if isinstance(error, socket.gaierror) else error  # UnicodeError: a part is too long
     return RefusedError(
-        f"The name {host!r} of the node where all meet is not known here: {error.strerror}.",
+        f"The name {host!r} of the node where all meet is not known here: {reason}.",
         fix="give master_addr or rdzv_endpoint the address of that node as a number",
     )
 

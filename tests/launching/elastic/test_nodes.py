@@ -26,14 +26,10 @@ from notebook_accel.launching.views.view import LinesView
 from tests import kernels, processes
 from tests.launching.elastic import restarted
 from tests.launching.elastic.test_restarts import below_template, runs
+from tests.training.ranks import free_port
 
 Launch = Callable[..., Job]
 _WAIT_S = 90.0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture
@@ -212,9 +208,12 @@ def test_what_is_no_meeting_place_is_said(launch: Launch) -> None:
             assert f"What answers at 127.0.0.1:{port} is no node of a run." in str(error(job))
         assert f"The port {loud} where the nodes meet can't be used: Address already in use." in str(error(taken))
         assert "203.0.113.7 is no address of this machine" in str(error(elsewhere)) and error(elsewhere).fix
+        too_long = launch(restarted.on_two_nodes, **options, rdzv_backend="c10d", rdzv_endpoint=f"{'a' * 64}.de:29500")
         for job in (unknown, dynamic):
             assert "The name 'no-such-host.invalid' of the node where all meet is not known" in str(error(job))
-    assert all(isinstance(error(job), ProcessStartError) for job in (*strangers, taken, elsewhere, unknown, dynamic))
+        assert f"The name '{'a' * 64}.de' of the node where all meet is not known" in str(error(too_long))
+    started = (*strangers, taken, elsewhere, unknown, dynamic, too_long)
+    assert all(isinstance(error(job), ProcessStartError) for job in started)
 
 
 def test_stop_on_one_node_ends_all(nodes: Callable[..., list[Job]], tmp_path: pathlib.Path) -> None:
