@@ -29,7 +29,7 @@ from notebook_accel.errors import (
     RunStoppedError,
     SupervisorLostError,
 )
-from notebook_accel.launching import run_folders
+from notebook_accel.launching import login_session, run_folders
 from notebook_accel.launching.kernel import detached, detached_runs, local, preflight
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.job import Job
@@ -490,11 +490,12 @@ def test_logout_that_would_end_it_is_warned_of(
     group: str, lingers: bool, is_warned: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user = pwd.getpwuid(os.getuid()).pw_name
-    (tmp_path / "cgroup").write_text(group)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(group)
     if lingers:
         (tmp_path / user).touch()
-    monkeypatch.setattr(preflight, "_OWN_GROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(preflight, "_LINGERING", tmp_path)
+    monkeypatch.setattr(login_session, "_PROC", tmp_path)
+    monkeypatch.setattr(login_session, "_LINGERING", tmp_path)
     assert [finding.fix for finding in preflight.check_logout()] == (
         [f"loginctl enable-linger {user}, once, before you launch"] if is_warned else []
     )
