@@ -109,7 +109,8 @@ def _served_round(moment: str, blow: str, folder: pathlib.Path, rng: random.Rand
         try:
             assert kernel.run("%load_ext notebook_accel", _LONG_S).status == "ok"
             _go_to(moment, kernel, mark, state)
-            time.sleep(rng.uniform(0.0, {"launching": 1.0, "saving": 0.05}.get(moment, 0.5)))  # the random moment
+            # The random moment itself. A run is detached, or saved, within some hundredths of a second.
+            time.sleep(rng.uniform(0.0, {"launching": 1.0, "training": 0.5, "ending": 0.5}.get(moment, 0.05)))
             _strike(blow, lab, kernel, hits_ranks=moment not in ("launching", "detaching"))
         finally:
             kernel.close()

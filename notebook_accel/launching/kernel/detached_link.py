@@ -124,7 +124,7 @@ class Link(AgentLink[DetachedJob]):
         self._job.is_live = False
         try:
             for body in self._unknown(journal.read(descriptor, size_bytes)):
-                self._heard(messages.decode_for_kernel(body))
+                self._take(body)
         finally:
             os.close(descriptor)
 
@@ -153,12 +153,15 @@ class Link(AgentLink[DetachedJob]):
             return last_words(log.fileno())
         return ""
 
+    def _take(self, body: bytes) -> bool:
+        with contextlib.suppress(msgspec.DecodeError):  # another version's message or event
+            return super()._take(body)
+        return False
+
     def _heard(self, said: messages.ToKernel) -> bool:
         if isinstance(said, messages.RunEnded):
             self._job.ended_by = self._job.ended_by or said.by
-        with contextlib.suppress(msgspec.DecodeError):  # a newer version's event
-            return super()._heard(said)
-        return False
+        return super()._heard(said)
 
     # Following -------------------------------------------------------------------------------------------------------
 
@@ -216,7 +219,7 @@ class Link(AgentLink[DetachedJob]):
         self._hear(descriptor, messages.decode_attached(frames[0].body).size_bytes)
         self._job.is_live = True
         for body in self._unknown(journal.split_number(frame.body) for frame in frames[1:]):
-            self._heard(messages.decode_for_kernel(body))
+            self._take(body)
 
     def _close(self) -> None:
         connection, self._connection = self._connection, None

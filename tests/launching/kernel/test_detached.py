@@ -29,10 +29,11 @@ from notebook_accel.errors import (
     RunStoppedError,
     SupervisorLostError,
 )
-from notebook_accel.launching import login_session, run_folders
+from notebook_accel.launching import journal, login_session, run_folders
 from notebook_accel.launching.kernel import detached, detached_runs, local, preflight
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from tests import kernels, processes
 from tests.launching import functions
@@ -456,6 +457,23 @@ def test_another_versions_run_says_which_version_it_takes(mark: pathlib.Path) ->
     # What a newer version of the same format adds is no obstacle.
     (job.folder.path / "run.json").write_text(json.dumps({**facts, "config": {**facts["config"], "later": 1}}))
     assert attach("night", view="none").results() == [(0, 0, None)]
+
+
+def test_messages_that_only_another_version_knows_are_skipped(mark: pathlib.Path) -> None:
+    job = launch(functions.reports_until, str(mark), ranks=1)
+    wait_for_steps(job)
+    other = messages.encode(messages.Inspected(job_id=job.id, ranks=[])).replace(b"Inspected", b"OfAnother")
+    with pytest.raises(msgspec.ValidationError):
+        messages.decode_for_kernel(other)
+    assert job._send_order is not None
+    link = job._send_order.__self__  # type: ignore[attr-defined]
+    assert not link._take(other)
+    mark.touch()
+    results = job.results(_LONG_S)
+    wait_for_its_end(job)
+    told = (job.folder.path / run_folders.JOURNAL).read_bytes()
+    (job.folder.path / run_folders.JOURNAL).write_bytes(journal.frame(1, other) + told)
+    assert attach("night", view="none").results() == results
 
 
 def test_runs_that_go_on_are_named_to_who_loads_the_extension_and_to_who_asks_the_doctor(mark: pathlib.Path) -> None:
