@@ -1,13 +1,15 @@
-"""systemd's login sessions, whose processes systemd may kill when the user logs out.
+"""systemd's login sessions and services, with whose end systemd kills all their processes.
 
-Processes of a login session are killed at its end if ``KillUserProcesses`` is set, even if the user lingers. Processes
-of the user's own systemd manager live on, but only if the user lingers: without that, the manager ends with the user's
-last session. So the processes of a detached run move to the manager, as ``systemd-run --user --scope`` does.
+Processes of a login session are killed at its end if ``KillUserProcesses`` is set, even if the user lingers, and those
+of a service, such as a Jupyter server's, when it is stopped. Processes of the user's own systemd manager live on, but
+only if the user lingers: without that, the manager ends with the user's last session. So the processes of a detached
+run move to the manager, as ``systemd-run --user --scope`` does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pathlib
 import re
@@ -25,27 +27,41 @@ _START_SCOPE = (
     *("busctl", "--user", "call", "org.freedesktop.systemd1", "/org/freedesktop/systemd1"),
     *("org.freedesktop.systemd1.Manager", "StartTransientUnit", "ssa(sv)a(sa(sv))"),
 )
+_SERVICE = re.compile(r"/system\.slice/(?:[^/\n]+\.slice/)*([^/\n]+\.service)$", re.MULTILINE)
 _ANSWER_DEADLINE_S = 5.0
 _PAUSE_S = 0.02
 _MOST_MOVES = 5  # processes that have not been moved yet may start others meanwhile
 
 
-def ends_processes_of(user: str) -> bool:
-    """Return whether systemd ends a detached run of this process, whose user has that name, at a logout."""
+def user_name() -> str:
+    """Return the name of this process's user; empty if it has none, and on Windows."""
+    with contextlib.suppress(ImportError, AttributeError, KeyError):
+        return str(importlib.import_module("pwd").getpwuid(os.getuid()).pw_name)
+    return ""
+
+
+def end_of_runs() -> str:
+    """Return when systemd ends a detached run of this process, as ``when you log out``; empty if it doesn't."""
     group = _group("self")
-    if "/user.slice/" not in group or (_LINGERING / user).exists():
-        return False
-    return not _is_of_login(group) or _kills_user_processes()
+    if not group or _lingers():
+        return ""
+    if service := _SERVICE.search(group):
+        return f"when the service {service[1]} is stopped"
+    is_ended = "/user.slice/" in group and (not _is_of_login(group) or _kills_user_processes())
+    return "when you log out of this machine" if is_ended else ""
 
 
 def leave(sessions: Collection[int], run_id: str) -> None:
-    """Move processes out of this process's login session if systemd kills it at its end. Does nothing if it can't.
+    """Move processes out of this process's login session or service, if they end with it. Does nothing if it can't.
+
+    Those of a service stay there unless the user lingers, since a service may outlive the user's manager.
 
     Args:
         sessions: The operating system's sessions of the processes, by their leaders' pids.
         run_id: The run's id, for the name of the scope.
     """
-    if not _is_of_login(_group("self")) or not _kills_user_processes():
+    group = _group("self")
+    if not (_kills_user_processes() if _is_of_login(group) else _SERVICE.search(group) and _lingers()):
         return
     name = re.sub(r"[^A-Za-z0-9.-]", "_", run_id)
     for number in range(_MOST_MOVES):
@@ -54,11 +70,11 @@ def leave(sessions: Collection[int], run_id: str) -> None:
 
 
 def _left(sessions: Collection[int]) -> list[str]:
-    """Return the processes of these sessions that belong to a login."""
+    """Return the processes of these sessions that belong to a login or a service."""
     found = []
     for pid in filter(str.isdigit, os.listdir(_PROC)):
         with contextlib.suppress(OSError):  # it has just ended
-            if os.getsid(int(pid)) in sessions and _is_of_login(_group(pid)):
+            if os.getsid(int(pid)) in sessions and _may_end(_group(pid)):
                 found.append(pid)
     return found
 
@@ -70,7 +86,7 @@ def _move(pids: list[str], scope: str) -> bool:
     if _answer((*_START_SCOPE, scope, "fail", "2", *properties, "0"), environ) is None:
         return False
     deadline_s = time.monotonic() + _ANSWER_DEADLINE_S
-    while any(_is_of_login(_group(pid)) for pid in pids):
+    while any(_may_end(_group(pid)) for pid in pids):
         if time.monotonic() > deadline_s:
             return False
         time.sleep(_PAUSE_S)
@@ -86,6 +102,15 @@ def _group(pid: str) -> str:
 
 def _is_of_login(group: str) -> bool:
     return "/user.slice/" in group and "/session-" in group
+
+
+def _may_end(group: str) -> bool:
+    return _is_of_login(group) or _SERVICE.search(group) is not None
+
+
+def _lingers() -> bool:
+    """Return whether the user's manager lives without a session of the user."""
+    return bool(name := user_name()) and (_LINGERING / name).exists()
 
 
 def _kills_user_processes() -> bool:

@@ -17,6 +17,7 @@ from tests.launching import functions
 from tests.launching.kernel.test_detached import agent_of, launch, launch_here, wait_for_its_end, wait_for_steps
 
 _LOGIN = "0::/user.slice/user-1000.slice/session-3.scope\n"
+_SERVICE = "0::/system.slice/jupyter.service\n"
 _MANAGER = "0::/user.slice/user-1000.slice/user@1000.service/app.slice/{}\n"
 # It answers a question with the folder's file, and moves processes by writing their groups.
 _BUSCTL = """#!{python}
@@ -52,6 +53,7 @@ def machine(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
     monkeypatch.setattr(login_session, "_PROC", tmp_path)
+    monkeypatch.setattr(login_session, "_LINGERING", tmp_path / "linger")
     (tmp_path / "kills").write_text("b true")
     for pid in ("self", str(os.getpid()), str(os.getppid())):
         put(tmp_path, pid)
@@ -86,6 +88,18 @@ def test_all_processes_of_the_sessions_leave_also_one_that_has_just_begun(
         os.waitpid(child, 0)
     groups = [(machine / str(pid) / "cgroup").read_text() for pid in (os.getpid(), child)]
     assert groups == [_MANAGER.format(f"notebook-accel-2026-night_of__-{number}.scope") for number in (0, 1)]
+
+
+@pytest.mark.parametrize("lingers", [True, False])
+def test_service_is_left_if_the_manager_outlives_the_last_session(machine: pathlib.Path, lingers: bool) -> None:
+    for pid in ("self", str(os.getpid())):
+        (machine / pid / "cgroup").write_text(_SERVICE)
+    if lingers:
+        (machine / "linger").mkdir()
+        (machine / "linger" / login_session.user_name()).touch()
+    login_session.leave({os.getsid(0)}, "night")
+    left = _MANAGER.format("notebook-accel-night-0.scope")
+    assert (machine / str(os.getpid()) / "cgroup").read_text() == (left if lingers else _SERVICE)
 
 
 @pytest.mark.parametrize(("group", "kills"), [(_LOGIN, "b false"), (_MANAGER.format("x.scope"), "b true")])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import math
 import os
 import pathlib
@@ -382,17 +381,14 @@ def _is_harmless(thread: threading.Thread) -> bool:
 
 
 def check_logout() -> tuple[Finding, ...]:
-    """Return a warning if systemd ends a detached run of this process when the user logs out."""
-    with contextlib.suppress(ImportError, AttributeError, KeyError):  # Windows lacks both
-        user = importlib.import_module("pwd").getpwuid(os.getuid()).pw_name
-        if not login_session.ends_processes_of(user):
-            return ()
-        return (
-            Finding(
-                "systemd ends a detached run when you log out of this machine.",
-                "This process belongs to your login there, and so does all that it starts.",
-                f"loginctl enable-linger {user}, once, before you launch",
-                refuses=False,
-            ),
-        )
-    return ()
+    """Return a warning if systemd ends a detached run of this process with the user's login, or with a service."""
+    if not (when := login_session.end_of_runs()):
+        return ()
+    return (
+        Finding(
+            f"systemd ends a detached run {when}.",
+            "This process belongs to your login there, or to that service, and so does all that it starts.",
+            f"loginctl enable-linger {login_session.user_name()}, once, before you launch",
+            refuses=False,
+        ),
+    )

@@ -496,16 +496,23 @@ def test_runs_that_go_on_are_named_to_who_loads_the_extension_and_to_who_asks_th
 
 
 @pytest.mark.parametrize(
-    ("group", "lingers", "is_warned"),
+    ("group", "lingers", "when"),
     [
-        ("0::/user.slice/user-0.slice/user@0.service/app.slice\n", False, True),
-        ("0::/user.slice/user-0.slice/user@0.service/app.slice\n", True, False),
-        ("0::/system.slice/jupyter.service\n", False, False),
-        ("0::/\n", False, False),
+        ("0::/user.slice/user-0.slice/user@0.service/app.slice\n", False, "you log out of this machine"),
+        ("0::/user.slice/user-0.slice/user@0.service/app.slice\n", True, ""),
+        ("0::/system.slice/jupyter.service\n", False, "the service jupyter.service is stopped"),
+        (
+            "0::/system.slice/system-jupyter.slice/jupyter@a.service\n",
+            False,
+            "the service jupyter@a.service is stopped",
+        ),
+        ("0::/system.slice/jupyter.service\n", True, ""),
+        ("0::/system.slice/containerd.service/pod\n", False, ""),
+        ("0::/\n", False, ""),
     ],
 )
 def test_logout_that_would_end_it_is_warned_of(
-    group: str, lingers: bool, is_warned: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    group: str, lingers: bool, when: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user = pwd.getpwuid(os.getuid()).pw_name
     (tmp_path / "self").mkdir()
@@ -514,8 +521,10 @@ def test_logout_that_would_end_it_is_warned_of(
         (tmp_path / user).touch()
     monkeypatch.setattr(login_session, "_PROC", tmp_path)
     monkeypatch.setattr(login_session, "_LINGERING", tmp_path)
-    assert [finding.fix for finding in preflight.check_logout()] == (
-        [f"loginctl enable-linger {user}, once, before you launch"] if is_warned else []
+    assert [(finding.what, finding.fix) for finding in preflight.check_logout()] == (
+        [(f"systemd ends a detached run when {when}.", f"loginctl enable-linger {user}, once, before you launch")]
+        if when
+        else []
     )
 
 
