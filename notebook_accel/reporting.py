@@ -299,6 +299,10 @@ class Reporter:
         """Queue an event that the rank was told to stop before its time limit, in seconds since the epoch."""
         self.post(events.TimeLimitReached(limit=limit))
 
+    def report_checkpoint(self, folder: str) -> None:
+        """Queue an event that a checkpoint of all ranks is complete."""
+        self.post(events.CheckpointSaved(folder=folder))
+
     # Samples ----------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

@@ -21,18 +21,20 @@ DEFAULT_MARGIN_S = 120.0
 _UNITS_S = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?[dhms])+")
 _PART = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
+_HOURS_AND_MINUTES = re.compile(r"(\d+):([0-5]\d)h")
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 
 
 def parse(text: str, now_s: float | None = None) -> float:
     """Return the time that a text states, in seconds since the epoch. Raise a ``ConfigError`` if it states none.
 
-    The text is a time of day (``23:30``), which is the next one; a duration from now (``11.5h``, ``90m``, ``1h30m``);
-    or a date with a time in ISO 8601 (``2026-05-01T08:00``, in local time unless it has a zone).
+    The text is a time of day (``23:30``), which is the next one; a duration from now (``11.5h``, ``11:30h``, ``90m``,
+    ``1h30m``); or a date with a time in ISO 8601 (``2026-05-01T08:00``, in local time unless it has a zone).
     """
     now_s = time.time() if now_s is None else now_s
     if is_duration(text):
-        return now_s + sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(text))
+        parts = _PART.findall(_HOURS_AND_MINUTES.sub(r"\1h\2m", text))
+        return now_s + sum(float(number) * _UNITS_S[unit] for number, unit in parts)
     try:
         if clock := _CLOCK.fullmatch(text):
             hour, minute, second = (int(part or 0) for part in clock.groups())
@@ -52,7 +54,7 @@ def parse(text: str, now_s: float | None = None) -> float:
 
 def is_duration(text: str) -> bool:
     """Return whether a text states a duration from now."""
-    return _DURATION.fullmatch(text) is not None
+    return bool(_DURATION.fullmatch(text) or _HOURS_AND_MINUTES.fullmatch(text))
 
 
 def end_of(end_at: str, environ: Mapping[str, str] = os.environ) -> float | None:

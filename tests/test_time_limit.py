@@ -17,6 +17,7 @@ _NOON_S = datetime.datetime(2026, 5, 1, 12, 0).timestamp()
     [
         ("90m", 5400.0),
         ("11.5h", 41400.0),
+        ("11:30h", 41400.0),
         ("1h30m", 5400.0),
         ("2d", 172800.0),
         ("45s", 45.0),
@@ -39,7 +40,7 @@ def test_a_time_with_a_zone_is_in_that_zone() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["soon", "25:00", "12:60", "90", "1h 30m", "-5m", "2026-13-01T08:00", "11:30h", "1e3s"]
+    "text", ["soon", "25:00", "12:60", "90", "1h 30m", "-5m", "2026-13-01T08:00", "11:60h", "1e3s"]
 )
 def test_what_is_no_time_is_refused_with_the_ways_to_state_one(text: str) -> None:
     with pytest.raises(ConfigError, match=r"23:30.*11\.5h"):

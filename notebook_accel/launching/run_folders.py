@@ -362,8 +362,8 @@ def find(which: str = "") -> RunFolder:
     going = [folder for folder in named if folder.is_held]
     if named and (which or len(going) <= 1):
         return (going or named)[-1]
-    if which in {path.name for path in root().iterdir()}:
-        _check_rights(root() / which)  # raises the reason why ``every`` left it out
+    for path in [] if named else filter(pathlib.Path.is_dir, root().iterdir()):
+        _check_rights(path)  # raises the reason why ``every`` left it out
     listed = ", ".join(dict.fromkeys(shlex.quote(folder.facts.name) for folder in known))
     what = f"There is no detached run {which!r}" if which else "Several detached runs go on" if going else ""
     raise NotebookAccelError(

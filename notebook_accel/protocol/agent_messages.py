@@ -6,7 +6,7 @@ any kernel -> agent  Hello, then Interrupt, Respawn, End, Inspect, Profile; for 
 agent -> any kernel  Attached, then the same messages as to the launching kernel
 agent -> template    Fork, ForkElastic
 template -> agent    Ready, Unusable, Forked, NotForked, Exited
-agent -> rank        Profile, PeersFinished
+agent -> rank        Profile, PeersFinished, Named
 
 Messages between the agent and a run's elastic process are in ``elastic_messages``.
 """
@@ -147,6 +147,12 @@ class PeersFinished(_AgentMessage, frozen=True, kw_only=True):
     """Other ranks of the run have finished. They stay until all have, but join no more collectives."""
 
     ranks: list[int]
+
+
+class Named(_AgentMessage, frozen=True, kw_only=True):
+    """The rank's run was detached under this name, which ``ps`` and ``nvidia-smi`` should show."""
+
+    name: str
 
 
 class Detach(_OfRun, frozen=True, kw_only=True):
@@ -330,7 +336,7 @@ ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Release | In
 Order: TypeAlias = Hello | Interrupt | Respawn | End | Inspect | Profile
 ToKernel: TypeAlias = Said | Inspected | Starting | RunEnded | Broken | Idle | Detached
 ToTemplate: TypeAlias = Fork | ForkElastic
-ToRank: TypeAlias = Profile | PeersFinished
+ToRank: TypeAlias = Profile | PeersFinished | Named
 FromTemplate: TypeAlias = Ready | Unusable | Forked | NotForked | Exited
 
 encode = msgspec.msgpack.Encoder().encode

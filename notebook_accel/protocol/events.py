@@ -277,6 +277,12 @@ class TimeLimitReached(_Event, frozen=True, kw_only=True):
     limit: float  # the time limit in seconds since the epoch
 
 
+class CheckpointSaved(_Event, frozen=True, kw_only=True):
+    """A checkpoint of all ranks is complete. Rank 0 sends this."""
+
+    folder: str
+
+
 class MemoryShortage(msgspec.Struct, frozen=True, kw_only=True):
     """The shortage of host memory in the seconds before a rank's end."""
 
@@ -364,6 +370,7 @@ Event: TypeAlias = (
     | Failed
     | Finished
     | TimeLimitReached
+    | CheckpointSaved
     | Ended
     | Silent
     | Respawning
@@ -374,7 +381,7 @@ Event: TypeAlias = (
     | Serving
 )
 
-SAMPLES = (Progress, StepTimes, Metrics, Memory, Serving)
+SAMPLES = (Progress, StepTimes, Metrics, Memory, CheckpointSaved, Serving)
 """Events that are many and not urgent, of which only the newest matters."""
 
 _encoder = msgspec.msgpack.Encoder()

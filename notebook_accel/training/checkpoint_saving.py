@@ -120,6 +120,7 @@ def save(
         if rank == 0:
             folders.publish(folder, {**manifest, "models": parts[0].fingerprints})
             completed(folder)
+            reporter().report_checkpoint(str(folder))
 
     def write(on_all: Callable[[str, Callable[[], Any]], list[Any]], group: Any = None) -> None:
         """Write this rank's part, and on rank 0 complete the checkpoint. ``on_all`` runs an action on all ranks."""

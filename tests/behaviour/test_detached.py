@@ -61,12 +61,15 @@ def kill_at(moment: str, launcher: subprocess.Popen[str], mark: pathlib.Path, rn
         assert [line for line in launcher.stdout.readline().splitlines() if not line.startswith("Launching")] in (
             [], ["launched"]
         )  # fmt: skip
+    if moment == "detaching":  # once the ranks train
+        assert launcher.stdout.readline() == "launched\n"
     if moment in ("training", "ending"):
         [folder] = run_folders.every()
         processes.wait_until(lambda: detached_runs.summary(folder).metrics, "the ranks train", _LONG_S)
     if moment == "ending":
         mark.touch()
-    time.sleep(rng.uniform(0.0, 1.0 if moment == "launching" else 0.5))  # the random moment itself
+    # The random moment itself. A run is detached within some hundredths of a second.
+    time.sleep(rng.uniform(0.0, {"launching": 1.0, "detaching": 0.05}.get(moment, 0.5)))
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()

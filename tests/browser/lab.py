@@ -16,6 +16,8 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from jupyter_client.blocking.client import BlockingKernelClient
+
 from tests import processes
 
 if TYPE_CHECKING:
@@ -121,6 +123,25 @@ class Lab:
     def url(self, path: str) -> str:
         """Return the address of a page, with the token that opens it."""
         return f"http://127.0.0.1:{self._port}/{path}?token={self._token}"
+
+    @property
+    def process(self) -> processes.Process:
+        """The server's process."""
+        found = processes.read(self._process.pid)
+        assert found is not None
+        return found
+
+    def start_kernel(self) -> tuple[BlockingKernelClient, processes.Process]:
+        """Start a kernel. Return a client of it, which hasn't connected yet, and its process."""
+        connection = str(self._runtime / f"kernel-{self._ask('POST', 'api/kernels')['id']}.json")
+        client = BlockingKernelClient()
+        client.load_connection_file(connection)
+
+        def find() -> processes.Process | None:
+            below = processes.children(self._process.pid)
+            return next((process for process in below if connection in process.command), None)
+
+        return client, processes.wait_until(find, "the kernel's process is there", _START_TIMEOUT_S)
 
     def stop_kernels(self) -> None:
         """Shut down every kernel."""

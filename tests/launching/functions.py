@@ -342,6 +342,15 @@ def reports_until(mark: str, returned: object = None, pause_s: float = 0.02) -> 
     return rank(), step, returned
 
 
+def saves_early(folder: str) -> None:
+    """Saves a checkpoint at its third step, and does many steps more."""
+    accelerator = notebook_accel.Accelerator()
+    for step, _ in enumerate(accelerator.prepare(DataLoader(torch.zeros(10_000, 1)))):
+        if step == 2:
+            accelerator.save_state(folder)
+        time.sleep(0.02)
+
+
 def raises() -> None:
     raise ValueError("its own reason")
 

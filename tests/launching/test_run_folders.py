@@ -160,8 +160,9 @@ def test_folder_that_others_can_open_is_refused(mode: int) -> None:
     folder = ended()
     folder.path.chmod(mode)
     assert run_folders.every() == []
-    with pytest.raises(NotebookAccelError, match=r"isn't used, since others than you can open it\.(.|\n)*chmod 700 /"):
-        run_folders.find(folder.id)
+    for which in (folder.id, folder.facts.name, ""):
+        with pytest.raises(NotebookAccelError, match=r"used, since others than you can open it\.(.|\n)*chmod 700 /"):
+            run_folders.find(which)
     assert run_folders.remove_old(all_ended=True) == []
     folder.path.chmod(0o700)
     assert [found.id for found in run_folders.every()] == [folder.id]

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import msgspec
 
 from notebook_accel.host_memory import MemoryWatch
-from notebook_accel.launching import logs
+from notebook_accel.launching import login_session, logs
 from notebook_accel.launching.agent.audience import Attachments, Audience, Kernel
 from notebook_accel.launching.agent.elastic_runs import ElasticRuns
 from notebook_accel.launching.agent.inspection import Inspection
@@ -193,8 +193,9 @@ class Agent:
             close_all(message.descriptors)
             return
         assert isinstance(self._audience, Kernel)
-        run.outlive_kernel(told.folder)
+        run.outlive_kernel(told.folder, attachments.run_name)
         self._audience.leave()
+        login_session.leave({os.getpid(), *(rank.pid for rank in run.alive if rank.pid)}, told.job_id)
         self._audience = attachments
         attachments.begin(self._loop, self._handle_order, self._quit)
 
@@ -477,6 +478,7 @@ class Agent:
         if isinstance(event, events.Started):
             rank.said_started = True
             rank.forked(event.pid)  # the template may report the pid later than the rank itself
+            run.tell_name(rank)
             if not run.needs_descriptors:
                 run.close_descriptors()
         elif isinstance(event, events.Finished):

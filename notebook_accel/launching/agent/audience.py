@@ -129,6 +129,11 @@ class Attachments:
             self._watch(attachment)
 
     @property
+    def run_name(self) -> str:
+        """The run's name."""
+        return self._folder.facts.name
+
+    @property
     def queued_bytes(self) -> int:
         return sum(attachment.connection.queued_bytes for attachment in self._attached)
 

@@ -105,6 +105,7 @@ class Run:
     places: Sequence[messages.Place] = ()  # the ranks' places and further variables, for a part of a larger run
     restarts: int = 0  # how often the agent has restarted the ranks after a failure
     wanted: messages.Reason = ""  # why nothing may be started again: the reason of a requested end
+    detached_name: str = ""  # the name under which it was detached while it went on; else empty
     is_held: bool = False  # the run goes on even without a rank, because its elastic process may start some
     _is_interrupted_at_start: bool = False
     _was_requeued: bool = False
@@ -139,11 +140,19 @@ class Run:
         """True if the run goes on when a rank has died, even the last one."""
         return self.launch.on_death == "keep"
 
-    def outlive_kernel(self, folder: str) -> None:
-        """Add the run's folder to the variables of restarted ranks, if the run is a session."""
+    def outlive_kernel(self, folder: str, name: str) -> None:
+        """Tell the ranks the name of the detached run. A session's restarted ranks get its folder as a variable."""
+        self.detached_name = name
+        for rank in self.alive:
+            self.tell_name(rank)
         if self.keeps:
             variables = {**self.launch.variables, environment.SESSION_FOLDER: folder}
             self.launch = msgspec.structs.replace(self.launch, variables=variables)
+
+    def tell_name(self, rank: Rank) -> None:
+        """Tell a rank the run's name if the run was detached while it went on."""
+        if self.detached_name:
+            rank.tell(messages.Named(name=self.detached_name))
 
     @property
     def needs_descriptors(self) -> bool:

@@ -139,7 +139,7 @@ class AgentLink(Generic[_Receiver]):
     def _read(self) -> None:
         """Read the next messages and process them."""
         bodies = self._receive()
-        are_samples = [self._heard(messages.decode_for_kernel(body)) for body in bodies]
+        are_samples = [self._take(body) for body in bodies]
         if not bodies or not all(are_samples):
             self._only_samples_since = math.inf
             return
@@ -149,8 +149,12 @@ class AgentLink(Generic[_Receiver]):
             time.sleep(_SAMPLES_PAUSE_S)
         self._only_samples_since = min(self._only_samples_since, now)
 
+    def _take(self, body: bytes) -> bool:
+        """Process one encoded message, and return whether it was a sample: samples are many, and none is urgent."""
+        return self._heard(messages.decode_for_kernel(body))
+
     def _heard(self, said: messages.ToKernel) -> bool:
-        """Process one message, and return whether it was a sample: samples are many, and none is urgent."""
+        """Process one message, and return whether it was a sample."""
         if isinstance(said, messages.Idle):  # only this machine's agent is ended then
             return False
         if isinstance(said, messages.Broken) and not said.job_id:

@@ -15,10 +15,11 @@ import msgspec
 
 from notebook_accel import uninterruptible
 from notebook_accel.errors import NotebookAccelError, ProcessStartError, RunError, SupervisorLostError
+from notebook_accel.formatting import clipped, plain_text
 from notebook_accel.launching import journal, processes, run_folders
 from notebook_accel.launching.kernel.agent_process import AgentLink, last_words
 from notebook_accel.launching.kernel.detached_job import DetachedJob
-from notebook_accel.launching.run_folders import HISTORY, JOURNAL, RunFolder
+from notebook_accel.launching.run_folders import HISTORY, JOURNAL, LATEST, RunFolder
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, Message, peer_of
 
@@ -104,6 +105,14 @@ class Link(AgentLink[DetachedJob]):
         self._known = self._seen
         self._hear(self._folder.open(name))
 
+    def replay_to_its_end(self) -> None:
+        """Read all messages of a run whose agent has gone, and end the job if the run was lost."""
+        self.replay(JOURNAL)
+        if not self._is_over:  # the latest messages, some of which the journal may not have yet
+            with contextlib.suppress(FileNotFoundError):
+                self.replay(LATEST)
+        self._end_if_lost()
+
     def _hear_history(self) -> None:
         """Read the history of a run that was detached while it went on: its events before the journal."""
         with contextlib.suppress(FileNotFoundError):
@@ -115,7 +124,7 @@ class Link(AgentLink[DetachedJob]):
         self._job.is_live = False
         try:
             for body in self._unknown(journal.read(descriptor, size_bytes)):
-                self._heard(messages.decode_for_kernel(body))
+                self._take(body)
         finally:
             os.close(descriptor)
 
@@ -144,12 +153,15 @@ class Link(AgentLink[DetachedJob]):
             return last_words(log.fileno())
         return ""
 
+    def _take(self, body: bytes) -> bool:
+        with contextlib.suppress(msgspec.DecodeError):  # another version's message or event
+            return super()._take(body)
+        return False
+
     def _heard(self, said: messages.ToKernel) -> bool:
         if isinstance(said, messages.RunEnded):
             self._job.ended_by = self._job.ended_by or said.by
-        with contextlib.suppress(msgspec.DecodeError):  # a newer version's event
-            return super()._heard(said)
-        return False
+        return super()._heard(said)
 
     # Following -------------------------------------------------------------------------------------------------------
 
@@ -190,8 +202,7 @@ class Link(AgentLink[DetachedJob]):
             if time.monotonic() > deadline_s:
                 raise _no_answer(self._folder)
             time.sleep(_PAUSE_S)
-        self.replay(JOURNAL)
-        self.end_if_lost()
+        self.replay_to_its_end()
 
     def _follow(self, connection: Connection, agent_pid: int = 0) -> None:
         """Introduce this kernel to the agent and read the journal. Later messages come over the connection.
@@ -208,28 +219,31 @@ class Link(AgentLink[DetachedJob]):
         self._hear(descriptor, messages.decode_attached(frames[0].body).size_bytes)
         self._job.is_live = True
         for body in self._unknown(journal.split_number(frame.body) for frame in frames[1:]):
-            self._heard(messages.decode_for_kernel(body))
+            self._take(body)
 
     def _close(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
-    def end_if_lost(self) -> None:
+    def _end_if_lost(self) -> None:
         """End the job of a run whose agent has gone, unless the messages have ended it."""
         if self._is_over:
             return
         facts = self._folder.facts
         self._job.is_live = False
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(self._folder.changed))
         steps = max((rank.steps or 0 for rank in self._job.ranks), default=0)
         last = f" Its last known step is {steps:,}." if steps else ""
+        if checkpoint := self._job.state.checkpoint:
+            last += f" Its last checkpoint is in {clipped(plain_text(checkpoint))}."
         again = f"%distributed again {shlex.quote(self._job.name)}"
         fix = f"{again}: it continues from the checkpoint that it loads, if it loads one"
         if facts.boot_id != run_folders.boot_id():
-            what = f"The run {self._job.name!r} was lost with the machine, which was started again.{last}"
+            what = f"The run {self._job.name!r} was lost with the machine at {at}.{last}"
             error = SupervisorLostError(what, fix=fix)
         else:
-            what = f"The agent process of the run {self._job.name!r} has gone, and the ranks with it.{last}"
+            what = f"The agent process of the run {self._job.name!r} has gone at {at}, and the ranks with it.{last}"
             error = SupervisorLostError(what, why=self._last_words(), fix=fix)
         self._end(error)
 

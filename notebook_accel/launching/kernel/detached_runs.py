@@ -10,7 +10,7 @@ from notebook_accel.errors import NotebookAccelError, SupervisorLostError
 from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel.detached_job import DetachedJob, open_job
 from notebook_accel.launching.kernel.detached_link import Link
-from notebook_accel.launching.run_folders import JOURNAL, LATEST, RunFolder
+from notebook_accel.launching.run_folders import LATEST, RunFolder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +101,7 @@ def _job_of_latest(folder: RunFolder) -> DetachedJob:
         Link(job).replay(LATEST)
     if not job.done and not was_held:  # a full disk may have cut off the latest messages
         job = open_job(folder, has_results=False)
-        link = Link(job)
-        link.replay(JOURNAL)
-        link.end_if_lost()
+        Link(job).replay_to_its_end()
     return job
 
 

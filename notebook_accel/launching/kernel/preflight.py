@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import math
 import os
 import pathlib
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,7 +23,7 @@ from notebook_accel import environment, host_memory, time_limit
 from notebook_accel.config import LaunchConfig, closest_flag, fields, mesh_sizes
 from notebook_accel.errors import ConfigError, Finding
 from notebook_accel.formatting import format_size
-from notebook_accel.launching import device_state, processes
+from notebook_accel.launching import device_state, login_session, processes
 from notebook_accel.launching.kernel.devices import Devices
 
 _RANK_BYTES = 64 << 20  # any rank that computes something takes more
@@ -35,14 +33,6 @@ _SHARED_BYTES = 64 << 20  # what Docker gives a container
 _LONGEST_TEMPORARY = 107 - len("/pymp-12345678/listener-12345678")
 # Options that need a template unless they have these values.
 _NEEDS_TEMPLATE = (("max_restarts", 0), ("num_nodes", "1"))
-
-_LINGERING = pathlib.Path("/var/lib/systemd/linger")
-_OWN_GROUP = pathlib.Path("/proc/self/cgroup")
-_ASK_LOGIND = (
-    *("busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1"),
-    *("org.freedesktop.login1.Manager", "KillUserProcesses"),
-)
-_ANSWER_DEADLINE_S = 5.0
 
 _warned: set[str] = set()
 
@@ -391,31 +381,14 @@ def _is_harmless(thread: threading.Thread) -> bool:
 
 
 def check_logout() -> tuple[Finding, ...]:
-    """Return a warning if systemd ends this process's children when the user logs out."""
-    with contextlib.suppress(OSError, KeyError):
-        # Not imported at the top: Windows, where this module can be imported, lacks it.
-        user = importlib.import_module("pwd").getpwuid(os.getuid()).pw_name
-        group = _OWN_GROUP.read_text()
-        if "/user.slice/" not in group or (_LINGERING / user).exists():
-            return ()
-        # Processes of a login session end with it only if KillUserProcesses is set. Processes of the user's systemd
-        # manager, by which some hubs start kernels, always end with the user's last session.
-        if "/session-" in group and not _kills_user_processes():
-            return ()
-        return (
-            Finding(
-                "systemd ends a detached run when you log out of this machine.",
-                "This process belongs to your login there, and so does all that it starts.",
-                f"loginctl enable-linger {user}, once, before you launch",
-                refuses=False,
-            ),
-        )
-    return ()
-
-
-def _kills_user_processes() -> bool:
-    """Return systemd's setting ``KillUserProcesses``."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        asked = subprocess.run(_ASK_LOGIND, capture_output=True, text=True, timeout=_ANSWER_DEADLINE_S, check=False)
-        return asked.stdout.split() == ["b", "true"]
-    return False
+    """Return a warning if systemd ends a detached run of this process with the user's login, or with a service."""
+    if not (when := login_session.end_of_runs()):
+        return ()
+    return (
+        Finding(
+            f"systemd ends a detached run {when}.",
+            "This process belongs to your login there, or to that service, and so does all that it starts.",
+            f"loginctl enable-linger {login_session.user_name()}, once, before you launch",
+            refuses=False,
+        ),
+    )

@@ -100,12 +100,12 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     spec = JobSpec.decode(memory_files.read_head(files.payload))
     _seed_generators(spec, order.place)
     if spec.is_detached:
-        set_title(f"notebook-accel rank {order.place.rank} of {spec.name}")
+        _show_name(order.place, spec.name)
     link = Connection.from_descriptor(files.connection)
     link.set_send_deadline(_SEND_DEADLINE_S)
     reporter = reporting.connect(link)
     profiling.PROFILER.start()
-    _take_messages(link)
+    _take_messages(link, order.place)
     os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold the connection open
     _keep_garbage_from_forks()
     last, status = _run_user_code(spec, order, files, inherited)
@@ -120,7 +120,12 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     return status
 
 
-def _take_messages(link: Connection) -> None:
+def _show_name(place: RankPlace, run_name: str) -> None:
+    """Make ``ps`` and ``nvidia-smi`` show this process as a rank of a detached run."""
+    set_title(f"notebook-accel rank {place.rank} of {run_name}")
+
+
+def _take_messages(link: Connection, place: RankPlace) -> None:
     """Make the reporter's thread handle the agent's messages, until the rank's code ends."""
     poll = select.poll()
     poll.register(link.fileno(), select.POLLIN)
@@ -134,6 +139,8 @@ def _take_messages(link: Connection) -> None:
                     said = messages.decode_for_rank(message.body)
                     if isinstance(said, messages.Profile):
                         profiling.PROFILER.take(said)
+                    elif isinstance(said, messages.Named):
+                        _show_name(place, said.name)
                     else:
                         finished_peers.FINISHED_PEERS.take(said.ranks)
         except (ClosedError, msgspec.MsgspecError):  # the agent has gone, or releases this rank

@@ -46,6 +46,7 @@ class RunState:
         working: The ranks that have something to do; all, unless the run is a session's.
         working_since_s: The time at which ``working`` was last set.
         first_step_s: Time of the first step of any rank, ``None`` before it and after a restart.
+        checkpoint: The folder of the last complete checkpoint; empty before the first.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -59,6 +60,7 @@ class RunState:
         self.working = frozenset(range(world_size))
         self.working_since_s = 0.0
         self.first_step_s: float | None = None
+        self.checkpoint = ""
         self._restarts = 0
 
     def to_events(self) -> list[tuple[int, events.Event]]:
@@ -81,7 +83,7 @@ class RunState:
         for rank in self.ranks:
             rest = {name: value for name, value in rank.metrics.items() if told.get((rank.rank, name)) != value}
             found += [(rank.rank, event) for event in rank.to_events(rest)]
-        return found
+        return [*found, (0, events.CheckpointSaved(folder=self.checkpoint))] if self.checkpoint else found
 
     def apply(self, rank: int, event: events.Event) -> None:
         """Update the state from an event of a rank, or of the whole run, for which ``rank`` doesn't matter."""
@@ -93,6 +95,8 @@ class RunState:
             self.nodes = [clipped(plain_text(line)) for line in event.lines]
         elif isinstance(event, events.Working):
             self._set_working(event)
+        elif isinstance(event, events.CheckpointSaved):
+            self.checkpoint = event.folder
         elif not (isinstance(event, events.Silent) and event.time_s < self.working_since_s):  # about an earlier cell
             self.ranks[rank].apply(event)
             self._take(rank, event)

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -28,10 +29,11 @@ from notebook_accel.errors import (
     RunStoppedError,
     SupervisorLostError,
 )
-from notebook_accel.launching import run_folders
+from notebook_accel.launching import journal, login_session, run_folders
 from notebook_accel.launching.kernel import detached, detached_runs, local, preflight
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from tests import kernels, processes
 from tests.launching import functions
@@ -70,6 +72,12 @@ def agent_of(job: DetachedJob) -> processes.Process:
     return found
 
 
+def titles_of(job: Job) -> list[str]:
+    """The titles of the ranks' processes, as ``ps`` shows them."""
+    pids = [rank.pid for rank in job.ranks]
+    return [pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode() for pid in pids]
+
+
 def wait_for_its_end(job: DetachedJob) -> None:
     processes.wait_until(lambda: not job.folder.is_held, "the agent has gone", _LONG_S)
 
@@ -81,8 +89,7 @@ def test_who_attaches_has_all_that_the_launching_kernel_has(mark: pathlib.Path) 
     assert (second.status, second.world_size, second.devices) == ("running", 2, first.devices)
     assert [rank.pid for rank in second.ranks] == [rank.pid for rank in first.ranks]
     assert [stack.rank for stack in second.stacks(_LONG_S)] == [0, 1]
-    titles = [pathlib.Path("/proc", str(rank.pid), "cmdline").read_bytes().rstrip(b"\0") for rank in second.ranks]
-    assert titles == [b"notebook-accel rank 0 of night", b"notebook-accel rank 1 of night"]
+    assert titles_of(second) == ["notebook-accel rank 0 of night", "notebook-accel rank 1 of night"]
     assert "step 0\n" in second.logs(1)
     [found] = detached_runs.summaries()
     assert (found.id, found.name, found.status) == (first.folder.id, "night", "running")
@@ -157,12 +164,12 @@ def test_killed_agent_takes_its_ranks_along_and_the_run_is_lost(mark: pathlib.Pa
     job = launch(functions.reports_until, str(mark))
     wait_for_steps(job)
     processes.kill(agent_of(job))
-    with pytest.raises(SupervisorLostError, match="'night' has gone, and the ranks with it"):
+    with pytest.raises(SupervisorLostError, match=r"'night' has gone at .*, and the ranks with it"):
         job.results(_LONG_S)
     assert [summary.status for summary in detached_runs.summaries()] == ["lost"]
     facts = json.loads((job.folder.path / "run.json").read_text())
     (job.folder.path / "run.json").write_text(json.dumps({**facts, "boot_id": "of an earlier start"}))
-    with pytest.raises(SupervisorLostError, match="was lost with the machine, which was started again"):
+    with pytest.raises(SupervisorLostError, match="was lost with the machine at "):
         attach("night", view="none").results()
     # It is launched again, with what was sent to it.
     mark.touch()
@@ -171,6 +178,30 @@ def test_killed_agent_takes_its_ranks_along_and_the_run_is_lost(mark: pathlib.Pa
     assert repeated.results(_LONG_S) == [(0, 0, None), (1, 0, None)]
     wait_for_its_end(repeated)
     assert [summary.status for summary in detached_runs.summaries()] == ["lost", "succeeded"]
+
+
+def test_run_that_was_lost_tells_when_its_last_step_and_its_checkpoint(tmp_path: pathlib.Path) -> None:
+    job = launch(functions.saves_early, str(tmp_path / "state"))
+    processes.wait_until(lambda: job.state.checkpoint and (job.ranks[0].steps or 0) > 5, "it has saved", _LONG_S)
+    processes.wait_until(lambda: (detached_runs.summaries()[0].step or 0) > 5, "that is in the folder", _LONG_S)
+    ended = time.strftime("%Y-%m-%d %H:%M")
+    processes.kill(agent_of(job))
+    with pytest.raises(SupervisorLostError):
+        job.results(_LONG_S)
+    facts = json.loads((job.folder.path / "run.json").read_text())
+    (job.folder.path / "run.json").write_text(json.dumps({**facts, "boot_id": "of an earlier start"}))
+    [lost] = detached_runs.summaries()
+    assert lost.step is not None
+    assert lost.step > 5
+    said = re.fullmatch(
+        rf"The run 'night' was lost with the machine at (.*)\. Its last known step is {lost.step}\. "
+        rf"Its last checkpoint is in {re.escape(str(tmp_path / 'state'))}\.",
+        lost.why,
+    )
+    assert said is not None, lost.why
+    assert ended <= said[1] <= time.strftime("%Y-%m-%d %H:%M")
+    with pytest.raises(SupervisorLostError, match=re.escape(lost.why)):
+        attach("night", view="none").results()
 
 
 def test_run_that_goes_on_is_not_launched_again(mark: pathlib.Path) -> None:
@@ -251,6 +282,8 @@ def test_run_that_goes_on_is_detached_with_its_curves_its_output_and_its_results
     with pytest.raises(ConfigError, match="'night' keeps its name"):
         detach(job, "other")
     assert [rank.pid for rank in job.ranks] == [rank.pid for rank in here.ranks]
+    titles = ["notebook-accel rank 0 of night", "notebook-accel rank 1 of night"]
+    processes.wait_until(lambda: titles_of(job) == titles, "ps shows them by their name", _LONG_S)
     assert job.state.history["loss"].ranks[1].points[: len(before) - 1] == before[:-1]
     assert len(job.stacks(_LONG_S)) == 2
     assert detach(job) is job
@@ -426,6 +459,23 @@ def test_another_versions_run_says_which_version_it_takes(mark: pathlib.Path) ->
     assert attach("night", view="none").results() == [(0, 0, None)]
 
 
+def test_messages_that_only_another_version_knows_are_skipped(mark: pathlib.Path) -> None:
+    job = launch(functions.reports_until, str(mark), ranks=1)
+    wait_for_steps(job)
+    other = messages.encode(messages.Inspected(job_id=job.id, ranks=[])).replace(b"Inspected", b"OfAnother")
+    with pytest.raises(msgspec.ValidationError):
+        messages.decode_for_kernel(other)
+    assert job._send_order is not None
+    link = job._send_order.__self__  # type: ignore[attr-defined]
+    assert not link._take(other)
+    mark.touch()
+    results = job.results(_LONG_S)
+    wait_for_its_end(job)
+    told = (job.folder.path / run_folders.JOURNAL).read_bytes()
+    (job.folder.path / run_folders.JOURNAL).write_bytes(journal.frame(1, other) + told)
+    assert attach("night", view="none").results() == results
+
+
 def test_runs_that_go_on_are_named_to_who_loads_the_extension_and_to_who_asks_the_doctor(mark: pathlib.Path) -> None:
     assert detached_runs.going_in_words() == ""
     job = launch(functions.reports_until, str(mark), ranks=1)
@@ -446,25 +496,35 @@ def test_runs_that_go_on_are_named_to_who_loads_the_extension_and_to_who_asks_th
 
 
 @pytest.mark.parametrize(
-    ("group", "lingers", "is_warned"),
+    ("group", "lingers", "when"),
     [
-        ("0::/user.slice/user-0.slice/user@0.service/app.slice\n", False, True),
-        ("0::/user.slice/user-0.slice/user@0.service/app.slice\n", True, False),
-        ("0::/system.slice/jupyter.service\n", False, False),
-        ("0::/\n", False, False),
+        ("0::/user.slice/user-0.slice/user@0.service/app.slice\n", False, "you log out of this machine"),
+        ("0::/user.slice/user-0.slice/user@0.service/app.slice\n", True, ""),
+        ("0::/system.slice/jupyter.service\n", False, "the service jupyter.service is stopped"),
+        (
+            "0::/system.slice/system-jupyter.slice/jupyter@a.service\n",
+            False,
+            "the service jupyter@a.service is stopped",
+        ),
+        ("0::/system.slice/jupyter.service\n", True, ""),
+        ("0::/system.slice/containerd.service/pod\n", False, ""),
+        ("0::/\n", False, ""),
     ],
 )
 def test_logout_that_would_end_it_is_warned_of(
-    group: str, lingers: bool, is_warned: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    group: str, lingers: bool, when: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user = pwd.getpwuid(os.getuid()).pw_name
-    (tmp_path / "cgroup").write_text(group)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(group)
     if lingers:
         (tmp_path / user).touch()
-    monkeypatch.setattr(preflight, "_OWN_GROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(preflight, "_LINGERING", tmp_path)
-    assert [finding.fix for finding in preflight.check_logout()] == (
-        [f"loginctl enable-linger {user}, once, before you launch"] if is_warned else []
+    monkeypatch.setattr(login_session, "_PROC", tmp_path)
+    monkeypatch.setattr(login_session, "_LINGERING", tmp_path)
+    assert [(finding.what, finding.fix) for finding in preflight.check_logout()] == (
+        [(f"systemd ends a detached run when {when}.", f"loginctl enable-linger {user}, once, before you launch")]
+        if when
+        else []
     )
 
 

@@ -50,6 +50,7 @@ any_event: st.SearchStrategy[events.Event] = st.one_of(
     st.builds(events.Failed, time_s=times, kind=texts, message=texts, traceback=texts, lost_peer=st.booleans()),
     st.builds(events.Finished, time_s=times),
     st.builds(events.TimeLimitReached, time_s=times, limit=st.floats(0, 4e9)),
+    st.builds(events.CheckpointSaved, time_s=times, folder=texts),
     st.builds(events.Silent, time_s=times, since_s=times, at=texts, waits_in=texts),
     st.builds(events.Restarting, time_s=times, number=st.integers(1, 99), of=st.integers(1, 99), why=texts),
     st.builds(events.Respawning, time_s=times),

@@ -299,6 +299,7 @@ def test_state_is_told_again_by_events_but_for_what_was_printed(sequence: list[t
         assert (total and total.steps) == (known_total and known_total.steps)
         assert rank.time_limit == known.time_limit
     assert again.restarts_why == state.restarts_why
+    assert again.checkpoint == state.checkpoint
 
 
 def test_curves_are_told_again_as_they_are() -> None:
