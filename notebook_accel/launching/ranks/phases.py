@@ -363,7 +363,8 @@ class _Counts:
             evaluations=self.evaluations,
             collecting_s=self.collecting_s,
             compilations=graphs + xla,
-            compiling_s=compiling * wall_s + xla_s - self.xla_before_s,
+            # XLA may also have compiled before the first step, or between two loops.
+            compiling_s=min(compiling * wall_s + xla_s - self.xla_before_s, wall_s),
             recompiled=plain_text(recompiled.partition("\n")[0])[:_MOST_TEXT].rstrip("."),
             rows=self.rows / self.batches if self.batches else 0.0,
             smallest_batch=self.smallest if self.batches else 0,
