@@ -191,7 +191,9 @@ def _dated(verdict: Verdict, moments: Sequence[Moment]) -> Verdict:
         if waiting_s < _WORTH * sum(moment.mean.values()) or moment.ranks[late][WAITING] > waiting_s / 2:
             break
         since = moment
-    if since is None or since is moments[0]:
+    else:
+        since = None  # it always was late
+    if since is None:
         return verdict
     return dataclasses.replace(verdict, what=f"{verdict.what} It has been so since about step {since.first_step:,}.")
 
@@ -277,7 +279,7 @@ class _Rank:
 
     @property
     def disk_share(self) -> float:
-        """The share of the time, from 0 to 1, in which something on the rank's machine waits for a disk."""
+        """The share of the time, from 0 to 1, in which the rank or a program beside it waits for a disk."""
         return self.times.disk_s / self.wall_s
 
     @property
@@ -552,12 +554,12 @@ def _communication(run: _Run) -> Verdict | None:
 
 
 def _thrashing(run: _Run) -> Verdict:
-    """Find a machine that is short of memory, and so reads pages again that it has swapped out or dropped."""
+    """Find a lack of memory, because of which pages are read again that were swapped out or dropped."""
     rank = max(run.ranks, key=lambda rank: rank.times.thrashing_s / rank.wall_s)
     share = rank.times.thrashing_s / rank.wall_s
     swapped = rank.times.swapped_bytes
     swap = f", and {format_size(swapped)} of rank {rank.number} are in swap" if swapped else ""
-    what = f"The machine is short of memory: programs wait for it {_percent(share)} of the time{swap}."
+    what = f"Memory is short: programs wait for it {_percent(share)} of the time{swap}."
     fix = "Use a smaller batch, fewer workers or ranks, or end other programs."
     return Verdict("memory", share, what, fix, run.numbers)
 
@@ -603,7 +605,8 @@ def _threads(run: _Run) -> Verdict | None:
     if threads >= 2 * max(last.cores, ranks):
         what = f"{ranks} ranks compute with {threads} threads on {last.cores} cores, {_percent(share)} of the time."
         return Verdict("too many threads", share, what, fix, run.numbers)
-    if last.threads == 1 and each >= 4:
+    is_waiting = any(rank.queued_share >= _WORTH_QUEUED for rank in run.ranks)
+    if last.threads == 1 and each >= 4 and not is_waiting:  # other programs use the other cores
         what = f"Each rank computes with one thread, {_percent(share)} of the time, and could have {each}."
         return Verdict("one thread", share, what, fix, run.numbers)
     return None

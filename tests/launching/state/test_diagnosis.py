@@ -199,7 +199,7 @@ def test_machine_is_short_of_memory() -> None:
     [verdict] = diagnose(run(healthy(), healthy(thrashing_s=0.4, swapped_bytes=3 << 30))).verdicts
     assert verdict.cause == "memory"
     assert verdict.what == (
-        "The machine is short of memory: programs wait for it 40 % of the time, and 3.0 GiB of rank 1 are in swap."
+        "Memory is short: programs wait for it 40 % of the time, and 3.0 GiB of rank 1 are in swap."
     )
 
 
@@ -212,6 +212,8 @@ def test_cores_are_busy() -> None:
     assert "OMP_WAIT_POLICY" in verdict.fix
     [verdict] = diagnose(run(*[healthy(queued_s=0.45, threads=8)] * 2)).verdicts
     assert verdict.cause == "too many threads"  # of the ranks themselves
+    [verdict] = diagnose(run(*[healthy(queued_s=0.45, threads=1, cores=16)] * 2)).verdicts
+    assert verdict.cause == "busy cores"  # more threads wouldn't help
 
 
 def test_rank_that_waits_for_a_core_is_late() -> None:
@@ -243,6 +245,19 @@ def test_data_are_on_a_slow_disk() -> None:
     assert verdict.cause == "data"
     assert "A disk is waited for 46 % of the time." in verdict.what
     assert verdict.fix.startswith("Copy the data to a faster disk")
+
+
+def test_straggler_is_not_dated_from_the_end_of_a_pause() -> None:
+    state = RunState(2)
+    for second in (0, *range(60, 90)):
+        for number in range(2):
+            times = healthy(**{"forward": 74.0} if number else {"communication": 62.0})
+            state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
+            state.apply(number, step_times(time_s=float(second), **times))
+    diagnosis = diagnose(state)
+    assert diagnosis.over_time[0].mean is None
+    assert diagnosis.verdicts[0].cause == "straggler"
+    assert "since" not in diagnosis.verdicts[0].what
 
 
 @pytest.mark.parametrize("before", [0, 20])
