@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import threading
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
@@ -120,7 +121,7 @@ def _quota(folder: pathlib.Path, version: int) -> int | None:
 class Delays(NamedTuple):
     """Shares of a time, from 0 to 1, in which something was waited for; 0 where Linux doesn't measure it."""
 
-    core: float  # a thread of this process was ready to run, and had no core: the one that waited longest
+    core: float  # a thread of the program was ready to run, and had no core: the one that waited longest
     quota: float  # periods in which a control group has used up its quota of CPU time
     # Some thread of this process's control group waited; of the machine, where the group isn't known or measured.
     memory: float  # for memory, such as for pages in swap
@@ -164,10 +165,14 @@ def swapped_bytes() -> int:
 
 
 def _waits_for_cores() -> dict[str, int]:
-    """Return for each thread of this process the nanoseconds for which it was ready to run and had no core."""
+    """Return for each thread of this process the nanoseconds for which it was ready to run and had no core.
+
+    The package's own threads are left out. They wake up often, and so wait often, but no step waits for them.
+    """
     found = {}
+    own = {str(thread.native_id) for thread in threading.enumerate() if thread.name.startswith("notebook-accel-")}
     with contextlib.suppress(OSError):
-        for thread in os.listdir(_THREADS):
+        for thread in set(os.listdir(_THREADS)) - own:
             # A process may have hundreds of threads, and pathlib takes three times as long. One may have just ended.
             with (
                 contextlib.suppress(OSError, ValueError, IndexError),

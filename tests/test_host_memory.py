@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -130,6 +131,22 @@ def test_memory_and_disks_that_other_containers_wait_for_do_not_count(
     assert watch.take() == (0, 0, 0.25, 0.25)
     pass_time(102, own_us=0, machines_us=950_000)  # in another group
     assert watch.take() == (0, 0, 0, 0)
+
+
+def test_waiting_of_the_packages_own_threads_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(host_memory, "_THREADS", tmp_path)
+    done, found = threading.Event(), []
+    for name in ("notebook-accel-test", "of the program"):
+        thread = threading.Thread(target=done.wait, name=name)
+        thread.start()
+        (tmp_path / f"{thread.native_id}").mkdir()
+        (tmp_path / f"{thread.native_id}" / "schedstat").write_text("5 70 9\n")
+        found.append(f"{thread.native_id}")
+    waits = host_memory._waits_for_cores()
+    done.set()
+    assert waits == {found[1]: 70}
 
 
 def test_delays_where_linux_measures_none(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
