@@ -489,11 +489,14 @@ def _compilation(run: _Run) -> Verdict | None:
     place, text = rank.line(activity="compiling")
     compiler = "XLA" if rank.state.device.startswith("xla") else "torch.compile"
     took = f"took {_percent(share)} of the time{_at(place, text)}."
-    if not times.recompiled:
-        fix = "A longer run loses less by it, unless it changes the shapes of batches."
-        return Verdict("compilation", share, f"The first compilation by {compiler} {took}", fix, run.numbers, place)
     graphs, steps = format_count(times.compilations, "graph"), format_count(times.steps, "step")
-    what = f"{compiler} has compiled {graphs} in {steps}, which {took} The last one's reason: {times.recompiled}."
+    what = f"{compiler} has compiled {graphs} in {steps}, which {took}"
+    if not times.recompiled:
+        fix = "A longer run loses less by it, unless its steps differ, such as in the shapes of batches."
+        if compiler != "XLA":  # it would tell the reason of a recompilation
+            what = f"The first compilation by {compiler} {took}"
+        return Verdict("compilation", share, what, fix, run.numbers, place)
+    what += f" The last one's reason: {times.recompiled}."
     fix = "Give batches one shape (pad them, drop_last=True)"
     fix += "." if compiler == "XLA" else ", or torch.compile(..., dynamic=True)."
     return Verdict("compilation", share, what, fix, run.numbers, place)

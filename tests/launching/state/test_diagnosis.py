@@ -163,6 +163,10 @@ def test_recompilation_by_xla() -> None:
     [verdict] = diagnose(state).verdicts
     assert verdict.what.startswith("XLA has compiled 4 graphs in 80 steps")
     assert verdict.fix == "Give batches one shape (pad them, drop_last=True)."
+    state = run(healthy(compilations=20, compiling_s=0.5))  # in each step, and the batches have one shape
+    state.ranks[0].device = "xla:0"
+    [verdict] = diagnose(state).verdicts
+    assert verdict.what == "XLA has compiled 80 graphs in 80 steps, which took 50 % of the time."
 
 
 @pytest.mark.parametrize(("seconds", "is_named"), [(10, True), (200, False)])
