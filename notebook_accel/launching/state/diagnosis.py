@@ -37,6 +37,7 @@ _LARGE_BYTES = 1 << 20
 _SLOW_S = 0.05  # for fewer than _LARGE_BYTES
 _TINY_ROWS, _TINY_STEP_S = 4, 0.005  # of a batch whose steps are mostly overhead
 _FULL_CLOCK = 90.0  # per cent of a device's highest
+_FULL_DEVICE = 95.0  # per cent of the time in which a device that waits for nothing computes
 _UNEVEN = 2.0  # largest batch to smallest
 _MOST_WORKERS = 4  # in the advice
 _WORTH_QUEUED = 0.2  # short waits for a core are usual where the ranks use all cores
@@ -584,6 +585,9 @@ def _busy_cores(run: _Run) -> Verdict | None:
     rank = max(run.ranks, key=lambda rank: rank.queued_share)
     if rank.queued_share < _WORTH_QUEUED or _threads(run) is not None:  # too many threads are the better reason
         return None
+    memory = rank.state.memory
+    if run.is_on_device and memory is not None and (memory.utilisation or 0.0) >= _FULL_DEVICE:
+        return None  # its threads queue work for the device early enough
     what = (
         f"Rank {rank.number} waits for a core {_percent(rank.queued_share)} of the time: more threads or programs "
         f"than this machine's {format_count(rank.times.cores, 'core')} can run are busy."

@@ -220,6 +220,13 @@ def test_cores_are_busy() -> None:
     assert verdict.cause == "busy cores"  # more threads wouldn't help
 
 
+@pytest.mark.parametrize(("utilisation", "causes"), [(99.0, []), (50.0, ["busy cores"]), (None, ["busy cores"])])
+def test_busy_cores_do_not_matter_to_a_device_that_is_never_idle(utilisation: float | None, causes: list[str]) -> None:
+    state = run(healthy(queued_s=0.45, is_on_device=True))
+    state.apply(0, events.Memory(used_bytes=1, total_bytes=2, kind="device", utilisation=utilisation))
+    assert [verdict.cause for verdict in diagnose(state).verdicts] == causes
+
+
 def test_rank_that_waits_for_a_core_is_late() -> None:
     slow = healthy(forward=60.0, queued_s=0.5)
     [verdict] = diagnose(run(slow, healthy(communication=48.0))).verdicts
