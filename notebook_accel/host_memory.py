@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import threading
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
@@ -39,8 +40,13 @@ class _Files:
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file")
 _V2 = _Files("memory.max", "memory.current", "memory.events", "inactive_file")
 
-# By controller and the version of control groups: a file that only groups with this controller have.
-_MARKS = {"memory": {1: _V1.limit, 2: _V2.limit}, "cpu": {1: "cpu.cfs_quota_us", 2: "cpu.max"}}
+# By controller and the version of control groups: a file that only groups with this controller have. All groups of
+# version 2 have files of pressure, where Linux measures it.
+_MARKS = {
+    "memory": {1: _V1.limit, 2: _V2.limit},
+    "cpu": {1: "cpu.cfs_quota_us", 2: "cpu.max"},
+    "pressure": {2: "memory.pressure"},
+}
 
 
 class MemoryLimit(NamedTuple):
@@ -115,14 +121,15 @@ def _quota(folder: pathlib.Path, version: int) -> int | None:
 class Delays(NamedTuple):
     """Shares of a time, from 0 to 1, in which something was waited for; 0 where Linux doesn't measure it."""
 
-    core: float  # a thread of this process was ready to run, and had no core: the one that waited longest
+    core: float  # a thread of the program was ready to run, and had no core: the one that waited longest
     quota: float  # periods in which a control group has used up its quota of CPU time
-    memory: float  # some thread of the machine waited for memory, such as for pages in swap
-    disk: float  # some thread of the machine waited for a disk
+    # Some thread of this process's control group waited; of the machine, where the group isn't known or measured.
+    memory: float  # for memory, such as for pages in swap
+    disk: float
 
 
 class DelayWatch:
-    """Measures what this process and its machine wait for between two calls of ``take``."""
+    """Measures what this process and those beside it wait for between two calls of ``take``."""
 
     def __init__(self) -> None:
         self._before = self._look()
@@ -142,7 +149,9 @@ class DelayWatch:
         memory, disk = (
             (now_us - then_us) / 1e6 / took_s for then_us, now_us in zip(stalled_us, stalled_now_us, strict=True)
         )
-        return Delays(*(min(share, 1.0) for share in (max(waits_ns, default=0) / 1e9 / took_s, quota, memory, disk)))
+        core = max(waits_ns, default=0) / 1e9 / took_s
+        # Counts are lower than before where this process was moved to another control group.
+        return Delays(*(min(max(share, 0.0), 1.0) for share in (core, quota, memory, disk)))
 
     @staticmethod
     def _look() -> tuple[float, dict[str, int], dict[pathlib.Path, tuple[int, int]], tuple[int, int]]:
@@ -156,12 +165,20 @@ def swapped_bytes() -> int:
 
 
 def _waits_for_cores() -> dict[str, int]:
-    """Return for each thread of this process the nanoseconds for which it was ready to run and had no core."""
+    """Return for each thread of this process the nanoseconds for which it was ready to run and had no core.
+
+    The package's own threads are left out. They wake up often, and so wait often, but no step waits for them.
+    """
     found = {}
+    own = {str(thread.native_id) for thread in threading.enumerate() if thread.name.startswith("notebook-accel-")}
     with contextlib.suppress(OSError):
-        for thread in os.listdir(_THREADS):
-            with contextlib.suppress(OSError, ValueError, IndexError):  # a thread that has just ended
-                found[thread] = int((_THREADS / thread / "schedstat").read_text().split()[1])
+        for thread in set(os.listdir(_THREADS)) - own:
+            # A process may have hundreds of threads, and pathlib takes three times as long. One may have just ended.
+            with (
+                contextlib.suppress(OSError, ValueError, IndexError),
+                open(f"{_THREADS}/{thread}/schedstat", "rb", buffering=0) as file,
+            ):
+                found[thread] = int(file.read().split()[1])
     return found
 
 
@@ -172,9 +189,10 @@ def _quota_periods() -> dict[pathlib.Path, tuple[int, int]]:
 
 
 def _stalled_us(resource: str) -> int:
-    """Return the microseconds for which some thread of the machine waited for a resource."""
+    """Return the microseconds for which some thread of this control group, or of the machine, waited for a resource."""
+    own = [folder / f"{resource}.pressure" for folder, _ in _groups("pressure")]
     with contextlib.suppress(OSError, ValueError):
-        some = (_PRESSURE / resource).read_text().partition("\n")[0]
+        some = [*own, _PRESSURE / resource][0].read_text().partition("\n")[0]
         return int(some.rpartition("total=")[2])
     return 0
 

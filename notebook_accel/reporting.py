@@ -130,7 +130,7 @@ class Reporter:
     Attributes:
         outer: A counter of epochs around the shown counter, such as a bar over epochs; ``None`` if there is none.
         is_compiling: True while the running step is compiled.
-        recompiled: Why XLA has compiled a step anew; empty if it hasn't.
+        recompiled: Why XLA compiles a step anew, until that is sent; empty if no reason is known.
         has_own_loss: True once the program has reported a metric named ``loss``.
         before_result: Functions to call when the user's code has returned, which wait for its work in the background.
             Their errors are the rank's.

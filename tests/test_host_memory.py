@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -109,6 +110,43 @@ def test_delays_between_two_looks(
     assert watch.take() == pytest.approx((0.5, 0.25, 0.1, 0.2))
     pass_time(103, core_ns=2 * 10**9, throttled=8, stalled_us=9_000_000)
     assert watch.take() == (0, 0, 1, 1)
+
+
+def test_memory_and_disks_that_other_containers_wait_for_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    def pass_time(now_s: float, own_us: int, machines_us: int) -> None:
+        monkeypatch.setattr(host_memory.time, "monotonic", lambda: now_s)
+        for name in ("memory", "io"):
+            (tmp_path / "job" / f"{name}.pressure").write_text(f"some avg10=0.00 total={own_us}\n")
+            (tmp_path / name).write_text(f"some avg10=0.00 total={machines_us}\n")
+
+    (tmp_path / "job").mkdir()
+    (tmp_path / "cgroup").write_text("0::/job\n")
+    for name, path in {"_CGROUPS": "", "_MEMBERSHIP": "cgroup", "_PRESSURE": "", "_THREADS": "task"}.items():
+        monkeypatch.setattr(host_memory, name, tmp_path / path)
+    pass_time(100, own_us=0, machines_us=0)
+    watch = host_memory.DelayWatch()
+    pass_time(101, own_us=250_000, machines_us=900_000)
+    assert watch.take() == (0, 0, 0.25, 0.25)
+    pass_time(102, own_us=0, machines_us=950_000)  # in another group
+    assert watch.take() == (0, 0, 0, 0)
+
+
+def test_waiting_of_the_packages_own_threads_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setattr(host_memory, "_THREADS", tmp_path)
+    done, found = threading.Event(), []
+    for name in ("notebook-accel-test", "of the program"):
+        thread = threading.Thread(target=done.wait, name=name)
+        thread.start()
+        (tmp_path / f"{thread.native_id}").mkdir()
+        (tmp_path / f"{thread.native_id}" / "schedstat").write_text("5 70 9\n")
+        found.append(f"{thread.native_id}")
+    waits = host_memory._waits_for_cores()
+    done.set()
+    assert waits == {found[1]: 70}
 
 
 def test_delays_where_linux_measures_none(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

@@ -93,8 +93,8 @@ class StepTimes(_Event, frozen=True, kw_only=True):
     # Times of waiting, in whichever phase they were.
     queued_s: float = 0.0  # of a thread of this rank for a core
     throttled_s: float = 0.0  # in periods in which a control group has used up its quota of CPU time
-    thrashing_s: float = 0.0  # of some thread of the machine for memory
-    disk_s: float = 0.0  # of some thread of the machine for a disk
+    thrashing_s: float = 0.0  # of some thread of this rank's container or machine for memory
+    disk_s: float = 0.0  # of the same threads for a disk
     swapped_bytes: int = 0  # size of this rank's memory that is in swap
     samples: int = 0  # of the main thread
     lines: list[SampledLine] = []  # sampled most often

@@ -355,7 +355,9 @@ class _Counts:
         """Return the counts as an event."""
         wall_s, (xla, xla_s) = sum(seconds.values()), _xla_compilations()
         graphs, xla = max(0, compiled_graphs() - self.graphs_before), xla - self.xla_before
-        recompiled = reporting.reporter().recompiled if xla else _last_recompilation() if graphs else ""
+        recompiled = _last_recompilation() if graphs else ""
+        if xla:  # the next compilation may have another reason
+            recompiled, reporting.reporter().recompiled = reporting.reporter().recompiled, ""
         compiling = sum(count for line, count in lines.items() if line[1] == "compiling") / max(sum(lines.values()), 1)
         return events.StepTimes(
             steps=self.steps,
@@ -363,7 +365,8 @@ class _Counts:
             evaluations=self.evaluations,
             collecting_s=self.collecting_s,
             compilations=graphs + xla,
-            compiling_s=compiling * wall_s + xla_s - self.xla_before_s,
+            # XLA may also have compiled before the first step, or between two loops.
+            compiling_s=min(compiling * wall_s + xla_s - self.xla_before_s, wall_s),
             recompiled=plain_text(recompiled.partition("\n")[0])[:_MOST_TEXT].rstrip("."),
             rows=self.rows / self.batches if self.batches else 0.0,
             smallest_batch=self.smallest if self.batches else 0,

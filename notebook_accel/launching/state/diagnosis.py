@@ -37,6 +37,7 @@ _LARGE_BYTES = 1 << 20
 _SLOW_S = 0.05  # for fewer than _LARGE_BYTES
 _TINY_ROWS, _TINY_STEP_S = 4, 0.005  # of a batch whose steps are mostly overhead
 _FULL_CLOCK = 90.0  # per cent of a device's highest
+_FULL_DEVICE = 95.0  # per cent of the time in which a device that waits for nothing computes
 _UNEVEN = 2.0  # largest batch to smallest
 _MOST_WORKERS = 4  # in the advice
 _WORTH_QUEUED = 0.2  # short waits for a core are usual where the ranks use all cores
@@ -191,7 +192,9 @@ def _dated(verdict: Verdict, moments: Sequence[Moment]) -> Verdict:
         if waiting_s < _WORTH * sum(moment.mean.values()) or moment.ranks[late][WAITING] > waiting_s / 2:
             break
         since = moment
-    if since is None or since is moments[0]:
+    else:
+        since = None  # it always was late
+    if since is None:
         return verdict
     return dataclasses.replace(verdict, what=f"{verdict.what} It has been so since about step {since.first_step:,}.")
 
@@ -277,7 +280,7 @@ class _Rank:
 
     @property
     def disk_share(self) -> float:
-        """The share of the time, from 0 to 1, in which something on the rank's machine waits for a disk."""
+        """The share of the time, from 0 to 1, in which the rank or a program beside it waits for a disk."""
         return self.times.disk_s / self.wall_s
 
     @property
@@ -487,11 +490,14 @@ def _compilation(run: _Run) -> Verdict | None:
     place, text = rank.line(activity="compiling")
     compiler = "XLA" if rank.state.device.startswith("xla") else "torch.compile"
     took = f"took {_percent(share)} of the time{_at(place, text)}."
-    if not times.recompiled:
-        fix = "A longer run loses less by it, unless it changes the shapes of batches."
-        return Verdict("compilation", share, f"The first compilation by {compiler} {took}", fix, run.numbers, place)
     graphs, steps = format_count(times.compilations, "graph"), format_count(times.steps, "step")
-    what = f"{compiler} has compiled {graphs} in {steps}, which {took} The last one's reason: {times.recompiled}."
+    what = f"{compiler} has compiled {graphs} in {steps}, which {took}"
+    if not times.recompiled:
+        fix = "A longer run loses less by it, unless its steps differ, such as in the shapes of batches."
+        if compiler != "XLA":  # it would tell the reason of a recompilation
+            what = f"The first compilation by {compiler} {took}"
+        return Verdict("compilation", share, what, fix, run.numbers, place)
+    what += f" The last one's reason: {times.recompiled}."
     fix = "Give batches one shape (pad them, drop_last=True)"
     fix += "." if compiler == "XLA" else ", or torch.compile(..., dynamic=True)."
     return Verdict("compilation", share, what, fix, run.numbers, place)
@@ -552,12 +558,12 @@ def _communication(run: _Run) -> Verdict | None:
 
 
 def _thrashing(run: _Run) -> Verdict:
-    """Find a machine that is short of memory, and so reads pages again that it has swapped out or dropped."""
+    """Find a lack of memory, because of which pages are read again that were swapped out or dropped."""
     rank = max(run.ranks, key=lambda rank: rank.times.thrashing_s / rank.wall_s)
     share = rank.times.thrashing_s / rank.wall_s
     swapped = rank.times.swapped_bytes
     swap = f", and {format_size(swapped)} of rank {rank.number} are in swap" if swapped else ""
-    what = f"The machine is short of memory: programs wait for it {_percent(share)} of the time{swap}."
+    what = f"Memory is short: programs wait for it {_percent(share)} of the time{swap}."
     fix = "Use a smaller batch, fewer workers or ranks, or end other programs."
     return Verdict("memory", share, what, fix, run.numbers)
 
@@ -579,6 +585,9 @@ def _busy_cores(run: _Run) -> Verdict | None:
     rank = max(run.ranks, key=lambda rank: rank.queued_share)
     if rank.queued_share < _WORTH_QUEUED or _threads(run) is not None:  # too many threads are the better reason
         return None
+    memory = rank.state.memory
+    if run.is_on_device and memory is not None and (memory.utilisation or 0.0) >= _FULL_DEVICE:
+        return None  # its threads queue work for the device early enough
     what = (
         f"Rank {rank.number} waits for a core {_percent(rank.queued_share)} of the time: more threads or programs "
         f"than this machine's {format_count(rank.times.cores, 'core')} can run are busy."
@@ -603,7 +612,8 @@ def _threads(run: _Run) -> Verdict | None:
     if threads >= 2 * max(last.cores, ranks):
         what = f"{ranks} ranks compute with {threads} threads on {last.cores} cores, {_percent(share)} of the time."
         return Verdict("too many threads", share, what, fix, run.numbers)
-    if last.threads == 1 and each >= 4:
+    is_waiting = any(rank.queued_share >= _WORTH_QUEUED for rank in run.ranks)
+    if last.threads == 1 and each >= 4 and not is_waiting:  # other programs use the other cores
         what = f"Each rank computes with one thread, {_percent(share)} of the time, and could have {each}."
         return Verdict("one thread", share, what, fix, run.numbers)
     return None

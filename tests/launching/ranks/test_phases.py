@@ -302,16 +302,21 @@ def test_compilations_of_xla_are_sent_with_their_time(
     counters: list[tuple[int, float, list[float]] | None] = [None]
     metrics = types.SimpleNamespace(metric_data=lambda name: counters[-1] if name == "CompileTime" else None)
     monkeypatch.setitem(sys.modules, "torch_xla.debug.metrics", metrics)  # type: ignore[arg-type]
-    for data in ((3, 2e9, []), (4, 2.5e9, [])):
+    for data in ((3, 2e9, []), (4, 2.5e9, []), (5, 32.5e9, [])):
         rank.clock.enter("forward")
+        rank.clock._since_s -= 3.0
         counters.append(data)
-        rank.reporter.recompiled = "The batch's shape has changed from (4, 8) to (3, 8)."
+        if data[0] == 4:
+            rank.reporter.recompiled = "The batch's shape has changed from (4, 8) to (3, 8)."
         rank.clock.begin_step(None, None)
         rank.clock.send()
     rank.clock.stop()
     rank.reporter.close()
-    assert [(sent.compilations, sent.compiling_s) for sent in rank.received.times] == [(3, 2.0), (1, 0.5)]
-    assert rank.received.times[-1].recompiled == "The batch's shape has changed from (4, 8) to (3, 8)"
+    *known, outside = rank.received.times
+    assert [(sent.compilations, sent.compiling_s) for sent in known] == [(3, 2.0), (1, 0.5)]
+    assert outside.compiling_s == sum(outside.seconds.values())  # the rest of 30 s was before the loop
+    reasons = [sent.recompiled for sent in rank.received.times]
+    assert reasons == ["", "The batch's shape has changed from (4, 8) to (3, 8)", ""]
 
 
 def test_waiting_for_a_core_is_sent(rank: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

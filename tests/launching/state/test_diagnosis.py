@@ -163,6 +163,10 @@ def test_recompilation_by_xla() -> None:
     [verdict] = diagnose(state).verdicts
     assert verdict.what.startswith("XLA has compiled 4 graphs in 80 steps")
     assert verdict.fix == "Give batches one shape (pad them, drop_last=True)."
+    state = run(healthy(compilations=20, compiling_s=0.5))  # in each step, and the batches have one shape
+    state.ranks[0].device = "xla:0"
+    [verdict] = diagnose(state).verdicts
+    assert verdict.what == "XLA has compiled 80 graphs in 80 steps, which took 50 % of the time."
 
 
 @pytest.mark.parametrize(("seconds", "is_named"), [(10, True), (200, False)])
@@ -199,7 +203,7 @@ def test_machine_is_short_of_memory() -> None:
     [verdict] = diagnose(run(healthy(), healthy(thrashing_s=0.4, swapped_bytes=3 << 30))).verdicts
     assert verdict.cause == "memory"
     assert verdict.what == (
-        "The machine is short of memory: programs wait for it 40 % of the time, and 3.0 GiB of rank 1 are in swap."
+        "Memory is short: programs wait for it 40 % of the time, and 3.0 GiB of rank 1 are in swap."
     )
 
 
@@ -212,6 +216,15 @@ def test_cores_are_busy() -> None:
     assert "OMP_WAIT_POLICY" in verdict.fix
     [verdict] = diagnose(run(*[healthy(queued_s=0.45, threads=8)] * 2)).verdicts
     assert verdict.cause == "too many threads"  # of the ranks themselves
+    [verdict] = diagnose(run(*[healthy(queued_s=0.45, threads=1, cores=16)] * 2)).verdicts
+    assert verdict.cause == "busy cores"  # more threads wouldn't help
+
+
+@pytest.mark.parametrize(("utilisation", "causes"), [(99.0, []), (50.0, ["busy cores"]), (None, ["busy cores"])])
+def test_busy_cores_do_not_matter_to_a_device_that_is_never_idle(utilisation: float | None, causes: list[str]) -> None:
+    state = run(healthy(queued_s=0.45, is_on_device=True))
+    state.apply(0, events.Memory(used_bytes=1, total_bytes=2, kind="device", utilisation=utilisation))
+    assert [verdict.cause for verdict in diagnose(state).verdicts] == causes
 
 
 def test_rank_that_waits_for_a_core_is_late() -> None:
@@ -243,6 +256,19 @@ def test_data_are_on_a_slow_disk() -> None:
     assert verdict.cause == "data"
     assert "A disk is waited for 46 % of the time." in verdict.what
     assert verdict.fix.startswith("Copy the data to a faster disk")
+
+
+def test_straggler_is_not_dated_from_the_end_of_a_pause() -> None:
+    state = RunState(2)
+    for second in (0, *range(60, 90)):
+        for number in range(2):
+            times = healthy(**{"forward": 74.0} if number else {"communication": 62.0})
+            state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
+            state.apply(number, step_times(time_s=float(second), **times))
+    diagnosis = diagnose(state)
+    assert diagnosis.over_time[0].mean is None
+    assert diagnosis.verdicts[0].cause == "straggler"
+    assert "since" not in diagnosis.verdicts[0].what
 
 
 @pytest.mark.parametrize("before", [0, 20])
