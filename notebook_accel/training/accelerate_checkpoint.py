@@ -118,8 +118,7 @@ class AccelerateCheckpoint:
     def _epoch_of(self, number: int, loader: Any) -> int:
         """Return the next epoch of a loader's saved sampler, or the loader's own if none was saved."""
         path = self._folder / _file_of("sampler", number)
-        sampler = _attributes(path) if path.is_file() else {}
-        epoch = sampler.get("epoch")
+        epoch = getattr(_read_inert(path), "epoch", None) if path.is_file() else None
         following: int = loader.position.epochs.following
         return epoch if isinstance(epoch, int) else following
 
@@ -129,7 +128,8 @@ class AccelerateCheckpoint:
         The state has one form with worker processes, and another one without.
         """
         path = self._folder / _file_of("dl_state_dict", number)
-        state: dict[str, Any] = model_files.read_object(path) if path.is_file() else {"_iterator_finished": True}
+        # The dataset's own state may hold any object, which isn't needed here.
+        state: dict[str, Any] = _read_inert(path) if path.is_file() else {"_iterator_finished": True}
         counted = state.get("_snapshot", {}).get("_snapshot_step", state.get("_num_yielded", 0))
         batches: int = counted + state.get("_steps_since_snapshot", 0)
         return 0 if state["_iterator_finished"] else batches
@@ -181,8 +181,8 @@ class _InertUnpickler(pickle.Unpickler):
         return None
 
 
-def _attributes(path: pathlib.Path) -> dict[str, Any]:
-    """Return the attributes of a pickled object, such as a sampler, which holds its dataset, without running code.
+def _read_inert(path: pathlib.Path) -> Any:
+    """Return a pickled object without running code, such as a sampler, which holds its dataset.
 
     Raises:
         CheckpointError: The file can't be read.
@@ -191,7 +191,6 @@ def _attributes(path: pathlib.Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             [name] = [name for name in archive.namelist() if name.endswith("/data.pkl")]
             with archive.open(name) as file:
-                attributes: dict[str, Any] = vars(_InertUnpickler(file).load())
-                return attributes
+                return _InertUnpickler(file).load()
     except (OSError, ValueError, TypeError, AttributeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} can't be read: {error}", fix="use another checkpoint") from error

@@ -216,13 +216,8 @@ class _Parts:
 
     def write(self, draft: pathlib.Path, rank: int, *, safe: bool, group: Any) -> None:
         """Write the files. Sharded tensors are written by all ranks of ``group``, or of the default group."""
-        with concurrent.futures.ThreadPoolExecutor(1, "notebook-accel-checkpoint") as executor:
-            # The other ranks wait for this one until the shards are written, even if another file can't be.
-            others = executor.submit(self._write_unsharded, draft, rank, safe=safe)
-            sharded_files.write(self.shares, draft, group)
-        others.result()
-
-    def _write_unsharded(self, draft: pathlib.Path, rank: int, *, safe: bool) -> None:
+        # First: until the shards are written, the other ranks wait for this one, even if another file can't be.
+        sharded_files.write(self.shares, draft, group)
         model_files.write_object(self.own, draft / f"rank_{rank}.bin")
         if rank == 0:
             for number, of_model in enumerate(self.weights):

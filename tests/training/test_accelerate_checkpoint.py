@@ -263,7 +263,10 @@ def resumed_epochs(folder: str) -> list[Any]:
     return epochs
 
 
-@pytest.mark.parametrize("state", [_WITHOUT_WORKERS, _WITH_WORKERS])
+_OF_DATASET = {**_WITHOUT_WORKERS, "dataset_state": {"file": pathlib.Path("an object of some class")}}
+
+
+@pytest.mark.parametrize("state", [_WITHOUT_WORKERS, _WITH_WORKERS, _OF_DATASET])
 def test_a_position_inside_an_epoch(tmp_path: pathlib.Path, state: dict[str, Any]) -> None:
     saved_by_accelerate(tmp_path)
     torch.save(state, tmp_path / "dl_state_dict.bin")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
+import threading
 from typing import Any
 
 import pytest
@@ -153,6 +155,39 @@ def test_the_loss_scale_is_part_of_it(tmp_path: pathlib.Path) -> None:
     accelerator.load_state(tmp_path / "state")
     assert accelerator._precision.scaler is not None
     assert accelerator._precision.scaler.factor == 8.0
+
+
+class Interrupted:
+    """An object whose pickling is interrupted; in another thread than the main one, pickling would go on."""
+
+    def __init__(self) -> None:
+        self.may_go_on, self.went_on = threading.Event(), False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        """Load nothing."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        signal.raise_signal(signal.SIGINT)
+        self.may_go_on.wait(20)
+        self.went_on = True
+        return dict, ()
+
+
+def test_nothing_is_written_after_an_interrupt(tmp_path: pathlib.Path) -> None:
+    accelerator, _, _ = prepared()
+    interrupted = Interrupted()
+    accelerator.register_for_checkpointing(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        accelerator.save_state(tmp_path / "state")
+    interrupted.may_go_on.set()
+    for thread in threading.enumerate():
+        if "checkpoint" in thread.name:
+            thread.join(20)
+    assert not interrupted.went_on
+    assert os.listdir(tmp_path) == []
 
 
 def test_no_folder() -> None:

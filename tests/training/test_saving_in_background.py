@@ -7,6 +7,8 @@ import contextlib
 import io
 import os
 import pathlib
+import subprocess
+import sys
 import threading
 import types
 from typing import Any
@@ -196,6 +198,23 @@ def test_a_failure_is_raised_when_it_is_waited_for(two_ranks: Ranks, tmp_path: p
         assert "which was saved while training went on, failed: " in text
         assert "no space left" in text
         assert left == ["state"]
+
+
+_AT_EXIT = """
+import sys
+import torch
+from notebook_accel import Accelerator
+accelerator = Accelerator(cpu=True)
+accelerator.prepare(torch.nn.Linear(9, 9))
+accelerator.save_state(sys.argv[1], async_=True)
+"""
+
+
+def test_a_script_that_ends_meanwhile_completes_it(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, "-c", _AT_EXIT, str(tmp_path / "state")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert "Traceback" not in ended.stderr
+    assert checkpoint_folders.read_manifest(tmp_path / "state")
 
 
 def printed_at_exit(folder: str) -> str:

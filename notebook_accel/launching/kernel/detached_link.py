@@ -107,11 +107,24 @@ class Link(AgentLink[DetachedJob]):
 
     def replay_to_its_end(self) -> None:
         """Read all messages of a run whose agent has gone, and end the job if the run was lost."""
+        seen = self._seen
         self.replay(JOURNAL)
-        if not self._is_over:  # the latest messages, some of which the journal may not have yet
+        if not self._is_over:
+            written = self._numbered(JOURNAL).keys()
+            # The journal may lack some of the latest messages, and have later ones.
             with contextlib.suppress(FileNotFoundError):
-                self.replay(LATEST)
+                for number, body in self._numbered(LATEST).items():
+                    if number > seen and number not in written:
+                        self._take(body)
         self._end_if_lost()
+
+    def _numbered(self, name: str) -> dict[int, bytes]:
+        """Return the messages in a file of the folder by number."""
+        descriptor = self._folder.open(name)
+        try:
+            return dict(journal.read(descriptor))
+        finally:
+            os.close(descriptor)
 
     def _hear_history(self) -> None:
         """Read the history of a run that was detached while it went on: its events before the journal."""

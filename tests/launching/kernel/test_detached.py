@@ -202,6 +202,17 @@ def test_run_that_was_lost_tells_when_its_last_step_and_its_checkpoint(tmp_path:
     assert ended <= said[1] <= time.strftime("%Y-%m-%d %H:%M")
     with pytest.raises(SupervisorLostError, match=re.escape(lost.why)):
         attach("night", view="none").results()
+    # The journal of a long run gets samples late, after what is printed later.
+    later: list[tuple[str, events.Event]] = [
+        (run_folders.LATEST, events.CheckpointSaved(folder="newer")),
+        (run_folders.JOURNAL, events.Output(text="printed later")),
+    ]
+    for number, (name, event) in enumerate(later, start=1_000_000):
+        message = messages.Said(job_id=job.folder.id, rank=0, event=msgspec.Raw(events.encode(event)))
+        with (job.folder.path / name).open("ab") as file:
+            file.write(journal.frame(number, messages.encode(message)))
+    [lost] = detached_runs.summaries()
+    assert lost.why.endswith("Its last checkpoint is in newer.")
 
 
 def test_run_that_goes_on_is_not_launched_again(mark: pathlib.Path) -> None:
