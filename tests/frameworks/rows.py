@@ -42,7 +42,6 @@ class Row:
         checkpoints: A pattern of the checkpoints from which it resumes; empty if it doesn't.
         load: An expression that loads the model from ``folder`` in the notebook; empty if the program doesn't save it.
         cannot_train: The reason why it can't train here, and a text that is in its traceback; ``None`` if it can.
-        fails_by_accelerate: A text in the traceback if Accelerate's launcher can't train it in a notebook.
         fails: The checks that fail, with the reason.
     """
 
@@ -58,7 +57,6 @@ class Row:
     checkpoints: str = ""
     load: str = ""
     cannot_train: tuple[str, str] | None = None
-    fails_by_accelerate: str = ""
     fails: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -214,7 +212,6 @@ ROWS = [
         world_size="trainer.world_size",
         evaluation="Validation",
         checkpoints="epoch=*.ckpt",
-        fails_by_accelerate="in _check_bad_cuda_fork",  # Lightning forks ranks of its own
         load="type(model).load_from_checkpoint(f'{folder}/epoch=0.ckpt')",
     ),
     Row(
@@ -224,7 +221,6 @@ ROWS = [
         ("lightning", "sklearn.datasets"),
         world_size="fabric.world_size",
         checkpoints="epoch_*.ckpt",
-        fails_by_accelerate="is not compatible with an interactive environment",
         load="model.load_state_dict(torch.load(f'{folder}/epoch_0.ckpt')['model']) and model",
     ),
     Row(

@@ -87,9 +87,9 @@ _TAIL = """
   Accelerate's is shown undivided.
 - An evaluation is labelled as one from its first batch if gradients are disabled around the loop, and from its fourth
   batch if they are disabled inside it only, as in Accelerate's and Ignite's.
-- **numbers**: Accelerate's own `notebook_launcher` was given `ACCELERATE_USE_CPU=true`. On a machine without a GPU,
-  each rank of Transformers' `Trainer` otherwise trains a model of its own there. It can't run Lightning's programs in a
-  notebook, since Lightning then starts ranks itself.
+- **numbers**: Accelerate's own `notebook_launcher` was called in a plain process with `ACCELERATE_USE_CPU=true`. On a
+  machine without a GPU, each rank of Transformers' `Trainer` otherwise trains a model of its own there. In a notebook,
+  it can't run Lightning's programs, since Lightning then starts ranks itself, and Keras' once hung.
 - The traceback of an error counts the library's lines between your own lines. `NOTEBOOK_ACCEL_DEBUG=1` shows them.
 """
 

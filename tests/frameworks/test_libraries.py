@@ -14,7 +14,7 @@ import pytest
 
 from tests import kernels
 from tests.frameworks.rows import CHECKS, PRELOAD, ROWS, Row
-from tests.frameworks.story import FAULT, CannotTrainError, Run, Story, ends_by, prepare
+from tests.frameworks.story import FAULT, VARIABLES, CannotTrainError, Run, Story, ends_by, prepare
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
 
@@ -23,19 +23,13 @@ _MOST_TRACEBACK_FRAMES = 8
 
 @pytest.fixture(scope="module")
 def made_kernels(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[], contextlib.AbstractContextManager[kernels.Kernel]]:
     """Makes kernels in which nothing is downloaded."""
-    variables = {
-        "HF_HUB_OFFLINE": "1",
-        "KERAS_BACKEND": "torch",
-        "PYTHONPATH": str(request.config.rootpath),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
 
     @contextlib.contextmanager
-    def make(**more: str) -> Iterator[kernels.Kernel]:
-        with kernels.running(tmp_path_factory.mktemp("kernel"), {**variables, **more}) as kernel:
+    def make() -> Iterator[kernels.Kernel]:
+        with kernels.running(tmp_path_factory.mktemp("kernel"), VARIABLES) as kernel:
             prepare(kernel)
             yield kernel
 
@@ -52,17 +46,6 @@ def import_libraries(kernel: kernels.Kernel) -> None:
 def shared_kernel(made_kernels: Callable[[], Any]) -> Iterator[kernels.Kernel]:
     """A notebook that all programs run in, one after the other."""
     with made_kernels() as kernel:
-        import_libraries(kernel)
-        yield kernel
-
-
-@pytest.fixture(scope="module")
-def forked_kernel(made_kernels: Callable[..., Any]) -> Iterator[kernels.Kernel]:
-    """A notebook that computes nothing itself, since Accelerate forks it.
-
-    Without the variable, Accelerate starts no group on a machine that has no GPU, and each rank trains for itself.
-    """
-    with made_kernels(ACCELERATE_USE_CPU="true") as kernel:
         import_libraries(kernel)
         yield kernel
 
@@ -165,17 +148,12 @@ def test_returns(story: Story) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.program)
-def test_numbers(row: Row, forked_kernel: kernels.Kernel, tmp_path: pathlib.Path) -> None:
+def test_numbers(row: Row, shared_kernel: kernels.Kernel, tmp_path: pathlib.Path) -> None:
     if row.cannot_train is not None:
         pytest.xfail(row.cannot_train[0])
-    try:
-        theirs = ends_by("accelerate", row, tmp_path / "theirs", forked_kernel)
-    except CannotTrainError as error:
-        if row.fails_by_accelerate and row.fails_by_accelerate in str(error):
-            pytest.skip("Accelerate's launcher doesn't train it in a notebook")
-        raise
-    assert not row.fails_by_accelerate, "it trains now"
-    ours = ends_by("notebook_accel", row, tmp_path / "ours", forked_kernel)
+    theirs, ours = (
+        ends_by(library, row, tmp_path / library, shared_kernel) for library in ("accelerate", "notebook_accel")
+    )
     assert [end.split()[0] for end in theirs] == ["2", "2"]
     assert theirs == ours
 
