@@ -10,6 +10,7 @@ import pathlib
 import random
 import signal
 import time
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -51,38 +52,36 @@ _BLOWS = ("kernel", "server", "both", "hangup")
 @pytest.mark.usefixtures("state_home")
 @pytest.mark.timeout(DURATION_S + 240)
 def test_kernels_that_are_killed_take_nothing_along(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ends_s = time.monotonic() + _SHARE_S
-    rounds = 0
-    while time.monotonic() < ends_s:
-        rng = random.Random(f"{SEED}-{rounds}")
-        moment = MOMENTS[rounds % len(MOMENTS)]
-        try:
-            said = one_round(moment, tmp_path / f"round-{rounds}", rng)
-        except AssertionError as error:
-            raise AssertionError(f"seed {SEED}, round {rounds} ({moment}):\n{error}") from error
-        rounds += 1
-        with capsys.disabled():
-            print(f"\ndetached, seed {SEED}, round {rounds}: {said}", end="")
-    assert rounds >= 1
+    _play_rounds("detached", [MOMENTS], one_round, tmp_path, capsys)
 
 
 @pytest.mark.chaos
 @pytest.mark.usefixtures("state_home")
 @pytest.mark.timeout(DURATION_S + 240)
 def test_servers_that_are_killed_take_nothing_along(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Coprime numbers: each moment meets each blow.
+    _play_rounds("detached from a server", [_SERVED_MOMENTS, _BLOWS], _served_round, tmp_path, capsys)
+
+
+def _play_rounds(
+    title: str,
+    choices: Sequence[Sequence[str]],
+    play: Callable[..., str],
+    folder: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Play rounds, each with the next of each of the choices, for this test's share of the time."""
     ends_s = time.monotonic() + _SHARE_S
     rounds = 0
     while time.monotonic() < ends_s:
-        rng = random.Random(f"{SEED}-{rounds}")
-        # Coprime numbers: each moment meets each blow.
-        moment, blow = _SERVED_MOMENTS[rounds % len(_SERVED_MOMENTS)], _BLOWS[rounds % len(_BLOWS)]
+        kind = [choice[rounds % len(choice)] for choice in choices]
         try:
-            said = _served_round(moment, blow, tmp_path / f"round-{rounds}", rng)
+            said = play(*kind, folder / f"round-{rounds}", random.Random(f"{SEED}-{rounds}"))
         except AssertionError as error:
-            raise AssertionError(f"seed {SEED}, round {rounds} ({moment}, {blow}):\n{error}") from error
+            raise AssertionError(f"{title}, seed {SEED}, round {rounds} ({', '.join(kind)}):\n{error}") from error
         rounds += 1
         with capsys.disabled():
-            print(f"\ndetached from a server, seed {SEED}, round {rounds}: {moment}, {blow}: {said}", end="")
+            print(f"\n{title}, seed {SEED}, round {rounds}: {said}", end="")
     assert rounds >= 1
 
 
@@ -120,7 +119,7 @@ def _served_round(moment: str, blow: str, folder: pathlib.Path, rng: random.Rand
     said = _check(found[0], moment, mark, state, rng) if found else "gone"
     processes.wait_until(lambda: not processes.descendants(os.getpid()), "no process is left", _LONG_S)
     processes.wait_until(is_clean, "no folder is left", _LONG_S)
-    return said
+    return f"{moment}, {blow}: {said}"
 
 
 def _go_to(moment: str, kernel: kernels.Kernel, mark: pathlib.Path, state: pathlib.Path) -> None:

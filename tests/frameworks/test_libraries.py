@@ -36,17 +36,13 @@ def made_kernels(
     return make
 
 
-def import_libraries(kernel: kernels.Kernel) -> None:
-    # Some libraries set variables that torch reads, for which the next launch would get another template.
-    imported = kernel.run(f"import {', '.join(PRELOAD)}", 600)
-    assert imported.status == "ok", imported.traceback
-
-
 @pytest.fixture(scope="module")
 def shared_kernel(made_kernels: Callable[[], Any]) -> Iterator[kernels.Kernel]:
     """A notebook that all programs run in, one after the other."""
     with made_kernels() as kernel:
-        import_libraries(kernel)
+        # Some libraries set variables that torch reads, for which the next launch would get another template.
+        imported = kernel.run(f"import {', '.join(PRELOAD)}", 600)
+        assert imported.status == "ok", imported.traceback
         yield kernel
 
 
