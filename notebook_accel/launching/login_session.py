@@ -13,6 +13,7 @@ import importlib
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Collection, Mapping
@@ -28,7 +29,7 @@ _START_SCOPE = (
     *("org.freedesktop.systemd1.Manager", "StartTransientUnit", "ssa(sv)a(sa(sv))"),
 )
 _SERVICE = re.compile(r"/system\.slice/(?:[^/\n]+\.slice/)*([^/\n]+\.service)$", re.MULTILINE)
-_ANSWER_DEADLINE_S = 5.0
+_ANSWER_DEADLINE_S = 2.0
 _PAUSE_S = 0.02
 _MOST_MOVES = 5  # processes that have not been moved yet may start others meanwhile
 
@@ -40,15 +41,25 @@ def user_name() -> str:
     return ""
 
 
-def end_of_runs() -> str:
-    """Return when systemd ends a detached run of this process, as ``when you log out``; empty if it doesn't."""
+def end_of_runs() -> tuple[str, str] | None:
+    """Return when systemd ends a detached run of this process, as ``when you log out``, and what helps.
+
+    Returns:
+        ``None`` if it doesn't.
+    """
     group = _group("self")
-    if not group or _lingers():
-        return ""
-    if service := _SERVICE.search(group):
-        return f"when the service {service[1]} is stopped"
-    is_ended = "/user.slice/" in group and (not _is_of_login(group) or _kills_user_processes())
-    return "when you log out of this machine" if is_ended else ""
+    is_of_login, service, lingers = _is_of_login(group), _SERVICE.search(group), _lingers()
+    if lingers and not ((is_of_login or service) and not _reaches_manager()):
+        return None
+    if service:
+        when = f"when the service {service[1]} is stopped"
+    elif "/user.slice/" in group and (not is_of_login or _kills_user_processes()):
+        when = "when you log out of this machine"
+    else:
+        return None
+    if lingers:
+        return when, "systemd-run --user --scope COMMAND, to start this process by the user's own systemd"
+    return when, f"loginctl enable-linger {user_name()}, once, before you launch"
 
 
 def leave(sessions: Collection[int], run_id: str) -> None:
@@ -82,7 +93,7 @@ def _left(sessions: Collection[int]) -> list[str]:
 def _move(pids: list[str], scope: str) -> bool:
     """Move processes to a new scope of the user's manager, and return whether that worked."""
     properties = ("PIDs", "au", str(len(pids)), *pids, "CollectMode", "s", "inactive-or-failed")
-    environ = {"XDG_RUNTIME_DIR": f"/run/user/{os.getuid()}", **os.environ}
+    environ = {**os.environ, "XDG_RUNTIME_DIR": str(_runtime_folder())}
     if _answer((*_START_SCOPE, scope, "fail", "2", *properties, "0"), environ) is None:
         return False
     deadline_s = time.monotonic() + _ANSWER_DEADLINE_S
@@ -106,6 +117,15 @@ def _is_of_login(group: str) -> bool:
 
 def _may_end(group: str) -> bool:
     return _is_of_login(group) or _SERVICE.search(group) is not None
+
+
+def _runtime_folder() -> pathlib.Path:
+    return pathlib.Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
+
+
+def _reaches_manager() -> bool:
+    """Return whether processes can move: busctl is there, and the user's manager has a socket."""
+    return shutil.which(_START_SCOPE[0]) is not None and (_runtime_folder() / "bus").exists()
 
 
 def _lingers() -> bool:

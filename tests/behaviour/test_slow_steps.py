@@ -12,9 +12,10 @@ from notebook_accel.launching.state.comparison import Comparison
 from notebook_accel.launching.state.diagnosis import Verdict
 from notebook_accel.protocol import events
 from tests import processes
-from tests.behaviour import slow_programs
+from tests.behaviour import healthy_programs, slow_programs
 
 _VERDICT_S = 100.0
+_HEALTHY_S = 12.0
 _QUIET = pytest.mark.quiet  # other work on the cores changes what is slow here
 _PREPARED = [pytest.param(False, id="plain"), pytest.param(True, id="prepared")]
 
@@ -86,6 +87,24 @@ def test_planted_cause(verdict: Callable[..., Verdict], cause: str, program: Cal
     said = verdict(cause, program)
     if mark:
         assert said.place == f"{slow_programs.__file__}, line {slow_programs.line_of(mark)}"
+
+
+@_QUIET
+@pytest.mark.parametrize("program", healthy_programs.PROGRAMS, ids=lambda program: program.__name__)
+def test_healthy_program_has_no_verdict(launch: Callable[..., Job], program: Callable[[], None]) -> None:
+    job = launch(program)
+
+    def is_seen() -> bool:
+        assert not job.done, job.error
+        diagnosis = job.diagnosis()
+        assert not diagnosis.verdicts, str(diagnosis)
+        return diagnosis.run_s > _HEALTHY_S
+
+    try:
+        processes.wait_until(is_seen, f"{_HEALTHY_S} s of steps", _VERDICT_S, poll_s=0.2)
+        print(job.diagnosis())
+    finally:
+        job.kill()
 
 
 def test_phases_of_a_step_are_those_that_were_planted(launch: Callable[..., Job]) -> None:

@@ -382,13 +382,14 @@ def _is_harmless(thread: threading.Thread) -> bool:
 
 def check_logout() -> tuple[Finding, ...]:
     """Return a warning if systemd ends a detached run of this process with the user's login, or with a service."""
-    if not (when := login_session.end_of_runs()):
+    if (end := login_session.end_of_runs()) is None:
         return ()
+    when, fix = end
     return (
         Finding(
             f"systemd ends a detached run {when}.",
             "This process belongs to your login there, or to that service, and so does all that it starts.",
-            f"loginctl enable-linger {login_session.user_name()}, once, before you launch",
+            fix,
             refuses=False,
         ),
     )

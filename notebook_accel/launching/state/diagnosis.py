@@ -316,6 +316,10 @@ class _Run:
         """Return the ranks on a rank's machine, which share its cores."""
         return [each for each in self.ranks if each.state.node == rank.state.node]
 
+    def numbers_beside(self, rank: _Rank) -> tuple[int, ...]:
+        """Return the numbers of the ranks on a rank's machine."""
+        return tuple(each.number for each in self.ranks_beside(rank))
+
     def cores_each(self, rank: _Rank) -> int:
         """Return the number of cores for each rank on a rank's machine, at least 1."""
         return max(1, rank.times.cores // len(self.ranks_beside(rank)))
@@ -419,7 +423,9 @@ def _circumstances(slow: _Rank) -> str:
     if memory is not None and memory.clock and memory.clock < _FULL_CLOCK:
         found += f" Its device runs at {memory.clock:.0f} % of its highest clock."
     if slow.queued_share >= _WORTH:
-        found += f" It waits for a core {_percent(slow.queued_share)} of the time, since other work uses it."
+        is_throttled = slow.times.throttled_s >= _WORTH * slow.wall_s
+        why = "since its container's quota of CPU time is used up" if is_throttled else "since other work uses it"
+        found += f" It waits for a core {_percent(slow.queued_share)} of the time, {why}."
     return found
 
 
@@ -565,7 +571,7 @@ def _thrashing(run: _Run) -> Verdict:
     swap = f", and {format_size(swapped)} of rank {rank.number} are in swap" if swapped else ""
     what = f"Memory is short: programs wait for it {_percent(share)} of the time{swap}."
     fix = "Use a smaller batch, fewer workers or ranks, or end other programs."
-    return Verdict("memory", share, what, fix, run.numbers)
+    return Verdict("memory", share, what, fix, run.numbers_beside(rank))
 
 
 def _quota(run: _Run) -> Verdict:
@@ -577,7 +583,7 @@ def _quota(run: _Run) -> Verdict:
         f"{_percent(periods)} of the periods, and rank {rank.number} waits {_percent(rank.queued_share)} of the time."
     )
     fix = "Give it a larger quota, or use fewer ranks, workers or threads."
-    return Verdict("quota", min(periods, rank.queued_share), what, fix, run.numbers)
+    return Verdict("quota", min(periods, rank.queued_share), what, fix, run.numbers_beside(rank))
 
 
 def _busy_cores(run: _Run) -> Verdict | None:

@@ -506,36 +506,51 @@ def test_runs_that_go_on_are_named_to_who_loads_the_extension_and_to_who_asks_th
     assert detached_runs.going_in_words() == ""
 
 
+_OWN = "0::/user.slice/user-0.slice/user@0.service/app.slice\n"
+_LOGIN = "0::/user.slice/user-0.slice/session-3.scope\n"
+
+
 @pytest.mark.parametrize(
-    ("group", "lingers", "when"),
+    ("group", "lingers", "moves", "when"),
     [
-        ("0::/user.slice/user-0.slice/user@0.service/app.slice\n", False, "you log out of this machine"),
-        ("0::/user.slice/user-0.slice/user@0.service/app.slice\n", True, ""),
-        ("0::/system.slice/jupyter.service\n", False, "the service jupyter.service is stopped"),
+        (_OWN, False, True, "you log out of this machine"),
+        (_OWN, True, False, ""),  # it needn't move
+        (_LOGIN, True, True, ""),
+        (_LOGIN, True, False, "you log out of this machine"),
+        ("0::/system.slice/jupyter.service\n", False, True, "the service jupyter.service is stopped"),
         (
             "0::/system.slice/system-jupyter.slice/jupyter@a.service\n",
             False,
+            True,
             "the service jupyter@a.service is stopped",
         ),
-        ("0::/system.slice/jupyter.service\n", True, ""),
-        ("0::/system.slice/containerd.service/pod\n", False, ""),
-        ("0::/\n", False, ""),
+        ("0::/system.slice/jupyter.service\n", True, True, ""),
+        ("0::/system.slice/jupyter.service\n", True, False, "the service jupyter.service is stopped"),
+        ("0::/system.slice/containerd.service/pod\n", False, True, ""),
+        ("0::/\n", False, True, ""),
     ],
 )
 def test_logout_that_would_end_it_is_warned_of(
-    group: str, lingers: bool, when: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    group: str, lingers: bool, moves: bool, when: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user = pwd.getpwuid(os.getuid()).pw_name
     (tmp_path / "self").mkdir()
     (tmp_path / "self" / "cgroup").write_text(group)
+    (tmp_path / "busctl").write_text("#!/bin/sh\necho b true\n")
+    (tmp_path / "busctl").chmod(0o755)
     if lingers:
         (tmp_path / user).touch()
+    if moves:
+        (tmp_path / "bus").touch()
     monkeypatch.setattr(login_session, "_PROC", tmp_path)
     monkeypatch.setattr(login_session, "_LINGERING", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    fix = f"loginctl enable-linger {user}, once, before you launch"
+    if lingers:
+        fix = "systemd-run --user --scope COMMAND, to start this process by the user's own systemd"
     assert [(finding.what, finding.fix) for finding in preflight.check_logout()] == (
-        [(f"systemd ends a detached run when {when}.", f"loginctl enable-linger {user}, once, before you launch")]
-        if when
-        else []
+        [(f"systemd ends a detached run when {when}.", fix)] if when else []
     )
 
 

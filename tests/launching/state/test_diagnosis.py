@@ -207,6 +207,14 @@ def test_machine_is_short_of_memory() -> None:
     )
 
 
+@pytest.mark.parametrize("held_up", [{"throttled_s": 0.8, "queued_s": 0.5}, {"thrashing_s": 0.4}])
+def test_lack_on_one_machine_names_its_ranks(held_up: dict[str, float]) -> None:
+    state = run(*[healthy(**held_up)] * 2, *[healthy()] * 2)
+    for number in (2, 3):
+        state.ranks[number].node = 1
+    assert [verdict.ranks for verdict in diagnose(state).verdicts] == [(0, 1)]
+
+
 def test_cores_are_busy() -> None:
     [verdict] = diagnose(run(healthy(), healthy(queued_s=0.45))).verdicts
     assert (verdict.cause, verdict.ranks) == ("busy cores", (1,))
@@ -232,6 +240,8 @@ def test_rank_that_waits_for_a_core_is_late() -> None:
     [verdict] = diagnose(run(slow, healthy(communication=48.0))).verdicts
     assert (verdict.cause, verdict.ranks) == ("straggler", (0,))
     assert verdict.what.endswith("It waits for a core 26 % of the time, since other work uses it.")
+    verdict = diagnose(run(slow | {"throttled_s": 0.5}, healthy(communication=48.0))).verdicts[0]
+    assert verdict.what.endswith("26 % of the time, since its container's quota of CPU time is used up.")
     for threads, cause in ((8, "too many threads"), (1, "busy cores")):
         common = {"queued_s": 0.5, "threads": threads}
         state = run(healthy(forward=24.0, **common), healthy(communication=12.0, **common))

@@ -1,0 +1,253 @@
+"""Training programs that nothing holds up, which run until they are stopped. Run in ranks.
+
+Their steps take some 100 ms of computing on one core. Where a program exchanges gradients, saves, evaluates or loads, that
+takes a small part of its time, as it should.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+import notebook_accel
+
+_BATCH = 512
+_WIDTH = 512
+
+
+def digits() -> TensorDataset:
+    """The 1,797 digits eight times, as images of 8 x 8 pixels."""
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8).repeat(8, 1, 1, 1) / 16
+    return TensorDataset(images, torch.tensor(labels).repeat(8))
+
+
+def dense(depth: int = 6, width: int = _WIDTH) -> nn.Sequential:
+    """A narrow layer, and layers of shared weights: much to compute, few gradients to exchange."""
+    shared = nn.Linear(width, width)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), *[shared, nn.ReLU()] * depth, nn.Linear(width, 10))
+
+
+def convolutions() -> nn.Sequential:
+    """Three layers of convolutions for the digits."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+class Rows(nn.Module):
+    """Reads an image row by row, by a recurrent network or a transformer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed, self.classify, self.kind = nn.Linear(8, 64), nn.Linear(64, 10), kind
+        if kind == "lstm":
+            self.body: nn.Module = nn.LSTM(64, 64, num_layers=3, batch_first=True)
+        else:
+            layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+            self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits of shape (batch, 10)."""
+        read = self.body(self.embed(x.squeeze(1)))
+        logits: torch.Tensor = self.classify((read[0] if self.kind == "lstm" else read).mean(1))
+        return logits
+
+
+def loader_of(data: TensorDataset, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=_BATCH, sampler=DistributedSampler(data), drop_last=True, **options)
+
+
+class Plain:
+    """A loop as PyTorch's documentation has it, with DistributedDataParallel."""
+
+    def __init__(self, model: nn.Module, optimizer: type[Any] = torch.optim.AdamW, **loader: Any) -> None:
+        dist.init_process_group("gloo")
+        self.module = model
+        self.model = DistributedDataParallel(model)
+        self.optimizer = optimizer(model.parameters(), lr=1e-3)
+        self.loader = loader_of(digits(), **loader)
+
+    def epochs(self, **accumulation: int) -> Iterator[int]:
+        """Train, and yield after each step its number within the epoch."""
+        window = accumulation.get("window", 1)
+        while True:
+            for step, (x, y) in enumerate(self.loader):
+                F.cross_entropy(self.model(x), y).backward()
+                if (step + 1) % window == 0:
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                yield step
+
+
+def run(steps: Iterator[int]) -> None:
+    for _ in steps:
+        pass
+
+
+def layers() -> None:
+    run(Plain(dense()).epochs())
+
+
+def layers_with_sgd() -> None:
+    run(Plain(dense(), torch.optim.SGD).epochs())
+
+
+def images() -> None:
+    run(Plain(convolutions()).epochs())
+
+
+def recurrent() -> None:
+    run(Plain(Rows("lstm")).epochs())
+
+
+def transformer() -> None:
+    run(Plain(Rows("transformer")).epochs())
+
+
+def accumulates() -> None:
+    run(Plain(dense()).epochs(window=4))
+
+
+def workers() -> None:
+    run(Plain(dense(), num_workers=1, persistent_workers=True).epochs())
+
+
+def compiles_once() -> None:
+    made = Plain(dense())
+    made.model = torch.compile(made.model, backend="aot_eager")  # type: ignore[assignment]
+    run(made.epochs())
+
+
+def evaluates_after_each_epoch() -> None:
+    made = Plain(dense())
+    images, labels = (tensor[:200] for tensor in digits().tensors)
+    for step in made.epochs():
+        if step == len(made.loader) - 1:
+            made.model.eval()
+            with torch.no_grad():
+                (made.module(images).argmax(1) == labels).float().mean()
+            made.model.train()
+
+
+def saves_after_each_epoch() -> None:
+    made = Plain(dense())
+    with tempfile.TemporaryFile() as file:
+        for step in made.epochs():
+            if step == len(made.loader) - 1:
+                file.seek(0)
+                torch.save(made.module.state_dict(), file)
+
+
+def logs_and_reports() -> None:
+    made = Plain(dense())
+    for step in made.epochs():
+        logging.getLogger(__name__).info("step %d", step)
+        notebook_accel.report(step=step)
+
+
+def averages_weights() -> None:
+    made = Plain(dense())
+    average = torch.optim.swa_utils.AveragedModel(made.module)
+    for _ in made.epochs():
+        average.update_parameters(made.module)
+
+
+def distils() -> None:
+    made = Plain(dense())
+    teacher = copy.deepcopy(made.module).eval()
+    while True:
+        for x, _ in made.loader:
+            with torch.no_grad():
+                wanted = teacher(x).softmax(1)
+            F.kl_div(made.model(x).log_softmax(1), wanted, reduction="batchmean").backward()
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+
+
+def one_rank_each() -> None:
+    """Each rank trains a model of its own."""
+    model = dense()
+    optimizer = torch.optim.Adam(model.parameters())
+    while True:
+        for x, y in DataLoader(digits(), batch_size=_BATCH, shuffle=True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+
+def prepared(model: nn.Module, data: Any = None, **options: Any) -> Iterator[Any]:
+    """Train with an ``Accelerator``, and yield it after each step."""
+    accelerator = notebook_accel.Accelerator(cpu=True, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(digits(), batch_size=_BATCH, shuffle=True, drop_last=True) if data is None else data
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    while True:
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.cross_entropy(model(x), y))
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            yield accelerator
+
+
+def prepares() -> None:
+    for _ in prepared(dense()):
+        pass
+
+
+def prepares_and_accumulates() -> None:
+    for _ in prepared(dense(), gradient_accumulation_steps=4):
+        pass
+
+
+def prepares_and_gathers() -> None:
+    for step, accelerator in enumerate(prepared(dense())):
+        if step % 20 == 0:
+            accelerator.gather(torch.ones(1))
+
+
+def prepares_for_bf16() -> None:
+    for _ in prepared(dense(), mixed_precision="bf16"):
+        pass
+
+
+class _Stream(IterableDataset[Any]):
+    """Samples without an end, made in no time."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        images, labels = digits().tensors
+        while True:
+            yield from zip(images.split(_BATCH), labels.split(_BATCH), strict=True)
+
+
+def prepares_a_stream() -> None:
+    for _ in prepared(dense(), DataLoader(_Stream(), batch_size=None)):
+        pass
+
+
+def shards() -> None:
+    for _ in prepared(dense(), fsdp_plugin=notebook_accel.FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap")):
+        pass
+
+
+PROGRAMS: tuple[Callable[[], None], ...] = (
+    layers, layers_with_sgd, images, recurrent, transformer, accumulates, workers, compiles_once,
+    evaluates_after_each_epoch, saves_after_each_epoch, logs_and_reports, averages_weights, distils, one_rank_each,
+    prepares, prepares_and_accumulates, prepares_and_gathers, prepares_for_bf16, prepares_a_stream, shards,
+)  # fmt: skip
