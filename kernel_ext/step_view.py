@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from kernel_ext.charts import stacked_html
 from notebook_accel.formatting import format_milliseconds
 from notebook_accel.launching.state.diagnosis import Diagnosis
-from notebook_accel.launching.state.phases import PHASES, Phases, mean_of, shown_ranks
+from notebook_accel.launching.state.phases import Phases, mean_of, shown_ranks
+from notebook_accel.protocol.events import PHASES
 
 _LEAST_SHARE = 0.01
 _NAMED_SHARE = 0.1

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from kernel_ext.front_end import STYLE
 from notebook_accel.formatting import format_milliseconds
-from notebook_accel.launching.state.phases import PHASES
 from notebook_accel.launching.state.profiles import Profile, RankProfile
-from notebook_accel.protocol.events import Span, SpanKind
+from notebook_accel.protocol.events import PHASES, Span, SpanKind
 
 _WIDTH = 10_000  # of a lane, in units that stretch with it
 _LEAST_UNITS = 4

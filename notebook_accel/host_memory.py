@@ -1,7 +1,7 @@
 """The memory and the processors of this machine and of this process's control groups, and the waiting for them.
 
 A container's limit is that of a control group. See cgroups(7), and Linux's cgroup-v1/memory.rst, cgroup-v2.rst,
-scheduler/sched-bwc.rst, scheduler/sched-stats.rst and accounting/psi.rst for the files.
+scheduler/sched-bwc.rst, scheduler/sched-stats.rst, accounting/psi.rst and proc_stat(5) for the files.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _MEMBERSHIP = pathlib.Path("/proc/self/cgroup")
 _MEMINFO = pathlib.Path("/proc/meminfo")
 _VMSTAT = pathlib.Path("/proc/vmstat")
 _PRESSURE = pathlib.Path("/proc/pressure")
+_STAT = pathlib.Path("/proc/stat")
 _THREADS = pathlib.Path("/proc/self/task")
 
 
@@ -122,10 +123,22 @@ class Delays(NamedTuple):
     """Shares of a time, from 0 to 1, in which something was waited for; 0 where Linux doesn't measure it."""
 
     core: float  # a thread of the program was ready to run, and had no core: the one that waited longest
+    stolen: float  # the host of this virtual machine gave a core to others while this program used it
     quota: float  # periods in which a control group has used up its quota of CPU time
     # Some thread of this process's control group waited; of the machine, where the group isn't known or measured.
     memory: float  # for memory, such as for pages in swap
     disk: float
+
+
+class _Counts(NamedTuple):
+    """The counts of waiting up to some time."""
+
+    time_s: float
+    threads_ns: dict[str, int]
+    stolen: tuple[int, int]
+    used_s: float  # CPU time of this process
+    periods: dict[pathlib.Path, tuple[int, int]]
+    stalled_us: tuple[int, int]  # by memory and by disks
 
 
 class DelayWatch:
@@ -136,27 +149,31 @@ class DelayWatch:
 
     def take(self) -> Delays:
         """Return the delays since the last call."""
-        (before_s, threads_ns, periods, stalled_us), self._before = self._before, self._look()
-        now_s, threads_now_ns, periods_now, stalled_now_us = self._before
-        took_s = max(now_s - before_s, 1e-3)
-        waits_ns = (wait_ns - threads_ns.get(thread, 0) for thread, wait_ns in threads_now_ns.items())
+        before, self._before = self._before, self._look()
+        now = self._before
+        took_s = max(now.time_s - before.time_s, 1e-3)
+        waits_ns = (wait_ns - before.threads_ns.get(thread, 0) for thread, wait_ns in now.threads_ns.items())
+        core = max(waits_ns, default=0) / 1e9 / took_s
+        stolen, used = (later - earlier for earlier, later in zip(before.stolen, now.stolen, strict=True))
+        # Linux counts a stolen time as used by nobody.
+        stolen_share = min((now.used_s - before.used_s) / took_s, 1.0) * stolen / max(used, 1)
         passed = {
-            group: (count - periods[group][0], throttled - periods[group][1])
-            for group, (count, throttled) in periods_now.items()
-            if group in periods
+            group: (count - before.periods[group][0], throttled - before.periods[group][1])
+            for group, (count, throttled) in now.periods.items()
+            if group in before.periods
         }
         quota = max((throttled / count for count, throttled in passed.values() if count > 0), default=0.0)
         memory, disk = (
-            (now_us - then_us) / 1e6 / took_s for then_us, now_us in zip(stalled_us, stalled_now_us, strict=True)
+            (now_us - then_us) / 1e6 / took_s for then_us, now_us in zip(before.stalled_us, now.stalled_us, strict=True)
         )
-        core = max(waits_ns, default=0) / 1e9 / took_s
         # Counts are lower than before where this process was moved to another control group.
-        return Delays(*(min(max(share, 0.0), 1.0) for share in (core, quota, memory, disk)))
+        return Delays(*(min(max(share, 0.0), 1.0) for share in (core, stolen_share, quota, memory, disk)))
 
     @staticmethod
-    def _look() -> tuple[float, dict[str, int], dict[pathlib.Path, tuple[int, int]], tuple[int, int]]:
-        """Return the time, and up to now: waits of threads, periods of quotas, and stalls by memory and by disks."""
-        return time.monotonic(), _waits_for_cores(), _quota_periods(), (_stalled_us("memory"), _stalled_us("io"))
+    def _look() -> _Counts:
+        stalled_us = (_stalled_us("memory"), _stalled_us("io"))
+        used_s = time.process_time()
+        return _Counts(time.monotonic(), _waits_for_cores(), _stolen_and_used(), used_s, _quota_periods(), stalled_us)
 
 
 def swapped_bytes() -> int:
@@ -180,6 +197,18 @@ def _waits_for_cores() -> dict[str, int]:
             ):
                 found[thread] = int(file.read().split()[1])
     return found
+
+
+def _stolen_and_used() -> tuple[int, int]:
+    """Return the clock ticks for which this process's cores were stolen by a host, and those for which they worked."""
+    stolen = used = 0
+    with contextlib.suppress(OSError, AttributeError, IndexError, ValueError):
+        own = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        for name, *numbers in (row.split() for row in _STAT.read_text().splitlines() if row.startswith("cpu")):
+            if name in own:
+                user, nice, system, _, _, irq, softirq, steal = map(int, numbers[:8])
+                stolen, used = stolen + steal, used + user + nice + system + irq + softirq
+    return stolen, used
 
 
 def _quota_periods() -> dict[pathlib.Path, tuple[int, int]]:

@@ -89,8 +89,11 @@ def test_delays_between_two_looks(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
-    def pass_time(now_s: float, core_ns: int, throttled: int, stalled_us: int) -> None:
+    def pass_time(now_s: float, core_ns: int, throttled: int, stalled_us: int, used_ticks: int) -> None:
         monkeypatch.setattr(host_memory.time, "monotonic", lambda: now_s)
+        monkeypatch.setattr(host_memory.time, "process_time", lambda: used_ticks / 100)
+        own = " ".join(["0", f"{used_ticks}", "0", "50", "0", "0", "0", f"{used_ticks // 3}", "0"])
+        write("stat", f"cpu  9 9 9 9 9 9 9 9\ncpu{min(os.sched_getaffinity(0))} {own}\ncpu999 9 9 9 9 9 9 9 9\n")
         write("task/1/schedstat", "5 70 9\n")
         write("task/2/schedstat", f"5 {core_ns} 9\n")
         write(f"{folder}/cpu.stat", f"nr_periods {now_s * 10:.0f}\nnr_throttled {throttled}\n")
@@ -102,14 +105,15 @@ def test_delays_between_two_looks(
     for name, text in marks.items():
         write(name, text)
     write("cgroup", f"{line}\n")
-    for name, path in {"_CGROUPS": "", "_MEMBERSHIP": "cgroup", "_PRESSURE": "pressure", "_THREADS": "task"}.items():
+    paths = {"_CGROUPS": "", "_MEMBERSHIP": "cgroup", "_PRESSURE": "pressure", "_THREADS": "task", "_STAT": "stat"}
+    for name, path in paths.items():
         monkeypatch.setattr(host_memory, name, tmp_path / path)
-    pass_time(100, core_ns=10**9, throttled=3, stalled_us=1_000_000)
+    pass_time(100, core_ns=10**9, throttled=3, stalled_us=1_000_000, used_ticks=300)
     watch = host_memory.DelayWatch()
-    pass_time(102, core_ns=2 * 10**9, throttled=8, stalled_us=1_200_000)
-    assert watch.take() == pytest.approx((0.5, 0.25, 0.1, 0.2))
-    pass_time(103, core_ns=2 * 10**9, throttled=8, stalled_us=9_000_000)
-    assert watch.take() == (0, 0, 1, 1)
+    pass_time(102, core_ns=2 * 10**9, throttled=8, stalled_us=1_200_000, used_ticks=450)
+    assert watch.take() == pytest.approx((0.5, 0.25, 0.25, 0.1, 0.2))
+    pass_time(103, core_ns=2 * 10**9, throttled=8, stalled_us=9_000_000, used_ticks=450)
+    assert watch.take() == (0, 0, 0, 1, 1)
 
 
 def test_memory_and_disks_that_other_containers_wait_for_do_not_count(
@@ -123,14 +127,15 @@ def test_memory_and_disks_that_other_containers_wait_for_do_not_count(
 
     (tmp_path / "job").mkdir()
     (tmp_path / "cgroup").write_text("0::/job\n")
-    for name, path in {"_CGROUPS": "", "_MEMBERSHIP": "cgroup", "_PRESSURE": "", "_THREADS": "task"}.items():
+    paths = {"_CGROUPS": "", "_MEMBERSHIP": "cgroup", "_PRESSURE": "", "_THREADS": "task", "_STAT": "task"}
+    for name, path in paths.items():
         monkeypatch.setattr(host_memory, name, tmp_path / path)
     pass_time(100, own_us=0, machines_us=0)
     watch = host_memory.DelayWatch()
     pass_time(101, own_us=250_000, machines_us=900_000)
-    assert watch.take() == (0, 0, 0.25, 0.25)
+    assert watch.take() == (0, 0, 0, 0.25, 0.25)
     pass_time(102, own_us=0, machines_us=950_000)  # in another group
-    assert watch.take() == (0, 0, 0, 0)
+    assert watch.take() == (0, 0, 0, 0, 0)
 
 
 def test_waiting_of_the_packages_own_threads_does_not_count(
@@ -150,9 +155,9 @@ def test_waiting_of_the_packages_own_threads_does_not_count(
 
 
 def test_delays_where_linux_measures_none(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    for name in ("_MEMBERSHIP", "_PRESSURE", "_THREADS"):
+    for name in ("_MEMBERSHIP", "_PRESSURE", "_THREADS", "_STAT"):
         monkeypatch.setattr(host_memory, name, tmp_path / "missing")
-    assert host_memory.DelayWatch().take() == (0, 0, 0, 0)
+    assert host_memory.DelayWatch().take() == (0, 0, 0, 0, 0)
 
 
 def test_busy_threads_on_one_core_wait_for_it() -> None:

@@ -32,8 +32,8 @@ class Started(_Event, frozen=True, kw_only=True):
 
 _MOST_LINES = 100  # of several merged events
 SUMMED = (
-    "evaluations", "collecting_s", "compilations", "compiling_s", "starting_s", "queued_s", "throttled_s",
-    "thrashing_s", "disk_s",
+    "evaluations", "collecting_s", "compilations", "compiling_s", "starting_s", "queued_s", "stolen_s",
+    "throttled_s", "thrashing_s", "disk_s",
 )  # fmt: skip
 """The fields of ``StepTimes`` whose values are added up over several events, besides steps, seconds and samples."""
 
@@ -54,7 +54,8 @@ class Progress(_Event, frozen=True, kw_only=True):
     compiling: bool = False  # the device's compiler works on the running step, so that its duration is unusual
 
 
-PHASES = ("data", "copy", "forward", "backward", "communication", "optimizer", "evaluation", "other")
+WAITING = "waiting"
+PHASES = ("data", "copy", "forward", "backward", "communication", WAITING, "optimizer", "evaluation", "other")
 """The phases of a step on one rank, in their order."""
 
 
@@ -81,6 +82,7 @@ class StepTimes(_Event, frozen=True, kw_only=True):
     rows: float = 0.0  # mean number of rows of a batch, 0 if unknown
     smallest_batch: int = 0  # fewest elements of a batch's first tensor, 0 if unknown
     largest_batch: int = 0  # most elements of a batch's first tensor
+    mean_batch: float = 0.0  # mean number of elements of a batch's first tensor
     workers: int | None = None  # number of the loader's worker processes, ``None`` without a loader
     is_stream: bool = False  # the loader's dataset is an ``IterableDataset``, of which each worker yields everything
     starting_s: float = (
@@ -92,6 +94,7 @@ class StepTimes(_Event, frozen=True, kw_only=True):
     is_on_device: bool = False  # CUDA has measured the phases
     # Times of waiting, in whichever phase they were.
     queued_s: float = 0.0  # of a thread of this rank for a core
+    stolen_s: float = 0.0  # of this, while the host of a virtual machine gave the core to others
     throttled_s: float = 0.0  # in periods in which a control group has used up its quota of CPU time
     thrashing_s: float = 0.0  # of some thread of this rank's container or machine for memory
     disk_s: float = 0.0  # of the same threads for a disk
@@ -104,6 +107,7 @@ class StepTimes(_Event, frozen=True, kw_only=True):
         parts = (self, *later)
         steps = sum(part.steps for part in parts)
         known = [part for part in parts if part.rows]
+        known_steps = max(sum(part.steps for part in known), 1)
         seconds: dict[str, float] = {}
         seen: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
         for part in parts:
@@ -117,7 +121,8 @@ class StepTimes(_Event, frozen=True, kw_only=True):
             seconds=seconds,
             **{name: sum(getattr(part, name) for part in parts) for name in SUMMED},
             recompiled=next((part.recompiled for part in reversed(parts) if part.recompiled), ""),
-            rows=sum(part.rows * part.steps for part in known) / max(sum(part.steps for part in known), 1),
+            rows=sum(part.rows * part.steps for part in known) / known_steps,
+            mean_batch=sum(part.mean_batch * part.steps for part in known) / known_steps,
             smallest_batch=min((part.smallest_batch for part in parts if part.smallest_batch), default=0),
             largest_batch=max(part.largest_batch for part in parts),
             samples=sum(part.samples for part in parts),

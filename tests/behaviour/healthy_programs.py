@@ -1,7 +1,7 @@
 """Training programs that nothing holds up, which run until they are stopped. Run in ranks.
 
-Their steps take some 100 ms of computing on one core. Where a program exchanges gradients, saves, evaluates or loads, that
-takes a small part of its time, as it should.
+Their steps take some 100 ms of computing on one core. Where a program exchanges gradients, saves, evaluates or loads,
+that takes a small part of its time, as it should.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 import notebook_accel
 
-_BATCH = 512
+_BATCH = 256
 _WIDTH = 512
 
 
@@ -33,7 +33,7 @@ def digits() -> TensorDataset:
     return TensorDataset(images, torch.tensor(labels).repeat(8))
 
 
-def dense(depth: int = 6, width: int = _WIDTH) -> nn.Sequential:
+def dense(depth: int = 12, width: int = _WIDTH) -> nn.Sequential:
     """A narrow layer, and layers of shared weights: much to compute, few gradients to exchange."""
     shared = nn.Linear(width, width)
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), *[shared, nn.ReLU()] * depth, nn.Linear(width, 10))
@@ -237,7 +237,9 @@ class _Stream(IterableDataset[Any]):
 
 
 def prepares_a_stream() -> None:
-    for _ in prepared(dense(), DataLoader(_Stream(), batch_size=None)):
+    """Each rank reads the stream and takes its part."""
+    each = notebook_accel.utils.DataLoaderConfiguration(dispatch_batches=False)
+    for _ in prepared(dense(), DataLoader(_Stream(), batch_size=None), dataloader_config=each):
         pass
 
 

@@ -97,11 +97,12 @@ def test_healthy_program_has_no_verdict(launch: Callable[..., Job], program: Cal
     def is_seen() -> bool:
         assert not job.done, job.error
         diagnosis = job.diagnosis()
-        assert not diagnosis.verdicts, str(diagnosis)
+        # A host that takes the cores of its virtual machines away says nothing of a program.
+        assert {verdict.cause for verdict in diagnosis.verdicts} <= {"busy cores"}, str(diagnosis)
         return diagnosis.run_s > _HEALTHY_S
 
     try:
-        processes.wait_until(is_seen, f"{_HEALTHY_S} s of steps", _VERDICT_S, poll_s=0.2)
+        processes.wait_until(is_seen, f"{_HEALTHY_S} s of steps", _VERDICT_S, poll_s=1.0)
         print(job.diagnosis())
     finally:
         job.kill()

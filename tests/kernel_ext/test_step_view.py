@@ -8,7 +8,7 @@ import pytest
 
 from kernel_ext import step_view
 from notebook_accel.launching.state.diagnosis import Diagnosis, Verdict
-from notebook_accel.launching.state.phases import PHASES, Moment
+from notebook_accel.launching.state.phases import Moment
 from notebook_accel.protocol import events
 from tests.kernel_ext import fake_runs
 
@@ -17,7 +17,7 @@ _VERDICT = Verdict("data", 0.45, "Every rank waits 45 % of each step for <data>.
 
 
 def diagnosis(world_size: int = 2, verdicts: tuple[Verdict, ...] = (_VERDICT,)) -> Diagnosis:
-    steps = {rank: {**dict.fromkeys(PHASES, 0.0), **_PHASES} for rank in range(world_size)}
+    steps = {rank: {**dict.fromkeys(events.PHASES, 0.0), **_PHASES} for rank in range(world_size)}
     return Diagnosis(verdicts, steps, wasted_s=90.0, run_s=200.0)
 
 

@@ -31,6 +31,7 @@ _ALL_PER_S = 200
 _MEASURED_S = 0.05  # between two samples
 _LONGEST_PAUSE_S = 0.75
 _MOST_LINES = 12
+_MOST_EXPOSED = 64  # exchanges whose duration is known
 _MOST_NESTED = 4
 _MOST_TEXT = 120
 _COPIES = (".to(", ".cuda(")
@@ -200,7 +201,7 @@ class StepClock:
             return
         self._seen_comm = ended
         exposed_ns = numbers.get("backward_comm_time", 0) - numbers.get("backward_compute_comm_overlap_time", 0)
-        self._counts.exposed_s.append(max(exposed_ns, 0) / 1e9)
+        self._counts.add_exchange(max(exposed_ns, 0) / 1e9)
 
     def _collect(self, phase: str, _: dict[str, int]) -> None:
         """Measure a garbage collection."""
@@ -273,11 +274,12 @@ class _Counts:
         backward_s: Duration of all backward passes.
         exchanges: Number of backward passes that exchange gradients.
         exposed_s: Measured durations of exchanges, as far as nothing is computed meanwhile.
+        recent_exposed_s: The last of these durations, also of earlier sends.
     """
 
     def __init__(self, before: _Counts | None = None) -> None:
         self.is_reading_due = True
-        self.steps = self.evaluations = self.rows = self.batches = self.largest = 0
+        self.steps = self.evaluations = self.rows = self.batches = self.largest = self.elements = 0
         self.smallest = sys.maxsize
         self.collecting_s = self.paused_s = self.starting_s = 0.0
         self._measured_from = (0, time.perf_counter())  # steps and time at the end of the last pause
@@ -290,6 +292,9 @@ class _Counts:
         self.backward_s = 0.0
         self.exchanges = 0
         self.exposed_s: list[float] = []
+        self.recent_exposed_s: collections.deque[float] = (
+            collections.deque(maxlen=_MOST_EXPOSED) if before is None else before.recent_exposed_s
+        )
         self.graphs_before, (self.xla_before, self.xla_before_s) = compiled_graphs(), _xla_compilations()
 
     def add_batch(self, batch: Any) -> None:
@@ -301,6 +306,7 @@ class _Counts:
                 if shape and size:
                     self.batches += 1
                     self.rows += shape[0]
+                    self.elements += size
                     self.smallest, self.largest = min(self.smallest, size), max(self.largest, size)
                 return
             if isinstance(batch, (list, tuple)):
@@ -327,13 +333,24 @@ class _Counts:
         # With few exchanges, the measurement of one may only be there after the next send.
         return statistics.fmean(self.exposed_s) if self.exposed_s else self._exposed_before_s
 
+    def add_exchange(self, exposed_s: float) -> None:
+        """Add the measured duration of an exchange."""
+        self.exposed_s.append(exposed_s)
+        self.recent_exposed_s.append(exposed_s)
+
     def split_backward(self, seconds: dict[str, float]) -> None:
-        """Move communication from the backward pass to its own phase."""
-        if self.backward_s:
-            share = min(1.0, self.exchanges * self._mean_exposed_s / self.backward_s)
-            exposed_s = seconds["backward"] * share
-            seconds["backward"] -= exposed_s
-            seconds["communication"] += exposed_s
+        """Move communication from the backward pass to its own phase, and waiting for ranks that are late in turns.
+
+        Any rank is the last to arrive in some of its steps if no single one is late. Then it waits for nobody.
+        """
+        if not self.backward_s or not (mean_s := self._mean_exposed_s):
+            return
+        exposed_s = seconds["backward"] * min(1.0, self.exchanges * mean_s / self.backward_s)
+        seconds["backward"] -= exposed_s
+        last_to_arrive_s = sorted(self.recent_exposed_s)[len(self.recent_exposed_s) // 10]
+        communication_s = exposed_s * min(1.0, last_to_arrive_s / mean_s)
+        seconds["communication"] += communication_s
+        seconds[events.WAITING] += exposed_s - communication_s
 
     def add_unmeasured_steps(self, seconds: dict[str, float]) -> None:
         """Add the steps that weren't measured, assuming that they were like the others."""
@@ -371,6 +388,7 @@ class _Counts:
             rows=self.rows / self.batches if self.batches else 0.0,
             smallest_batch=self.smallest if self.batches else 0,
             largest_batch=self.largest,
+            mean_batch=self.elements / self.batches if self.batches else 0.0,
             workers=self.workers,
             is_stream=self.is_stream,
             starting_s=self.starting_s,
@@ -378,7 +396,8 @@ class _Counts:
             cores=host_memory.cores(),
             gradient_bytes=self.gradient_bytes,
             is_on_device=is_on_device,
-            queued_s=delays.core * wall_s,
+            queued_s=min(delays.core + delays.stolen, 1.0) * wall_s,
+            stolen_s=delays.stolen * wall_s,
             throttled_s=delays.quota * wall_s,
             thrashing_s=delays.memory * wall_s,
             disk_s=delays.disk * wall_s,

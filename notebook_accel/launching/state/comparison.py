@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from notebook_accel.errors import RunError
 from notebook_accel.formatting import aligned, format_count, format_milliseconds
 from notebook_accel.launching.state.diagnosis import Diagnosis
-from notebook_accel.launching.state.phases import PHASES, WAITING
+from notebook_accel.protocol.events import PHASES, WAITING
 
 _NEARLY = 0.9  # of the speed that so many ranks can have at best
 _ALIKE = 1.05

@@ -14,21 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.formatting import format_count, format_duration, format_milliseconds, format_size
-from notebook_accel.launching.state.phases import (
-    WAITING,
-    Moment,
-    Phases,
-    mean_of,
-    over_time,
-    shown_ranks,
-    split_waiting,
-)
+from notebook_accel.launching.state.phases import Moment, Phases, mean_of, over_time, shown_ranks, split_waiting
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 
 _WORTH = 0.1  # least share of the time for a verdict
 _FEWEST_STEPS, _SHORTEST_S = 10, 2.0  # that are measured of a rank before it is judged
+_STEADY_S = 8.0  # in which a rank was late, unless the others wait for it at least _PLAIN of the time
+_PLAIN = 0.3
 _LONGEST_LEAD_S = 8.0  # measured of one rank before it is judged without those that have fewer steps
 _FEWEST_SAMPLES = 20  # of a rank's main thread, for shares of its lines
 _COMPUTING = ("forward", "backward", "optimizer")
@@ -39,8 +33,10 @@ _TINY_ROWS, _TINY_STEP_S = 4, 0.005  # of a batch whose steps are mostly overhea
 _FULL_CLOCK = 90.0  # per cent of a device's highest
 _FULL_DEVICE = 95.0  # per cent of the time in which a device that waits for nothing computes
 _UNEVEN = 2.0  # largest batch to smallest
+_COMMONLY_UNEVEN = 0.8  # mean batch to largest; with more, only few are smaller, such as the last one of a stream
 _MOST_WORKERS = 4  # in the advice
 _WORTH_QUEUED = 0.2  # short waits for a core are usual where the ranks use all cores
+_WORTH_IN_TURNS = 0.2  # steps never take quite the same time, least of all on a virtual machine
 _SHORT_WAIT_S = 0.002  # for a batch; a worker takes up to this to pass one
 _MOST_TEXT = 60
 _SAVE_LESS = "Save less often, or in the background: accelerator.save_state(async_=True)."
@@ -188,8 +184,8 @@ def _dated(verdict: Verdict, moments: Sequence[Moment]) -> Verdict:
     for moment in reversed(moments):
         if moment.mean is None or late not in moment.ranks:
             continue  # no step was done
-        waiting_s = moment.mean[WAITING]
-        if waiting_s < _WORTH * sum(moment.mean.values()) or moment.ranks[late][WAITING] > waiting_s / 2:
+        waiting_s = moment.mean[events.WAITING]
+        if waiting_s < _WORTH * sum(moment.mean.values()) or moment.ranks[late][events.WAITING] > waiting_s / 2:
             break
         since = moment
     else:
@@ -213,7 +209,26 @@ def _recurring(ranks: Sequence[_Rank], whole: Mapping[str, Verdict]) -> list[Ver
         _Rank(rank.state, times) for rank in ranks if (times := rank.state.step_history.without_longest) is not None
     ]
     causes = {*whole, *(_costliest(_Run(steady)) if len(steady) == len(ranks) else ())}
+    if "straggler" in found and not _is_always_late(found["straggler"], ranks):
+        causes.discard("straggler")
     return [verdict for cause, verdict in found.items() if cause in causes]
+
+
+def _is_always_late(straggler: Verdict, ranks: Sequence[_Rank]) -> bool:
+    """Return whether a rank was late in the earlier and the later half of the last steps.
+
+    Where other programs use the cores, now one rank is a little late and now another one, for some seconds each.
+    """
+    if straggler.share < _PLAIN and any(rank.wall_s < _STEADY_S for rank in ranks):
+        return False
+    halves = [rank.state.step_history.halves for rank in ranks]
+    if None in halves:
+        return False
+    for half in zip(*halves, strict=True):
+        found = _straggler(_Run([_Rank(rank.state, times) for rank, times in zip(ranks, half, strict=True)]))
+        if found is None or found.ranks != straggler.ranks or found.share < _WORTH:
+            return False
+    return True
 
 
 def _costliest(run: _Run) -> dict[str, Verdict]:
@@ -266,7 +281,7 @@ class _Rank:
     @property
     def exposed_s(self) -> float:
         """Seconds of a step in which the rank only communicates, or waits for another one to do so."""
-        return self.per_step_s("communication")
+        return self.per_step_s("communication") + self.per_step_s(events.WAITING)
 
     @property
     def own_s(self) -> float:
@@ -288,6 +303,11 @@ class _Rank:
         """The share of the time, from 0 to 1, in which a thread of the rank waits for a core."""
         return self.times.queued_s / self.wall_s
 
+    @property
+    def is_robbed(self) -> bool:
+        """True if the rank waits for a core mostly while the host of a virtual machine gives it to others."""
+        return self.times.stolen_s > self.times.queued_s / 2
+
     def line(self, *phases: str, activity: str | None = None) -> tuple[str, str]:
         """Return place and text of the line sampled most in these phases, or in all; empty if there is none."""
         for line in self.times.lines:  # those with most samples come first
@@ -308,7 +328,7 @@ class _Run:
 
     def __init__(self, ranks: Sequence[_Rank]) -> None:
         self.ranks = ranks
-        self.communication_s = min(rank.exposed_s for rank in ranks) if len(ranks) > 1 else ranks[0].exposed_s
+        self.communication_s = min(rank.per_step_s("communication") for rank in ranks)
         self.step_s = statistics.fmean(rank.step_s for rank in ranks)
         self.is_on_device = ranks[0].times.is_on_device
 
@@ -323,10 +343,6 @@ class _Run:
     def cores_each(self, rank: _Rank) -> int:
         """Return the number of cores for each rank on a rank's machine, at least 1."""
         return max(1, rank.times.cores // len(self.ranks_beside(rank)))
-
-    def waiting_s(self, rank: _Rank) -> float:
-        """Return the seconds of a step in which a rank waits for another one."""
-        return rank.exposed_s - self.communication_s
 
     def share(self, phase: str) -> float:
         """Return a phase's mean share of the step."""
@@ -385,12 +401,12 @@ def _straggler(run: _Run) -> Verdict | None:
         return None
     slow = min(run.ranks, key=lambda rank: rank.exposed_s)
     others = [rank for rank in run.ranks if rank is not slow]
-    share = statistics.fmean(run.waiting_s(rank) / rank.step_s for rank in others)
+    share = statistics.fmean((rank.exposed_s - slow.exposed_s) / rank.step_s for rank in others)
     own_s = statistics.median(rank.own_s for rank in others)
     excess = {
         phase: slow.per_step_s(phase) - statistics.median(rank.per_step_s(phase) for rank in others)
         for phase in events.PHASES
-        if phase != "communication"
+        if phase not in ("communication", events.WAITING)
     }
     phase = max(excess, key=lambda name: excess[name])
     if share < _WORTH or slow.own_s <= own_s or excess[phase] <= 0:
@@ -423,9 +439,12 @@ def _circumstances(slow: _Rank) -> str:
     if memory is not None and memory.clock and memory.clock < _FULL_CLOCK:
         found += f" Its device runs at {memory.clock:.0f} % of its highest clock."
     if slow.queued_share >= _WORTH:
-        is_throttled = slow.times.throttled_s >= _WORTH * slow.wall_s
-        why = "since its container's quota of CPU time is used up" if is_throttled else "since other work uses it"
-        found += f" It waits for a core {_percent(slow.queued_share)} of the time, {why}."
+        why = "other work uses it"
+        if slow.times.throttled_s >= _WORTH * slow.wall_s:
+            why = "its container's quota of CPU time is used up"
+        elif slow.is_robbed:
+            why = "the host of this virtual machine gives it to others"
+        found += f" It waits for a core {_percent(slow.queued_share)} of the time, since {why}."
     return found
 
 
@@ -532,26 +551,35 @@ def _device_waits(run: _Run) -> Verdict | None:
 
 def _communication(run: _Run) -> Verdict | None:
     """Find communication that takes long although no rank is late; or ranks that are late in turns."""
-    share = run.communication_s / run.step_s
     if len(run.ranks) < 2:
         return None
-    first = run.ranks[0]
+    first, share = run.ranks[0], run.communication_s / run.step_s
+    exposed_share = min(rank.exposed_s for rank in run.ranks) / run.step_s
     smallest = min(rank.times.smallest_batch for rank in run.ranks)
     largest = max(rank.times.largest_batch for rank in run.ranks)
-    if smallest and largest >= _UNEVEN * smallest:
+    mean = statistics.fmean(rank.times.mean_batch for rank in run.ranks)
+    if smallest and largest >= _UNEVEN * smallest and mean <= _COMMONLY_UNEVEN * largest:
         what = (
-            f"The ranks wait for each other {_percent(share)} of the time: their batches have between {smallest:,} "
-            f"and {largest:,} elements, and each step takes as long as its largest."
+            f"The ranks wait for each other {_percent(exposed_share)} of the time: their batches have between "
+            f"{smallest:,} and {largest:,} elements, and each step takes as long as its largest."
         )
         fix = "Sort samples by length, so that batches of one step are about as long."
-        return Verdict("uneven batches", share, what, fix, run.numbers)
+        return Verdict("uneven batches", exposed_share, what, fix, run.numbers)
+    if run.queued_share >= exposed_share:
+        return None  # the ranks wait for cores more than for each other, and so exchange slowly
+    if exposed_share - share >= max(share, _WORTH_IN_TURNS):
+        what = (
+            f"The ranks wait for each other {_percent(exposed_share - share)} of the time, now for one and now for "
+            "another: their steps take unequal times."
+        )
+        fix = "Give all ranks batches of equal work, or look for what else runs on their devices or cores."
+        return Verdict("uneven steps", exposed_share - share, what, fix, run.numbers)
     size = first.times.gradient_bytes
     if size < _LARGE_BYTES and run.communication_s < _SLOW_S:
         return None  # latency, which a longer step hides
-    if run.queued_share >= share:
-        return None  # the ranks wait for cores more than for each other, and so exchange slowly
+    others, _ = run.sampled_share(lambda line: line.activity == "communication" and line.phase != "backward")
     computing_s = statistics.fmean(sum(rank.per_step_s(name) for name in _COMPUTING) for rank in run.ranks)
-    if size:
+    if size and others < share / 2:
         computing = format_milliseconds(computing_s)
         what = f"Gradients take {_percent(share)} of the time: {format_size(size)} for {computing} of computing."
         fix = "Try a larger gradient_accumulation_steps, gradients in bf16, or a larger batch."
@@ -594,10 +622,13 @@ def _busy_cores(run: _Run) -> Verdict | None:
     memory = rank.state.memory
     if run.is_on_device and memory is not None and (memory.utilisation or 0.0) >= _FULL_DEVICE:
         return None  # its threads queue work for the device early enough
-    what = (
-        f"Rank {rank.number} waits for a core {_percent(rank.queued_share)} of the time: more threads or programs "
-        f"than this machine's {format_count(rank.times.cores, 'core')} can run are busy."
-    )
+    waits = f"Rank {rank.number} waits for a core {_percent(rank.queued_share)} of the time"
+    if rank.is_robbed:
+        what = f"{waits}: the host of this virtual machine gives its cores to others (steal)."
+        fix = "No program or setting in it changes that. Use a machine with cores of its own."
+        return Verdict("busy cores", rank.queued_share, what, fix, (rank.number,))
+    cores = format_count(rank.times.cores, "core")
+    what = f"{waits}: more threads or programs than this machine's {cores} can run are busy."
     fix = "End other programs, or use fewer ranks, workers or threads."
     if rank.times.threads > 1 and not run.is_on_device:  # they wait for each other in busy loops
         fix += ' Or set os.environ["OMP_WAIT_POLICY"] = "PASSIVE" before the launch.'

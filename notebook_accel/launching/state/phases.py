@@ -8,11 +8,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping
 
 from notebook_accel.launching.state.step_times import Sums
-from notebook_accel.protocol import events
-
-WAITING = "waiting"
-PHASES = ("data", "copy", "forward", "backward", "communication", WAITING, "optimizer", "evaluation", "other")
-"""The phases of a step in the view of a whole run, in their order. They add up to the step."""
+from notebook_accel.protocol.events import PHASES, WAITING
 
 Phases = Mapping[str, float]
 """The seconds of a step by phase."""
@@ -43,20 +39,19 @@ class Moment:
 
 
 def split_waiting(steps: Mapping[int, Phases]) -> dict[int, Phases]:
-    """Separate waiting for another rank from communication: the last rank to arrive only communicates.
+    """Move waiting for a late rank out of communication: the last rank to arrive only communicates.
+
+    A rank itself tells only how long it waits for ranks that are late in turns.
 
     Args:
-        steps: The seconds of a step by phase in ``events.PHASES``, for each rank.
-
-    Returns:
-        For each rank the seconds of a step by phase in ``PHASES``.
+        steps: The seconds of a step by phase in ``PHASES``, for each rank.
     """
     least_s = min((phases["communication"] for phases in steps.values()), default=0.0)
     return {
         rank: {
             **{name: phases.get(name, 0.0) for name in PHASES},
             "communication": least_s,
-            WAITING: phases["communication"] - least_s,
+            WAITING: phases.get(WAITING, 0.0) + phases["communication"] - least_s,
         }
         for rank, phases in steps.items()
     }
@@ -119,4 +114,4 @@ def _of_a_step(before: Sums, after: Sums) -> Phases | None:
     steps, *seconds = (late - early for early, late in zip(before, after, strict=True))
     if steps <= 0:
         return None
-    return {name: phase_s / steps for name, phase_s in zip(events.PHASES, seconds, strict=True)}
+    return {name: phase_s / steps for name, phase_s in zip(PHASES, seconds, strict=True)}

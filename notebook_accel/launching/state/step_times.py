@@ -50,6 +50,15 @@ class StepHistory:
         longest = walls_s.index(max(walls_s))
         return _merged(event for number, event in enumerate(self._kept) if number not in (longest - 1, longest))
 
+    @property
+    def halves(self) -> tuple[events.StepTimes, events.StepTimes] | None:
+        """The earlier and the later half of the last steps, ``None`` if they are one event."""
+        kept = list(self._kept)
+        if len(kept) < 2:
+            return None
+        first, second = kept[: len(kept) // 2], kept[len(kept) // 2 :]
+        return first[0].followed_by(*first[1:]), second[0].followed_by(*second[1:])
+
     def add(self, event: events.StepTimes) -> None:
         """Add the steps of an event."""
         end_ms = max(int(event.time_s * 1000), self._counted_ms)

@@ -162,7 +162,13 @@ def test_size_of_a_batch_is_that_of_its_first_tensor(
     rank.clock.stop()
     rank.reporter.close()
     [sent] = rank.received.times
-    assert (sent.rows, sent.smallest_batch, sent.largest_batch, sent.workers) == (rows, size, size, 3)
+    assert (sent.rows, sent.smallest_batch, sent.largest_batch, sent.mean_batch, sent.workers) == (
+        rows,
+        size,
+        size,
+        size,
+        3,
+    )
 
 
 def test_phases_of_a_ranks_steps_are_measured(launch: Callable[..., Job]) -> None:
@@ -194,6 +200,28 @@ def test_only_passes_that_exchange_gradients_communicate(rank: types.SimpleNames
         communication_s, backward_s = sent.seconds["communication"], sent.seconds["backward"]
         assert communication_s / (communication_s + backward_s) == pytest.approx(0.5 / 4)
     assert len(rank.received.times) == 2
+
+
+def test_rank_that_waits_in_some_steps_communicates_as_long_as_in_the_fastest(rank: types.SimpleNamespace) -> None:
+    """Of backward passes of a second each, every other one waits for a rank that is late."""
+    logged = {"backward_compute_comm_overlap_time": 0}
+    model = torch.nn.Module()
+    model.device_type, model.require_backward_grad_sync = "meta", True  # type: ignore[assignment]
+    data = types.SimpleNamespace(ints_map=logged)
+    model.logger = types.SimpleNamespace(_get_ddp_logging_data=lambda: data)  # type: ignore[assignment]
+    rank.clock.add_model(model)
+    rank.clock.enter("backward")
+    for number in range(40):
+        logged["backward_comm_time_end"] = number
+        logged["backward_comm_time"] = 500_000_000 if number % 2 else 100_000_000
+        rank.clock._counts.is_reading_due = True
+        rank.clock.end_backward(1.0)
+    rank.clock.begin_step(None, None)
+    rank.clock.send()
+    rank.reporter.close()
+    [sent] = rank.received.times
+    shares = [sent.seconds[phase] / sum(sent.seconds.values()) for phase in ("communication", "waiting", "backward")]
+    assert shares == pytest.approx([0.1, 0.2, 0.7], abs=0.01)
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -320,7 +348,7 @@ def test_compilations_of_xla_are_sent_with_their_time(
 
 
 def test_waiting_for_a_core_is_sent(rank: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory.DelayWatch, "take", lambda _: host_memory.Delays(0.5, 0.25, 0.1, 0.2))
+    monkeypatch.setattr(host_memory.DelayWatch, "take", lambda _: host_memory.Delays(0.3, 0.2, 0.25, 0.1, 0.2))
     monkeypatch.setattr(host_memory, "swapped_bytes", lambda: 7)
     rank.clock.enter("forward")
     rank.clock.begin_step(None, None)
@@ -328,6 +356,6 @@ def test_waiting_for_a_core_is_sent(rank: types.SimpleNamespace, monkeypatch: py
     rank.reporter.close()
     [sent] = rank.received.times
     wall_s = sum(sent.seconds.values())
-    delays = (sent.queued_s, sent.throttled_s, sent.thrashing_s, sent.disk_s)
-    assert delays == pytest.approx([share * wall_s for share in (0.5, 0.25, 0.1, 0.2)])
+    delays = (sent.queued_s, sent.stolen_s, sent.throttled_s, sent.thrashing_s, sent.disk_s)
+    assert delays == pytest.approx([share * wall_s for share in (0.5, 0.2, 0.25, 0.1, 0.2)])
     assert sent.swapped_bytes == 7

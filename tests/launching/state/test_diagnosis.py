@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from notebook_accel.launching.state.diagnosis import Diagnosis, diagnose
-from notebook_accel.launching.state.phases import PHASES
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 
@@ -110,13 +109,38 @@ def test_collectives_of_the_users_own_are_named() -> None:
     [verdict] = diagnose(run(*ranks)).verdicts
     assert (verdict.cause, verdict.place) == ("communication", "In[4], line 12")
     assert "`dist.barrier()`" in verdict.what
+    [verdict] = diagnose(run(*[ranks[0] | {"gradient_bytes": 2 << 20}] * 2)).verdicts
+    assert "`dist.barrier()`" in verdict.what  # these collectives take longer than the gradients
 
 
 def test_uneven_batches_make_ranks_wait_in_turns() -> None:
-    ranks = [healthy(communication=60.0, smallest_batch=100, largest_batch=4000)] * 2
-    [verdict] = diagnose(run(*ranks)).verdicts
+    batches = {"rows": 8.0, "smallest_batch": 100, "largest_batch": 4000}
+    [verdict] = diagnose(run(*[healthy(waiting=20.0, mean_batch=3900.0, **batches)] * 2)).verdicts
+    assert verdict.cause == "uneven steps"  # nearly all batches are large
+    [verdict] = diagnose(run(*[healthy(communication=60.0, mean_batch=2000.0, **batches)] * 2)).verdicts
     assert verdict.cause == "uneven batches"
     assert "between 100 and 4,000 elements" in verdict.what
+
+
+@pytest.mark.parametrize(("waiting", "causes"), [(10.0, []), (20.0, ["uneven steps"])])
+def test_ranks_wait_for_each_other_in_turns(waiting: float, causes: list[str]) -> None:
+    """Waiting isn't blamed on the gradients, and a little of it is usual."""
+    diagnosis = diagnose(run(*[healthy(waiting=waiting, gradient_bytes=5 << 20)] * 2))
+    assert [verdict.cause for verdict in diagnosis.verdicts] == causes
+    assert [phases["waiting"] for phases in diagnosis.steps.values()] == pytest.approx([waiting / 1000] * 2)
+    if causes:
+        assert "wait for each other 29 % of the time, now for one and now for another" in diagnosis.sentence
+
+
+@pytest.mark.parametrize(("late", "causes"), [((1, 1, 1, 1, 1, 1), ["straggler"]), ((0, 0, 0, 0, 1, 1), [])])
+def test_rank_is_late_if_it_was_in_both_halves_of_the_last_steps(late: tuple[int, ...], causes: list[str]) -> None:
+    state = RunState(2)
+    for second, is_late in enumerate(late):
+        for number in range(2):
+            state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
+        state.apply(0, step_times(**healthy(communication=2.0 + 40.0 * is_late)))
+        state.apply(1, step_times(**healthy(forward=14.0 + 40.0 * is_late)))
+    assert [verdict.cause for verdict in diagnose(state).verdicts] == causes
 
 
 def test_evaluation_every_step() -> None:
@@ -222,6 +246,11 @@ def test_cores_are_busy() -> None:
     assert "OMP_WAIT_POLICY" not in verdict.fix
     [verdict] = diagnose(run(healthy(queued_s=0.45, threads=2, cores=4))).verdicts
     assert "OMP_WAIT_POLICY" in verdict.fix
+    [verdict] = diagnose(run(healthy(), healthy(queued_s=0.45, stolen_s=0.4))).verdicts
+    assert (verdict.cause, verdict.ranks) == ("busy cores", (1,))
+    assert verdict.what.endswith(
+        "45 % of the time: the host of this virtual machine gives its cores to others (steal)."
+    )
     [verdict] = diagnose(run(*[healthy(queued_s=0.45, threads=8)] * 2)).verdicts
     assert verdict.cause == "too many threads"  # of the ranks themselves
     [verdict] = diagnose(run(*[healthy(queued_s=0.45, threads=1, cores=16)] * 2)).verdicts
@@ -242,6 +271,8 @@ def test_rank_that_waits_for_a_core_is_late() -> None:
     assert verdict.what.endswith("It waits for a core 26 % of the time, since other work uses it.")
     verdict = diagnose(run(slow | {"throttled_s": 0.5}, healthy(communication=48.0))).verdicts[0]
     assert verdict.what.endswith("26 % of the time, since its container's quota of CPU time is used up.")
+    [verdict] = diagnose(run(slow | {"stolen_s": 0.4}, healthy(communication=48.0))).verdicts
+    assert verdict.what.endswith("26 % of the time, since the host of this virtual machine gives it to others.")
     for threads, cause in ((8, "too many threads"), (1, "busy cores")):
         common = {"queued_s": 0.5, "threads": threads}
         state = run(healthy(forward=24.0, **common), healthy(communication=12.0, **common))
@@ -419,7 +450,7 @@ def test_phases_add_up_to_the_step_and_go_into_json() -> None:
     data = json.loads(json.dumps(diagnosis.to_dict()))
     assert set(data["steps"]) == {"0", "1"}
     for phases in data["steps"].values():
-        assert set(phases) == set(PHASES)
+        assert set(phases) == set(events.PHASES)
         assert sum(phases.values()) == pytest.approx(0.110)
     assert data["verdicts"][0]["cause"] == "straggler"
 

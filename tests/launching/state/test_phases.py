@@ -47,7 +47,7 @@ def test_course_shows_from_when_on_the_others_wait_for_a_rank() -> None:
     assert [moment.begin_s for moment in moments[1:]] == [moment.end_s for moment in moments[:-1]]
     early, late = moments[5], moments[25]
     assert early.ranks[0] == pytest.approx(
-        {**dict.fromkeys(phases.PHASES, 0.0), "forward": 0.020, "backward": 0.015, "communication": 0.005}
+        {**dict.fromkeys(events.PHASES, 0.0), "forward": 0.020, "backward": 0.015, "communication": 0.005}
     )
     assert (late.ranks[0]["waiting"], late.ranks[1]["waiting"]) == pytest.approx((0.020, 0.0))
     assert late.mean is not None
