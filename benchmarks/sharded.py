@@ -87,8 +87,8 @@ def steps_of_both() -> Pair:
 
 
 def saves_of_both(folder: pathlib.Path) -> Pair:
-    """Return a save by ``torch.distributed.checkpoint`` and one by ``save_state``, of some 100 MB."""
-    width, depth = 1024, 8
+    """Return a save by ``torch.distributed.checkpoint`` and one by ``save_state``, of some 400 MB."""
+    width, depth = 2048, 8
     x, y = torch.randn(8, width), torch.randint(0, 10, (8,))
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
     ours, our_optimizer = accelerator.prepare(*make_model(width, depth))
