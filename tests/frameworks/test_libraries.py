@@ -102,6 +102,7 @@ def test_progress(story: Story) -> None:
     for rank in story.cell.rows["ranks"]:
         assert rank["step"], rank
         assert rank["total"] == rank["step"] if story.row.has_total else rank["total"] is None, rank
+    assert len({rank["steps"] for rank in story.cell.rows["ranks"]}) == 1, story.cell.rows  # all rows count alike
     first = story.cell.rows["ranks"][0]
     assert story.cell.rows["rate"] > 0, story.cell.rows
     assert any("loss" in name and not name.startswith("eval") for name in first["metrics"]), first

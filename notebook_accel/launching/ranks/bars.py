@@ -27,7 +27,8 @@ def install() -> None:
     reporting.reporter().before_sample.append(bars.refresh)
     when_imported("tqdm.std", lambda module: _patch_tqdm(module.tqdm, bars))
     when_imported("tqdm.notebook", _patch_tqdm_notebook)
-    when_imported("transformers.trainer_callback", _patch_trainer)
+    when_imported("transformers.trainer_callback", lambda module: _patch_callbacks(module, bars))
+    when_imported("transformers.trainer", lambda module: _patch_trainer(module.Trainer, bars))
     when_imported("rich.progress", _patch_rich)
 
 
@@ -156,6 +157,12 @@ class OpenBars:
             self.refresh()
             loops.LOOPS.decide_again()
 
+    def remove_epochs_of_trainer(self) -> None:
+        """Remove the epochs of a Trainer that has ended or failed."""
+        for counter in self._open[:]:
+            if isinstance(counter.bar, _TrainerEpochs):
+                self.remove(counter.bar)
+
     def refresh(self) -> None:
         """Show the innermost open bar if it counts steps. Called before each sample."""
         current = self._open[-1] if self._open else None
@@ -232,17 +239,66 @@ def _patch_tqdm_notebook(module: types.ModuleType) -> None:
     bar_class.__init__ = init
 
 
-def _patch_trainer(module: types.ModuleType) -> None:
-    """Report what Transformers' Trainer logs beside its bar as the rank's metrics."""
+class _TrainerEpochs:
+    """The epochs of Transformers' Trainer, with the attributes of a tqdm bar over a range of them.
+
+    Args:
+        state: The ``TrainerState``.
+    """
+
+    desc = ""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self.initial = self.n
+        self.iterable = range(self.total)
+
+    @property
+    def n(self) -> int:
+        return int(self._state.epoch or 0)
+
+    @property
+    def total(self) -> int:
+        return int(self._state.num_train_epochs)
+
+
+def _patch_callbacks(module: types.ModuleType, bars: OpenBars) -> None:
+    """Report what Transformers' Trainer logs as the rank's metrics, and count its epochs on every rank.
+
+    Only rank 0 has the Trainer's bars, for the steps of all epochs and for evaluations. Where the epochs are known, the
+    loaders count on rank 0 too, so that all rows count alike.
+    """
     handler_class = module.CallbackHandler
-    on_log = handler_class.on_log
+    on_log, on_train_begin = handler_class.on_log, handler_class.on_train_begin
 
     def log(self: Any, args: Any, state: Any, control: Any, logs: dict[str, Any]) -> Any:
         metrics = {name: value for name, value in logs.items() if not name.endswith(_NO_METRICS)}
         reporting.reporter().set_metrics(metrics)
         return on_log(self, args, state, control, logs)
 
-    handler_class.on_log = log
+    def begin(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        begun = on_train_begin(self, args, state, control, **kwargs)
+        if args.max_steps <= 0 and args.num_train_epochs % 1 == 0 and loops.length_of(self.train_dataloader):
+            for callback in self.callbacks:
+                bars.remove(getattr(callback, "training_bar", None))
+            bars.add(_TrainerEpochs(state))
+        return begun
+
+    handler_class.on_log, handler_class.on_train_begin = log, begin
+    module.ProgressCallback.on_prediction_step = module.TrainerCallback.on_prediction_step
+
+
+def _patch_trainer(trainer_class: Any, bars: OpenBars) -> None:
+    original = trainer_class.train
+
+    @functools.wraps(original)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            bars.remove_epochs_of_trainer()
+
+    trainer_class.train = train
 
 
 def _count(number: Any) -> int:

@@ -128,7 +128,7 @@ class Loops:
     def begin(self, loader: Any, iterator: Any) -> None:
         """Begin a loop over a loader."""
         known = getattr(loader, "counter", None)
-        loop = LoopCounter(_length(loader), known=known if isinstance(known, reporting.Counter) else None)
+        loop = LoopCounter(length_of(loader), known=known if isinstance(known, reporting.Counter) else None)
         with contextlib.suppress(TypeError):  # a loader of the user's that can't be hashed
             last = self._epochs.get(loader)
             # A single batch, taken for example to inspect its shape, is no epoch.
@@ -241,7 +241,7 @@ LOOPS = Loops()
 """The loops of this rank."""
 
 
-def _length(loader: Any) -> int | None:
+def length_of(loader: Any) -> int | None:
     """Return the number of batches of an epoch, ``None`` if the loader doesn't know it.
 
     ``len(loader)`` sets an attribute with which torch warns of a longer stream, so the attribute is restored.
