@@ -137,7 +137,9 @@ class OpenBars:
         return isinstance(shown, _BarCounter) and isinstance(shown.bar, _RichTask) and not shown.bar.task.finished
 
     def add(self, bar: Any) -> None:
-        """Add a bar that opens inside the open ones."""
+        """Add a bar that opens inside the open ones. Inside the Trainer's epochs, loaders count, and no bars."""
+        if any(isinstance(counter.bar, _TrainerEpochs) for counter in self._open):
+            return
         if self._open:
             self._open[0].inner_bars += 1
         counter = _BarCounter(bar)
