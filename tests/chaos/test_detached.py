@@ -59,8 +59,12 @@ def test_kernels_that_are_killed_take_nothing_along(tmp_path: pathlib.Path, caps
 @pytest.mark.usefixtures("state_home")
 @pytest.mark.timeout(DURATION_S + 240)
 def test_servers_that_are_killed_take_nothing_along(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Coprime numbers: each moment meets each blow.
-    _play_rounds("detached from a server", [_SERVED_MOMENTS, _BLOWS], _served_round, tmp_path, capsys)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, kernels would outlive a hangup
+    try:
+        # Coprime numbers: each moment meets each blow.
+        _play_rounds("detached from a server", [_SERVED_MOMENTS, _BLOWS], _served_round, tmp_path, capsys)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _play_rounds(
