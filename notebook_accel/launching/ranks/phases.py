@@ -31,7 +31,9 @@ _ALL_PER_S = 200
 _MEASURED_S = 0.05  # between two samples
 _LONGEST_PAUSE_S = 0.75
 _MOST_LINES = 12
-_MOST_EXPOSED = 64  # exchanges whose duration is known
+# Exchanges whose duration is known. DDP measures only each hundredth on CUDA, so the last ones may be minutes old.
+_FEWEST_EXPOSED, _MOST_EXPOSED = 10, 64
+_EXPOSED_S = 30.0  # since one of more than the fewest
 _MOST_NESTED = 4
 _MOST_TEXT = 120
 _COPIES = (".to(", ".cuda(")
@@ -176,6 +178,7 @@ class StepClock:
     def add_model(self, model: Any) -> None:
         """Register a ``DistributedDataParallel`` model, whose own measurements tell communication from computing."""
         self._model = weakref.ref(model)
+        self._counts.recent_exposed.clear()  # another model's gradients may be smaller
         if model.device_type == "cpu":  # on other devices a measurement can wait for the device
             model._set_ddp_runtime_logging_sample_rate(1)
 
@@ -274,7 +277,7 @@ class _Counts:
         backward_s: Duration of all backward passes.
         exchanges: Number of backward passes that exchange gradients.
         exposed_s: Measured durations of exchanges, as far as nothing is computed meanwhile.
-        recent_exposed_s: The last of these durations, also of earlier sends.
+        recent_exposed: When each of the last ones was read, and its duration, also of earlier sends.
     """
 
     def __init__(self, before: _Counts | None = None) -> None:
@@ -292,8 +295,8 @@ class _Counts:
         self.backward_s = 0.0
         self.exchanges = 0
         self.exposed_s: list[float] = []
-        self.recent_exposed_s: collections.deque[float] = (
-            collections.deque(maxlen=_MOST_EXPOSED) if before is None else before.recent_exposed_s
+        self.recent_exposed: collections.deque[tuple[float, float]] = (
+            collections.deque(maxlen=_MOST_EXPOSED) if before is None else before.recent_exposed
         )
         self.graphs_before, (self.xla_before, self.xla_before_s) = compiled_graphs(), _xla_compilations()
 
@@ -336,7 +339,10 @@ class _Counts:
     def add_exchange(self, exposed_s: float) -> None:
         """Add the measured duration of an exchange."""
         self.exposed_s.append(exposed_s)
-        self.recent_exposed_s.append(exposed_s)
+        now_s, recent = time.monotonic(), self.recent_exposed
+        recent.append((now_s, exposed_s))
+        while len(recent) > _FEWEST_EXPOSED and recent[0][0] < now_s - _EXPOSED_S:
+            recent.popleft()
 
     def split_backward(self, seconds: dict[str, float]) -> None:
         """Move communication from the backward pass to its own phase, and waiting for ranks that are late in turns.
@@ -347,7 +353,8 @@ class _Counts:
             return
         exposed_s = seconds["backward"] * min(1.0, self.exchanges * mean_s / self.backward_s)
         seconds["backward"] -= exposed_s
-        last_to_arrive_s = sorted(self.recent_exposed_s)[len(self.recent_exposed_s) // 10]
+        recent_s = sorted(recent_s for _, recent_s in tuple(self.recent_exposed)) or [mean_s]
+        last_to_arrive_s = recent_s[len(recent_s) // 10]
         communication_s = exposed_s * min(1.0, last_to_arrive_s / mean_s)
         seconds["communication"] += communication_s
         seconds[events.WAITING] += exposed_s - communication_s

@@ -26,6 +26,7 @@ _PLAIN = 0.3
 _LONGEST_LEAD_S = 8.0  # measured of one rank before it is judged without those that have fewer steps
 _FEWEST_SAMPLES = 20  # of a rank's main thread, for shares of its lines
 _COMPUTING = ("forward", "backward", "optimizer")
+_SPLIT = tuple(name for name in events.PHASES if name not in ("backward", "evaluation"))  # whose collectives count
 _STEPS_PER_EVALUATION = 10  # with more, an evaluation isn't too frequent
 _LARGE_BYTES = 1 << 20
 _SLOW_S = 0.05  # for fewer than _LARGE_BYTES
@@ -36,6 +37,7 @@ _UNEVEN = 2.0  # largest batch to smallest
 _COMMONLY_UNEVEN = 0.8  # mean batch to largest; with more, only few are smaller, such as the last one of a stream
 _MOST_WORKERS = 4  # in the advice
 _WORTH_QUEUED = 0.2  # short waits for a core are usual where the ranks use all cores
+_MOSTLY_IN_TURNS = 2.0  # waiting to communication; exchanges over a busy network also take unequal times
 _WORTH_IN_TURNS = 0.2  # steps never take quite the same time, least of all on a virtual machine
 _SHORT_WAIT_S = 0.002  # for a batch; a worker takes up to this to pass one
 _MOST_TEXT = 60
@@ -157,7 +159,7 @@ def diagnose(state: RunState) -> Diagnosis:
     in_run = [_Rank(rank.state, times) for rank in measured if (times := rank.state.step_history.total) is not None]
     run_s = max(rank.wall_s for rank in in_run)
     whole = _costliest(_Run(in_run))
-    found = _recurring(measured, whole)
+    found = _recurring(measured, in_run)
     if "compilation" in whole and all(verdict.cause != "compilation" for verdict in found):
         found.append(whole["compilation"])  # it is over, and has cost much
     costs = [each.share * run_s for each in whole.values() if found and each.is_same(found[0])]
@@ -195,22 +197,25 @@ def _dated(verdict: Verdict, moments: Sequence[Moment]) -> Verdict:
     return dataclasses.replace(verdict, what=f"{verdict.what} It has been so since about step {since.first_step:,}.")
 
 
-def _recurring(ranks: Sequence[_Rank], whole: Mapping[str, Verdict]) -> list[Verdict]:
+def _recurring(ranks: Sequence[_Rank], in_run: Sequence[_Rank]) -> list[Verdict]:
     """Return the verdicts on the last steps, the costliest first, without those on a single pause.
 
     Args:
         ranks: The ranks with the times of their last steps.
-        whole: The verdicts on the whole run by their causes.
+        in_run: The ranks with the times of the whole run.
     """
-    found = _costliest(_Run(ranks))
+    found, is_one_late = _costliest(_Run(ranks)), True
+    if "straggler" in found and not _is_always_late(found["straggler"], ranks):
+        is_one_late = False
+        found = _costliest(_Run(ranks), is_one_late)
     if not found:
         return []
     steady = [
         _Rank(rank.state, times) for rank in ranks if (times := rank.state.step_history.without_longest) is not None
     ]
-    causes = {*whole, *(_costliest(_Run(steady)) if len(steady) == len(ranks) else ())}
-    if "straggler" in found and not _is_always_late(found["straggler"], ranks):
-        causes.discard("straggler")
+    causes = set(_costliest(_Run(in_run), is_one_late))
+    if len(steady) == len(ranks):
+        causes.update(_costliest(_Run(steady), is_one_late))
     return [verdict for cause, verdict in found.items() if cause in causes]
 
 
@@ -222,8 +227,8 @@ def _is_always_late(straggler: Verdict, ranks: Sequence[_Rank]) -> bool:
     if straggler.share < _PLAIN and any(rank.wall_s < _STEADY_S for rank in ranks):
         return False
     halves = [rank.state.step_history.halves for rank in ranks]
-    if None in halves:
-        return False
+    if None in halves:  # of a long run that was detached, events of many seconds each are left
+        return all(rank.wall_s >= _STEADY_S for rank in ranks)
     for half in zip(*halves, strict=True):
         found = _straggler(_Run([_Rank(rank.state, times) for rank, times in zip(ranks, half, strict=True)]))
         if found is None or found.ranks != straggler.ranks or found.share < _WORTH:
@@ -231,9 +236,15 @@ def _is_always_late(straggler: Verdict, ranks: Sequence[_Rank]) -> bool:
     return True
 
 
-def _costliest(run: _Run) -> dict[str, Verdict]:
-    """Return the verdicts by their causes, the costliest first."""
-    found = _verdicts(run, _MEASURED) or _verdicts(run, _LIKELY)
+def _costliest(run: _Run, is_one_late: bool = True) -> dict[str, Verdict]:
+    """Return the verdicts by their causes, the costliest first.
+
+    Args:
+        run: The ranks.
+        is_one_late: False if it is known that no single rank is late.
+    """
+    measured = [find for find in _MEASURED if is_one_late or find is not _straggler]
+    found = _verdicts(run, measured) or _verdicts(run, _LIKELY)
     by_cause: dict[str, Verdict] = {}
     for verdict in sorted(found, key=lambda verdict: -verdict.share):
         by_cause.setdefault(verdict.cause, verdict)  # a late rank and the time of all ranks may have one cause
@@ -553,31 +564,34 @@ def _communication(run: _Run) -> Verdict | None:
     """Find communication that takes long although no rank is late; or ranks that are late in turns."""
     if len(run.ranks) < 2:
         return None
-    first, share = run.ranks[0], run.communication_s / run.step_s
+    least = min(run.ranks, key=lambda rank: rank.per_step_s("communication"))
+    share, size = run.communication_s / run.step_s, run.ranks[0].times.gradient_bytes
     exposed_share = min(rank.exposed_s for rank in run.ranks) / run.step_s
+    in_turns_share = exposed_share - share
     smallest = min(rank.times.smallest_batch for rank in run.ranks)
     largest = max(rank.times.largest_batch for rank in run.ranks)
     mean = statistics.fmean(rank.times.mean_batch for rank in run.ranks)
-    if smallest and largest >= _UNEVEN * smallest and mean <= _COMMONLY_UNEVEN * largest:
+    are_uneven = smallest and largest >= _UNEVEN * smallest and mean <= _COMMONLY_UNEVEN * largest
+    if are_uneven and (in_turns_share >= share or not size):  # only the exchange of gradients tells the two apart
+        waiting_share = in_turns_share if size else exposed_share
         what = (
-            f"The ranks wait for each other {_percent(exposed_share)} of the time: their batches have between "
+            f"The ranks wait for each other {_percent(waiting_share)} of the time: their batches have between "
             f"{smallest:,} and {largest:,} elements, and each step takes as long as its largest."
         )
         fix = "Sort samples by length, so that batches of one step are about as long."
-        return Verdict("uneven batches", exposed_share, what, fix, run.numbers)
+        return Verdict("uneven batches", waiting_share, what, fix, run.numbers)
     if run.queued_share >= exposed_share:
         return None  # the ranks wait for cores more than for each other, and so exchange slowly
-    if exposed_share - share >= max(share, _WORTH_IN_TURNS):
+    if in_turns_share >= max(_MOSTLY_IN_TURNS * share, _WORTH_IN_TURNS):
         what = (
-            f"The ranks wait for each other {_percent(exposed_share - share)} of the time, now for one and now for "
+            f"The ranks wait for each other {_percent(in_turns_share)} of the time, now for one and now for "
             "another: their steps take unequal times."
         )
         fix = "Give all ranks batches of equal work, or look for what else runs on their devices or cores."
-        return Verdict("uneven steps", exposed_share - share, what, fix, run.numbers)
-    size = first.times.gradient_bytes
+        return Verdict("uneven steps", in_turns_share, what, fix, run.numbers)
     if size < _LARGE_BYTES and run.communication_s < _SLOW_S:
         return None  # latency, which a longer step hides
-    others, _ = run.sampled_share(lambda line: line.activity == "communication" and line.phase != "backward")
+    others, _ = _Run([least]).sampled_share(lambda line: line.activity == "communication" and line.phase in _SPLIT)
     computing_s = statistics.fmean(sum(rank.per_step_s(name) for name in _COMPUTING) for rank in run.ranks)
     if size and others < share / 2:
         computing = format_milliseconds(computing_s)
@@ -586,7 +600,7 @@ def _communication(run: _Run) -> Verdict | None:
         if size < _LARGE_BYTES:
             fix = "For so little the connection is slow, or other programs use the cores: look at them first."
         return Verdict("communication", share, what, fix, run.numbers)
-    place, text = first.line(activity="communication")
+    place, text = least.line(*_SPLIT, activity="communication")
     what = f"Collectives take {_percent(share)} of the time{_at(place, text)}."
     return Verdict("communication", share, what, "Communicate less often, or less.", run.numbers, place)
 

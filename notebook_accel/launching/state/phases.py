@@ -47,6 +47,8 @@ def split_waiting(steps: Mapping[int, Phases]) -> dict[int, Phases]:
         steps: The seconds of a step by phase in ``PHASES``, for each rank.
     """
     least_s = min((phases["communication"] for phases in steps.values()), default=0.0)
+    if len(steps) == 1:  # it waits for nobody: its exchanges take unequal times
+        least_s += sum(phases.get(WAITING, 0.0) for phases in steps.values())
     return {
         rank: {
             **{name: phases.get(name, 0.0) for name in PHASES},

@@ -202,26 +202,59 @@ def test_only_passes_that_exchange_gradients_communicate(rank: types.SimpleNames
     assert len(rank.received.times) == 2
 
 
+class Exchanges:
+    """Backward passes of a second each, and DDP's measurement of their exchanges."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock, self._number = clock, 0
+        self._logged = {"backward_compute_comm_overlap_time": 0}
+        clock.enter("backward")
+        self.begin_model()
+
+    def begin_model(self) -> None:
+        self._model = model = torch.nn.Module()
+        model.device_type, model.require_backward_grad_sync = "meta", True  # type: ignore[assignment]
+        data = types.SimpleNamespace(ints_map=self._logged)
+        model.logger = types.SimpleNamespace(_get_ddp_logging_data=lambda: data)  # type: ignore[assignment]
+        self._clock.add_model(model)
+
+    def add(self, *took_ms: int) -> None:
+        for each_ms in took_ms:
+            self._number += 1
+            self._logged["backward_comm_time_end"] = self._number
+            self._logged["backward_comm_time"] = each_ms * 1_000_000
+            self._clock._counts.is_reading_due = True
+            self._clock.end_backward(1.0)
+        self._clock.begin_step(None, None)
+        self._clock.send()
+
+
+def shares_of(sent: events.StepTimes) -> list[float]:
+    return [sent.seconds[phase] / sum(sent.seconds.values()) for phase in ("communication", "waiting", "backward")]
+
+
 def test_rank_that_waits_in_some_steps_communicates_as_long_as_in_the_fastest(rank: types.SimpleNamespace) -> None:
-    """Of backward passes of a second each, every other one waits for a rank that is late."""
-    logged = {"backward_compute_comm_overlap_time": 0}
-    model = torch.nn.Module()
-    model.device_type, model.require_backward_grad_sync = "meta", True  # type: ignore[assignment]
-    data = types.SimpleNamespace(ints_map=logged)
-    model.logger = types.SimpleNamespace(_get_ddp_logging_data=lambda: data)  # type: ignore[assignment]
-    rank.clock.add_model(model)
-    rank.clock.enter("backward")
-    for number in range(40):
-        logged["backward_comm_time_end"] = number
-        logged["backward_comm_time"] = 500_000_000 if number % 2 else 100_000_000
-        rank.clock._counts.is_reading_due = True
-        rank.clock.end_backward(1.0)
-    rank.clock.begin_step(None, None)
-    rank.clock.send()
+    Exchanges(rank.clock).add(*[100, 500] * 20)
     rank.reporter.close()
     [sent] = rank.received.times
-    shares = [sent.seconds[phase] / sum(sent.seconds.values()) for phase in ("communication", "waiting", "backward")]
-    assert shares == pytest.approx([0.1, 0.2, 0.7], abs=0.01)
+    assert shares_of(sent) == pytest.approx([0.1, 0.2, 0.7], abs=0.01)
+
+
+@pytest.mark.parametrize("change", ["another model", "a slower network"])
+def test_communication_that_takes_longer_than_earlier_is_no_waiting(
+    rank: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    exchanges = Exchanges(rank.clock)
+    exchanges.add(*[100] * 40)
+    if change == "another model":
+        exchanges.begin_model()
+    else:
+        original = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: original() + 60)
+    exchanges.add(*[500] * 10)
+    rank.reporter.close()
+    _, sent = rank.received.times
+    assert shares_of(sent) == pytest.approx([0.5, 0.0, 0.5], abs=0.01)
 
 
 class Stream(IterableDataset[torch.Tensor]):

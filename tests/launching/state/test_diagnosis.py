@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+import msgspec
 import pytest
 
 from notebook_accel.launching.state.diagnosis import Diagnosis, diagnose
@@ -113,6 +114,15 @@ def test_collectives_of_the_users_own_are_named() -> None:
     assert "`dist.barrier()`" in verdict.what  # these collectives take longer than the gradients
 
 
+@pytest.mark.parametrize("phase", ["evaluation", "other"])
+def test_collectives_of_an_evaluation_or_of_waiting_ranks_do_not_hide_slow_gradients(phase: str) -> None:
+    rank = healthy(communication=25.0, gradient_bytes=440 << 20)
+    gathering = {"lines": (line(phase, activity="communication", text="gather(x)", samples=8),)}
+    ranks = [rank | gathering] * 2 if phase == "evaluation" else [rank, rank | gathering | {"communication": 32.0}]
+    [verdict] = diagnose(run(*ranks)).verdicts
+    assert verdict.what.startswith("Gradients take")
+
+
 def test_uneven_batches_make_ranks_wait_in_turns() -> None:
     batches = {"rows": 8.0, "smallest_batch": 100, "largest_batch": 4000}
     [verdict] = diagnose(run(*[healthy(waiting=20.0, mean_batch=3900.0, **batches)] * 2)).verdicts
@@ -120,6 +130,16 @@ def test_uneven_batches_make_ranks_wait_in_turns() -> None:
     [verdict] = diagnose(run(*[healthy(communication=60.0, mean_batch=2000.0, **batches)] * 2)).verdicts
     assert verdict.cause == "uneven batches"
     assert "between 100 and 4,000 elements" in verdict.what
+    batches |= {"mean_batch": 2000.0, "gradient_bytes": 440 << 20}
+    [verdict] = diagnose(run(*[healthy(communication=5.0, waiting=30.0, **batches)] * 2)).verdicts
+    assert verdict.what.startswith("The ranks wait for each other 36 % of the time: their batches")
+    [verdict] = diagnose(run(*[healthy(communication=60.0, waiting=2.0, **batches)] * 2)).verdicts
+    assert verdict.cause == "communication"  # all ranks have long batches at the same time
+
+
+def test_exchanges_that_take_unequal_times_are_no_uneven_steps() -> None:
+    [verdict] = diagnose(run(*[healthy(communication=40.0, waiting=50.0, gradient_bytes=26 << 20)] * 2)).verdicts
+    assert verdict.cause == "communication"
 
 
 @pytest.mark.parametrize(("waiting", "causes"), [(10.0, []), (20.0, ["uneven steps"])])
@@ -132,15 +152,37 @@ def test_ranks_wait_for_each_other_in_turns(waiting: float, causes: list[str]) -
         assert "wait for each other 29 % of the time, now for one and now for another" in diagnosis.sentence
 
 
-@pytest.mark.parametrize(("late", "causes"), [((1, 1, 1, 1, 1, 1), ["straggler"]), ((0, 0, 0, 0, 1, 1), [])])
-def test_rank_is_late_if_it_was_in_both_halves_of_the_last_steps(late: tuple[int, ...], causes: list[str]) -> None:
+def late_in(*seconds: int, queued_s: float = 0.0) -> RunState:
+    """A run of six seconds, in some of which rank 0 waits for rank 1, which may wait for a core all the time."""
     state = RunState(2)
-    for second, is_late in enumerate(late):
+    for second in range(6):
+        late_ms = 40.0 * (second in seconds)
         for number in range(2):
             state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
-        state.apply(0, step_times(**healthy(communication=2.0 + 40.0 * is_late)))
-        state.apply(1, step_times(**healthy(forward=14.0 + 40.0 * is_late)))
-    assert [verdict.cause for verdict in diagnose(state).verdicts] == causes
+        state.apply(0, step_times(**healthy(communication=2.0 + late_ms)))
+        state.apply(1, step_times(**healthy(forward=14.0 + late_ms, queued_s=queued_s)))
+    return state
+
+
+@pytest.mark.parametrize(("late", "causes"), [((0, 1, 2, 3, 4, 5), ["straggler"]), ((4, 5), [])])
+def test_rank_is_late_if_it_was_in_both_halves_of_the_last_steps(late: tuple[int, ...], causes: list[str]) -> None:
+    assert [verdict.cause for verdict in diagnose(late_in(*late)).verdicts] == causes
+
+
+def test_rank_that_is_late_now_and_then_since_it_waits_for_a_core_does_wait() -> None:
+    [verdict] = diagnose(late_in(4, 5, queued_s=0.5)).verdicts
+    assert (verdict.cause, verdict.ranks) == ("busy cores", (1,))
+
+
+def test_late_rank_of_a_long_run_is_named_after_a_replay() -> None:
+    state, again = RunState(2), RunState(2)
+    for second in range(1000):
+        for number, phases in enumerate((healthy(communication=42.0), healthy(forward=54.0))):
+            state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
+            state.apply(number, msgspec.structs.replace(step_times(**phases), time_s=float(second)))
+    for number, event in state.to_events():
+        again.apply(number, event)
+    assert [verdict.cause for verdict in diagnose(again).verdicts] == ["straggler"]
 
 
 def test_evaluation_every_step() -> None:

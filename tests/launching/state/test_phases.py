@@ -41,6 +41,15 @@ def course(state: RunState) -> tuple[phases.Moment, ...]:
     return diagnose(state).over_time
 
 
+def test_rank_that_is_alone_waits_for_nobody() -> None:
+    steps = {"communication": 0.002, "waiting": 0.003, "forward": 0.1}
+    [alone] = phases.split_waiting({0: steps}).values()
+    assert (alone["communication"], alone["waiting"], alone["forward"]) == pytest.approx((0.005, 0.0, 0.1))
+    assert [each["waiting"] for each in phases.split_waiting({0: steps, 1: steps}).values()] == pytest.approx(
+        [0.003] * 2
+    )
+
+
 def test_course_shows_from_when_on_the_others_wait_for_a_rank() -> None:
     moments = course(run_with_straggler(2))
     assert len(moments) == 29  # of about two seconds
