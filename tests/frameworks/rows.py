@@ -87,7 +87,7 @@ class Row:
         return f"def train():\n{textwrap.indent(self.cell(before_users_line, f'return {last}'), '    ')}"
 
 
-_TRAINER = "transformers.trainer"
+TRAINER = "transformers.trainer"
 _WATCHER = "self.steps = state.global_step"
 _TOKENS = 'return {"input_ids": tokens'
 _STATE_DICT = "model.load_state_dict(torch.load(f'{folder}/digits.pt')) and model"
@@ -115,7 +115,7 @@ ROWS = [
         "Transformers `Trainer`",
         "transformers_trainer",
         ("transformers",),
-        (_TRAINER, "sklearn.datasets"),
+        (TRAINER, "sklearn.datasets"),
         world_size="trainer.args.world_size",
         users_line='return {"input_ids"',
         evaluation="eval_loss",
@@ -126,7 +126,7 @@ ROWS = [
         "PEFT: LoRA in a `Trainer`",
         "peft_lora",
         ("peft", "transformers"),
-        (_TRAINER, "peft", "sklearn.datasets"),
+        (TRAINER, "peft", "sklearn.datasets"),
         world_size="trainer.args.world_size",
         users_line='return {"input_ids"',
         checkpoints="checkpoint-*",
@@ -155,7 +155,7 @@ ROWS = [
         "TRL `SFTTrainer`",
         "trl_sft",
         ("trl", "transformers", "datasets"),
-        (_TRAINER, "trl.trainer.sft_trainer"),
+        (TRAINER, "trl.trainer.sft_trainer"),
         world_size="trainer.args.world_size",
         users_line=_WATCHER,
         pause_s=0.1,
@@ -166,7 +166,7 @@ ROWS = [
         "TRL `DPOTrainer`",
         "trl_dpo",
         ("trl", "transformers", "datasets"),
-        (_TRAINER, "trl.trainer.dpo_trainer"),
+        (TRAINER, "trl.trainer.dpo_trainer"),
         world_size="trainer.args.world_size",
         users_line=_WATCHER,
         pause_s=0.2,
@@ -177,7 +177,7 @@ ROWS = [
         "TRL `GRPOTrainer` with a reward function",
         "trl_grpo",
         ("trl", "transformers", "datasets"),
-        (_TRAINER, "trl.trainer.grpo_trainer"),
+        (TRAINER, "trl.trainer.grpo_trainer"),
         world_size="trainer.args.world_size",
         users_line="return [float(completion",
         pause_s=0.2,
@@ -188,7 +188,7 @@ ROWS = [
         "Sentence Transformers",
         "sentence_transformers_trainer",
         ("sentence-transformers", "transformers"),
-        (_TRAINER, "sentence_transformers"),
+        (TRAINER, "sentence_transformers"),
         world_size="trainer.args.world_size",
         users_line=_WATCHER,
         pause_s=0.1,
