@@ -264,11 +264,26 @@ def listens_or_not(process: processes.Process, port: int) -> bool:
     return any(f"socket:[{inode}]" in links for inode in inodes)
 
 
-def test_second_node_is_taken_in_when_it_comes(launch: Launch, tmp_path: pathlib.Path) -> None:
-    options: dict[str, Any] = {
+def one_node_or_two() -> dict[str, Any]:
+    """Return the options of a run of one node that takes in a second one."""
+    return {
         "num_nodes": "1:2", "rdzv_backend": "c10d", "rdzv_endpoint": f"127.0.0.1:{free_port()}",
         "rdzv_conf": ("last_call_timeout=1",), "rdzv_id": "grows", "max_restarts": 1,
     }  # fmt: skip
+
+
+def test_training_goes_on_from_its_checkpoint_with_a_second_node(launch: Launch, tmp_path: pathlib.Path) -> None:
+    options = one_node_or_two()
+    first = launch(restarted.trains_until_all_are_there, str(tmp_path), 4, **options)
+    processes.wait_until((tmp_path / "state").exists, "two ranks have saved", _WAIT_S)
+    second = launch(restarted.trains_until_all_are_there, str(tmp_path), 4, **options)
+    results = [*first.results(timeout_s=_WAIT_S), *second.results(timeout_s=_WAIT_S)]
+    assert [steps for steps, _ in results] == [5] * 4
+    assert sorted(sample for _, samples in results for sample in samples) == [*range(40, 200)]
+
+
+def test_second_node_is_taken_in_when_it_comes(launch: Launch, tmp_path: pathlib.Path) -> None:
+    options = one_node_or_two()
     first = launch(restarted.waits_until_all_are_there, str(tmp_path), 4, **options)
     runs(tmp_path, 0)
     second = launch(restarted.waits_until_all_are_there, str(tmp_path), 4, **options)
