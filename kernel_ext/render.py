@@ -138,7 +138,7 @@ def summary_text(facts: RunFacts, state: RunState, output: OutputLog, now_s: flo
     columns = _Table(state, now_s, facts.diagnosis.steps).columns
     rows = [["rank", *(column.head for column in columns)]]
     rows += [[str(rank.number), *(column.text(rank) for column in columns)] for rank in state.ranks]
-    notes = [f"rank {rank.number}: {note}" for rank in state.ranks if (note := _note(rank, now_s))]
+    notes = [f"rank {rank.number}: {note}" for rank in state.ranks if (note := _note(rank, state, now_s))]
     sharded = _largest_share(state)
     if sharded is not None:
         notes.append(f"Each rank holds at most {sharded.in_words}")
@@ -275,11 +275,11 @@ class _Table:
         """Draw the row of a rank or of several, with a row below it for what happened to them."""
         first = ranks[0]
         if len(ranks) == 1:
-            who, about, note = str(first.number), self._about(first), _note(first, self._now_s)
+            who, about, note = str(first.number), self._about(first), _note(first, self._state, self._now_s)
         else:
             who = f"node {first.node}: {len(ranks)} ranks" if self._is_by_node else f"{len(ranks)} ranks"
             spans = ", ".join(rank_spans(rank.number for rank in ranks))
-            about, note = f"ranks {spans}".replace("-", "\N{EN DASH}"), _shared_note(ranks, self._now_s)
+            about, note = f"ranks {spans}".replace("-", "\N{EN DASH}"), _shared_note(ranks, self._state, self._now_s)
         word = self._word(first)
         kind = f' class="nba-{word}-row"' if word in _ALARMING else ""
         cells = "".join(f'<td class="{column.kind}">{column.cell(ranks)}</td>' for column in self.columns)
@@ -374,17 +374,19 @@ class _Table:
         return ", ".join(filter(None, (shortened(rank.device, 100), shortened(rank.label, 100), waits, behind, model)))
 
 
-def _note(rank: RankState, now_s: float) -> str:
-    """Return what happened to a rank, or where a silent rank is that others wait for; empty for other ranks."""
-    if rank.note or rank.silent is None or rank.silent.waits_in:
+def _note(rank: RankState, state: RunState, now_s: float) -> str:
+    """Return what happened to a rank, or where it is if others wait for it or all ranks wait; else empty."""
+    silent = rank.silent
+    if rank.note or silent is None or (silent.waits_in and not state.is_deadlocked):
         return rank.note
-    at = f", at {plain_text(rank.silent.at)}" if rank.silent.at else ""
-    return f"no step for {format_clock(now_s - rank.silent.since_s)}{at}; others wait for it"
+    why = f"in {silent.waits_in}, and no other rank does a step" if silent.waits_in else "others wait for it"
+    at = f", at {plain_text(silent.at)}" if silent.at else ""
+    return f"no step for {format_clock(now_s - silent.since_s)}{at}; {why}"
 
 
-def _shared_note(ranks: Sequence[RankState], now_s: float) -> str:
+def _shared_note(ranks: Sequence[RankState], state: RunState, now_s: float) -> str:
     """Return the first note among several ranks, and the number of ranks that share it if not all do."""
-    found = [note for rank in ranks if (note := _note(rank, now_s))]
+    found = [note for rank in ranks if (note := _note(rank, state, now_s))]
     if not found:
         return ""
     same = found.count(found[0])

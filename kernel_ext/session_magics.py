@@ -7,6 +7,7 @@ session's cells, rank 0 answers completion and ``?``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import shlex
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
-from kernel_ext.arguments import Parser, name, split
+from kernel_ext.arguments import Parser, names, split
 from notebook_accel import config as configuration
 from notebook_accel.errors import CellError, ResultError, RunError
 from notebook_accel.formatting import ranks_in_words
@@ -270,17 +271,17 @@ class SessionMagics:
     def push(self, line: str) -> None:
         """Copy notebook variables to the session's ranks, replacing what they have under these names.
 
-        %push model lr         on all ranks
+        %push model lr         on all ranks; also model,lr
         %push lr --rank 1      on rank 1; also 0,2-3
         """
         session = self._needed("%push")
-        given = self._names_parsers["%push"].parse(split(line, "%push"))
-        missing = [name for name in given.names if name not in self._shell.user_ns]
+        given, wanted = self._read_names("%push", line)
+        missing = [name for name in wanted if name not in self._shell.user_ns]
         if missing:
             raise CellError(
                 f"The notebook has no name {', '.join(map(repr, missing))}.", fix="run the cell that assigns it first"
             )
-        session.push(given.rank, **{name: self._shell.user_ns[name] for name in given.names})
+        session.push(given.rank, **{name: self._shell.user_ns[name] for name in wanted})
 
     def pull(self, line: str) -> None:
         """Copy variables of one of the session's ranks into the notebook.
@@ -289,11 +290,16 @@ class SessionMagics:
         %pull losses --rank 1
         """
         session = self._needed("%pull")
-        given = self._names_parsers["%pull"].parse(split(line, "%pull"))
+        given, wanted = self._read_names("%pull", line)
         ranks = given.rank or [0]
         if len(ranks) > 1:
             raise UsageError("%pull copies from one rank. session.pull_all returns the values of several.")
-        self._bind(session, given.names, ranks[0])
+        self._bind(session, wanted, ranks[0])
+
+    def _read_names(self, magic: str, line: str) -> tuple[argparse.Namespace, tuple[str, ...]]:
+        """Parse the line of ``%push`` or ``%pull``; return it and its names, which blanks or commas separate."""
+        given = self._names_parsers[magic].parse(split(line, magic))
+        return given, tuple(itertools.chain.from_iterable(given.names))
 
     def _bind(self, session: Session, wanted: tuple[str, ...], rank: int) -> None:
         try:
@@ -323,7 +329,7 @@ def _describe(session: Session, asked: str) -> str:
 
 def _names_parser(magic: str) -> Parser:
     parser = Parser(magic)
-    parser.add_argument("names", nargs="+", type=name)
+    parser.add_argument("names", nargs="+", type=names)
     parser.add_argument("--rank", type=parse_ranks)
     return parser
 

@@ -95,6 +95,12 @@ def test_arguments_that_are_no_expression_are_said(notebook: kernels.Kernel) -> 
     assert "--args ('pear', 10)" in shown and "magics.py" not in shown
 
 
+def test_cell_that_only_defines_a_coroutine_is_refused(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run("%%distributed -n 2\nimport asyncio\nasync def train(): pass")
+    assert "end the cell with asyncio.run(train(...))" in plain(outcome.traceback)
+    assert "Launching" not in outcome.stdout
+
+
 @pytest.mark.front_end
 def test_syntax_error_is_shown_as_the_notebook_shows_one(notebook: kernels.Kernel) -> None:
     outcome = notebook.run("%%distributed -n 2\nfine = 1\nx = = 3")

@@ -212,6 +212,16 @@ def test_rank_that_the_others_wait_for_is_marked_with_where_it_stands() -> None:
     assert "rank 0:" not in text
 
 
+def test_ranks_that_all_wait_are_marked_with_where_each_of_them_stands() -> None:
+    run = fake_runs.training(world_size=2)
+    run.apply(0, events.Silent(time_s=40.0, since_s=5.0, at="In[7], line 20 in train", waits_in="barrier"))
+    assert "no step for" not in table_html(run.state, 47.0)  # rank 1 may be the one that rank 0 waits for
+    run.apply(1, events.Silent(time_s=40.0, since_s=5.0, at="In[7], line 18 in train", waits_in="backward"))
+    shown = Document(table_html(run.state, 47.0)).text
+    assert "no step for 00:42, at In[7], line 20 in train; in barrier, and no other rank does a step" in shown
+    assert "no step for 00:42, at In[7], line 18 in train; in backward, and no other rank does a step" in shown
+
+
 def test_output_that_was_left_out_names_the_logs() -> None:
     run = FakeRun(2)
     run.apply(0, events.Output(text="first"))

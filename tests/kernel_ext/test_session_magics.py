@@ -154,6 +154,14 @@ def test_pull_binds_and_says_what_is_not_there(notebook: kernels.Kernel) -> None
     assert shown(notebook, "values, losses") == "([0, 2], tensor([0.]))"
 
 
+@pytest.mark.parametrize("names", ["first second", "first,second", "first, second"])
+def test_names_are_written_as_for_the_flags_or_as_words(notebook: kernels.Kernel, names: str) -> None:
+    notebook.run(f"first, second = 1, 2\n%push {names}")
+    notebook.run("%%distributed\nfirst, second = first + 10, second + 10")
+    notebook.run(f"%pull {names} --rank 1")
+    assert shown(notebook, "first, second") == "(11, 12)"
+
+
 def test_name_that_cannot_be_pulled_loses_no_other(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
     (tmp_path / "of_the_ranks.py").write_text("class Held: pass\n")
     notebook.run(f"""%%distributed

@@ -75,6 +75,15 @@ class Cell:
             if full.startswith(package + ".") and tokens.issuperset(full.removeprefix(package + ".").split("."))
         )
 
+    def refuse_async_end(self) -> None:
+        """Raise ``CellError`` if the cell ends with an ``async def``, which a rank would define and not run."""
+        last = ast.parse(self.source).body[-1]
+        if isinstance(last, ast.AsyncFunctionDef):
+            raise CellError(
+                f"The cell ends with `async def {last.name}`, which a rank doesn't call: it runs no event loop.",
+                fix=f"end the cell with asyncio.run({last.name}(...))",
+            )
+
     def refuse_unknown(self, pull: Sequence[str], push: Sequence[str]) -> None:
         """Raise ``CellError`` before the training for a name in ``pull`` that the cell neither assigns nor uses."""
         if self.assigns is None:

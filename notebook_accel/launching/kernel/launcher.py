@@ -87,6 +87,7 @@ def launch_cell(
     values of ``pull`` on rank 0 come back. ``args`` are for the function that the cell defines at its end. For the
     other arguments see ``LaunchRequest``.
     """
+    cell.refuse_async_end()
     cell.refuse_unknown(pull, push)
     names = cell.captured(namespace, push)
     roots = {run_payload.variable_label(name): value for name, value in names.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -182,6 +183,16 @@ def _check_call(function: object, args: object) -> None:
         raise ConfigError(
             f"notebook_launcher takes a function, not {type(function).__name__}.",
             fix="notebook_launcher(train, args=(...)): the function itself, without calling it",
+        )
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(
+            "notebook_launcher takes no `async def`: a call alone runs nothing of it, and a rank has no event loop.",
+            fix="a function that calls asyncio.run(...)",
+        )
+    if inspect.isgeneratorfunction(function):
+        raise ConfigError(
+            "notebook_launcher takes no function with a `yield`: a call alone runs nothing of it.",
+            fix="return the values, in a list",
         )
     if isinstance(args, str) or not isinstance(args, Sequence):
         raise ConfigError(

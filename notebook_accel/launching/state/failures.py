@@ -205,6 +205,15 @@ _OF_EARLIER_RANKS = (
     "--pull {name} to that cell to get it into the notebook, or keep ranks between cells with %distributed start"
 )
 _DEBUG_ELSEWHERE = "--start_method inline, in which pdb works; in a session, %distributed debug after an error"
+# torch's messages about a GPU where it has none, as in the first cells of a notebook that was written on a GPU.
+_NO_CUDA = re.compile(
+    r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available|"
+    r"has no attribute '_cuda_setDevice'"
+)
+_NO_NCCL = re.compile(r"doesn't have NCCL built in|ProcessGroupNCCL is only supported with GPUs")
+_NO_GPU = "The rank has no GPU that its PyTorch can use."
+_ANY_DEVICE = "accelerator.device, or 'cuda' only if torch.cuda.is_available()"
+_GLOO = "init_process_group() without a backend, which takes gloo on a CPU and nccl on GPUs"
 # The message of torch's DataLoader about a worker that was killed.
 _LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)", re.DOTALL)
 
@@ -277,6 +286,10 @@ def explain_exception(
         return f"A process may have {format_size(limit_bytes)} of addresses here (ulimit -v).", _MORE_ADDRESSES
     if failed.kind == "BdbQuit":
         return _NO_DEBUGGER, _DEBUG_ELSEWHERE
+    if _NO_NCCL.search(failed.message):
+        return _NO_GPU, _GLOO
+    if _NO_CUDA.search(failed.message):
+        return _NO_GPU, _ANY_DEVICE
     return "", _of_missing_name(failed, unsent)
 
 

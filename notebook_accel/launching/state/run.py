@@ -63,6 +63,15 @@ class RunState:
         self.checkpoint = ""
         self._restarts = 0
 
+    @property
+    def is_deadlocked(self) -> bool:
+        """True if no rank does a step and all are in collectives, at different places, as far as their stacks show it.
+
+        False where there are ranks on other nodes, since one of them may be busy.
+        """
+        are_all_here = len(self.ranks) == self.total_ranks
+        return are_all_here and all(rank.silent is not None and rank.silent.waits_in for rank in self.ranks)
+
     def to_events(self) -> list[tuple[int, events.Event]]:
         """Return events that recreate this state in a new one, without the ranks' output."""
         points = [

@@ -99,10 +99,12 @@ class RankStack:
     def waits_in(self) -> str:
         """The collective that the rank is in, such as ``all_reduce``; empty if none can be seen.
 
-        A backward pass counts: in it, DistributedDataParallel waits for the other ranks' gradients. So does the
-        constructor of an ``Accelerator``, in which the ranks meet.
+        A backward pass counts: in it, DistributedDataParallel waits for the other ranks' gradients. So does its forward
+        pass before it calls the model, when it compares buckets and buffers, and the constructor of an ``Accelerator``,
+        in which the ranks meet.
         """
-        found = ""
+        is_in_ddp = bool(self.frames) and self.frames[0].file.endswith("/torch/nn/parallel/distributed.py")
+        found = "forward" if is_in_ddp else ""
         for frame in itertools.takewhile(lambda frame: not frame.is_user, self.frames):
             if "/torch/distributed/" in frame.file and frame.function not in _COLLECTIVE_WRAPPERS:
                 found = frame.function  # the outermost is the one that users call

@@ -177,7 +177,7 @@ class LinesView:
             self._out.flush()
             if not self._displays.show(event) and (text := str(event.data.get("text/plain", ""))):
                 self._alike.add(rank, self._limits[rank].add(list(plain_lines(text))), came_s)
-        elif isinstance(event, events.Silent) and not event.waits_in:
+        elif isinstance(event, events.Silent):
             self._print_silent(rank, event)
         elif isinstance(event, events.Restarting):
             self._print([f"[{event.in_words}]"])
@@ -188,13 +188,17 @@ class LinesView:
                 self._print(f"[{line}]" for line in self._nodes)
 
     def _print_silent(self, rank: int, event: events.Silent) -> None:
-        """Report a silent rank, once for each step at which it stalls. Ranks that wait for it are not reported."""
-        steps = self._job.state.ranks[rank].steps
+        """Report a silent rank, once for each step at which it stalls; ranks that wait only if no rank is silent."""
+        with self._job.state_lock:
+            steps, is_deadlocked = self._job.state.ranks[rank].steps, self._job.state.is_deadlocked
+        if event.waits_in and not is_deadlocked:
+            return
         if rank not in self._silent_steps or self._silent_steps[rank] != steps:
             self._silent_steps[rank] = steps
             at = f": {plain_text(event.at)}" if event.at else ""
             number, since_s = self._job.first_rank + rank, event.time_s - event.since_s
-            self._print([f"[rank {number} has done no step for {since_s:.0f} s, and others wait{at}]"])
+            why = f"nor has any other; it is in {event.waits_in}" if event.waits_in else "and others wait"
+            self._print([f"[rank {number} has done no step for {since_s:.0f} s, {why}{at}]"])
 
     def _print_progress(self, now_s: float) -> None:
         described = self._describe(now_s)

@@ -77,6 +77,12 @@ def test_pulled_name_has_to_be_one_that_the_cell_knows() -> None:
     cell.parse("from math import *", "In[1]").refuse_unknown(["pi"], [])
 
 
+def test_final_async_def_is_refused_since_no_rank_would_run_it() -> None:
+    with pytest.raises(CellError, match=r"asyncio.run\(train\(...\)\)"):
+        cell.parse("import asyncio\nasync def train(): pass", "In[1]").refuse_async_end()
+    cell.parse("async def train(): pass\nasyncio.run(train())", "In[1]").refuse_async_end()
+
+
 def test_final_def_is_what_is_called() -> None:
     assert cell.parse("x = 1\ndef train(): pass", "In[1]").calls == "train"
     assert cell.parse("def train(): pass\ntrain()", "In[1]").calls == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -76,6 +77,21 @@ def test_settings_of_sharding_can_be_lists_and_processes_can_stay_for_ever() -> 
 def test_what_is_no_function_is_refused() -> None:
     with pytest.raises(ConfigError, match="the function itself"):
         notebook_launcher(train())  # type: ignore[func-returns-value, arg-type]  # the mistake that people make
+
+
+async def train_in_a_loop() -> None:
+    """Stand for a training function that a notebook's author would await."""
+
+
+def train_in_turns() -> Iterator[float]:
+    yield 0.5
+
+
+@pytest.mark.parametrize(("function", "fix"), [(train_in_a_loop, "asyncio.run"), (train_in_turns, "return the values")])
+def test_function_of_which_a_call_runs_nothing_is_refused(function: Callable[[], Any], fix: str) -> None:
+    with pytest.raises(ConfigError, match="a call alone runs nothing of it") as caught:
+        notebook_launcher(function, num_processes=2, use_cpu=True)
+    assert fix in caught.value.fix
 
 
 @pytest.mark.parametrize("args", ["no", 42])

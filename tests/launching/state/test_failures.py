@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import resource
 import signal
+from collections.abc import Callable
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
 from notebook_accel.errors import RankFailedError
 from notebook_accel.launching.state import failures
@@ -135,6 +138,25 @@ def test_loader_worker_that_was_killed_is_explained_where_memory_was_short(end: 
 def test_debugger_that_nobody_can_answer_is_explained() -> None:
     failed = Failed(kind="BdbQuit", message="", traceback="")
     assert "--start_method inline" in failures.explain_exception(failed, None, {})[1]
+
+
+@pytest.mark.parametrize(
+    ("use", "advice"),
+    [
+        (lambda: torch.ones(1).cuda(), "accelerator.device"),
+        (lambda: torch.cuda.set_device(0), "accelerator.device"),
+        (lambda: torch.cuda.synchronize(), "accelerator.device"),
+        (lambda: torch.distributed.init_process_group("nccl", rank=0, world_size=1, store=HashStore()), "gloo"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a GPU here, so nothing fails")
+@pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
+def test_program_for_a_gpu_gets_advice_on_the_cpu(use: Callable[[], object], advice: str) -> None:
+    with pytest.raises((AssertionError, AttributeError, RuntimeError, ValueError)) as caught:
+        use()
+    failed = Failed(kind=type(caught.value).__name__, message=str(caught.value), traceback="")
+    why, fix = failures.explain_exception(failed, None, {})
+    assert "no GPU" in why and advice in fix
 
 
 def test_device_memory_of_every_rank_that_has_said_it() -> None:

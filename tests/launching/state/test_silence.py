@@ -80,6 +80,12 @@ def test_rank_that_was_judged_before_it_had_nothing_to_do_is_not_marked_after_th
     assert [rank.silent is not None for rank in made.state.ranks] == [False, True]
 
 
+def test_forward_pass_waits_for_ranks_as_long_as_it_has_not_called_the_model() -> None:
+    ddp = ("nn/parallel/distributed.py", "forward")
+    assert stack(0, 20, ddp, ("nn/parallel/distributed.py", "_pre_forward")).waits_in == "forward"
+    assert stack(0, 20, ddp, ("nn/modules/linear.py", "forward")).waits_in == ""
+
+
 def test_dump_is_read_with_the_names_that_the_notebook_has() -> None:
     read = in_barrier(1)
     assert read.user_line == "In[7], line 20 in train"

@@ -153,6 +153,20 @@ def test_rank_that_keeps_the_others_waiting_is_said_once(job: Job) -> None:
     assert out.getvalue() == ("[rank 1 has done no step for 20 s, and others wait: In[7], line 12 in evaluate]\n")
 
 
+def test_ranks_that_all_wait_are_said_once_each(job: Job) -> None:
+    out = io.StringIO()
+    lines = view.LinesView(job, out)
+    for now_s in (30.0, 45.0):
+        job.deliver(0, events.Silent(time_s=now_s, since_s=10.0, at="In[7], line 9 in train", waits_in="barrier"))
+        job.deliver(1, events.Silent(time_s=now_s, since_s=10.0, at="In[7], line 7 in train", waits_in="backward"))
+    lines.refresh()
+    why = "nor has any other; it is in"
+    assert out.getvalue().splitlines() == [
+        f"[rank 0 has done no step for 20 s, {why} barrier: In[7], line 9 in train]",
+        f"[rank 1 has done no step for 20 s, {why} backward: In[7], line 7 in train]",
+    ]
+
+
 def test_unchanged_progress_is_not_printed_again(job: Job) -> None:
     out = io.StringIO()
     lines = view.LinesView(job, out, period_s=0.0)
