@@ -279,6 +279,7 @@ def _patch_callbacks(module: types.ModuleType, bars: OpenBars) -> None:
         return on_log(self, args, state, control, logs)
 
     def begin(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        bars.remove_epochs_of_trainer()  # of a try whose batch was too large
         begun = on_train_begin(self, args, state, control, **kwargs)
         if args.max_steps <= 0 and args.num_train_epochs % 1 == 0 and loops.length_of(self.train_dataloader):
             for callback in self.callbacks:
