@@ -280,3 +280,26 @@ def test_a_cell_in_which_one_rank_ends_early(tmp_path: pathlib.Path) -> None:
     assert "rank 0: reduce at In[2], line 5" in outcome.traceback
     assert "rank 1: has ended" in outcome.traceback
     assert ".py" not in outcome.traceback
+
+
+_PREPARED_IN_THE_NOTEBOOK = """
+from notebook_accel import Accelerator
+import torch
+model = torch.nn.Linear(1, 1)
+loader = torch.utils.data.DataLoader(torch.ones(8, 1))
+model, optimizer, loader = Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters()), loader)
+"""
+
+
+def test_cell_with_objects_that_only_the_notebook_has_prepared_is_warned_of(tmp_path: pathlib.Path) -> None:
+    said = "Warning: `loader`, `optimizer`: prepared in the notebook, and sent as before that."
+    with kernels.running(tmp_path) as kernel:
+        for code in ("%load_ext notebook_accel", _PREPARED_IN_THE_NOTEBOOK):
+            assert kernel.run(code, 60).status == "ok"
+        for cell, is_warned in (
+            ("from notebook_accel import Accelerator\nAccelerator().prepare(loader, optimizer)\nNone", False),
+            ("for [x] in loader:\n    model(x).backward()\n    optimizer.step()", True),
+        ):
+            outcome = kernel.run(f"%%distributed --num_processes 2 --use_cpu --view lines\n{cell}", 60)
+            assert outcome.status == "ok", outcome.traceback
+            assert (said in outcome.stderr) == is_warned, outcome.stderr

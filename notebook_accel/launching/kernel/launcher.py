@@ -90,6 +90,8 @@ def launch_cell(
     cell.refuse_async_end()
     cell.refuse_unknown(pull, push)
     names = cell.captured(namespace, push)
+    if config.num_processes != 1:
+        preflight.warn(preflight.check_prepared(names, cell.source))
     roots = {run_payload.variable_label(name): value for name, value in names.items()}
     roots |= {f"argument {index}": value for index, value in enumerate(args)}
     spec = JobSpec(

@@ -380,6 +380,30 @@ def _is_harmless(thread: threading.Thread) -> bool:
     return thread is threading.main_thread() or package in _HARMLESS or isinstance(thread, threading._DummyThread)
 
 
+def check_prepared(variables: Mapping[str, Any], source: str) -> tuple[Finding, ...]:
+    """Return a warning about optimizers and loaders that the notebook has prepared, and the cell doesn't prepare."""
+    prepared = [name for name, value in variables.items() if _is_prepared(value)]
+    if not prepared or "prepare" in source:
+        return ()
+    names = ", ".join(f"`{name}`" for name in prepared)
+    return (
+        Finding(
+            f"{names}: prepared in the notebook, and sent as before that.",
+            "The cell prepares nothing, so each rank would train by itself on all of the data.",
+            "call accelerator.prepare in the cell",
+            refuses=False,
+        ),
+    )
+
+
+def _is_prepared(value: object) -> bool:
+    return any(
+        kind.__name__ in ("AcceleratedOptimizer", "DataLoaderShard")
+        and kind.__module__.startswith("notebook_accel.training.")
+        for kind in type(value).__mro__
+    )
+
+
 def check_logout() -> tuple[Finding, ...]:
     """Return a warning if systemd ends a detached run of this process with the user's login, or with a service."""
     if (end := login_session.end_of_runs()) is None:
