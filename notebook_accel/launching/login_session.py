@@ -48,12 +48,12 @@ def end_of_runs() -> tuple[str, str] | None:
         ``None`` if it doesn't.
     """
     group = _group("self")
-    is_of_login, service, lingers = _is_of_login(group), _SERVICE.search(group), _lingers()
-    if lingers and not ((is_of_login or service) and not _reaches_manager()):
+    lingers = _lingers()
+    if lingers and (_reaches_manager() or not _may_end(group)):
         return None
-    if service:
+    if service := _SERVICE.search(group):
         when = f"when the service {service[1]} is stopped"
-    elif "/user.slice/" in group and (not is_of_login or _kills_user_processes()):
+    elif "/user.slice/" in group and (not _is_of_login(group) or _kills_user_processes()):
         when = "when you log out of this machine"
     else:
         return None
