@@ -68,6 +68,7 @@ def test_rank_that_the_others_wait_for(
     assert said.place == f"{slow_programs.__file__}, line {slow_programs.line_of(mark)}"
 
 
+@pytest.mark.parametrize("is_prepared", [_PREPARED[0], pytest.param(True, marks=_QUIET, id="prepared")])
 @pytest.mark.parametrize(
     ("cause", "program", "mark"),
     [
@@ -83,8 +84,10 @@ def test_rank_that_the_others_wait_for(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_planted_cause(verdict: Callable[..., Verdict], cause: str, program: Callable[[bool], None], mark: str) -> None:
-    said = verdict(cause, program)
+def test_planted_cause(
+    verdict: Callable[..., Verdict], cause: str, program: Callable[[bool], None], mark: str, is_prepared: bool
+) -> None:
+    said = verdict(cause, program, is_prepared)
     if mark:
         assert said.place == f"{slow_programs.__file__}, line {slow_programs.line_of(mark)}"
 
