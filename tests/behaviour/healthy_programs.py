@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 import notebook_accel
 
 _BATCH = 256
-_WIDTH = 512
 
 
 def digits() -> TensorDataset:
@@ -33,10 +32,10 @@ def digits() -> TensorDataset:
     return TensorDataset(images, torch.tensor(labels).repeat(8))
 
 
-def dense(depth: int = 12, width: int = _WIDTH) -> nn.Sequential:
+def dense() -> nn.Sequential:
     """A narrow layer, and layers of shared weights: much to compute, few gradients to exchange."""
-    shared = nn.Linear(width, width)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), *[shared, nn.ReLU()] * depth, nn.Linear(width, 10))
+    shared = nn.Linear(512, 512)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 512), *[shared, nn.ReLU()] * 12, nn.Linear(512, 10))
 
 
 def convolutions() -> nn.Sequential:
@@ -66,10 +65,6 @@ class Rows(nn.Module):
         return logits
 
 
-def loader_of(data: TensorDataset, **options: Any) -> DataLoader[Any]:
-    return DataLoader(data, batch_size=_BATCH, sampler=DistributedSampler(data), drop_last=True, **options)
-
-
 class Plain:
     """A loop as PyTorch's documentation has it, with DistributedDataParallel."""
 
@@ -78,11 +73,11 @@ class Plain:
         self.module = model
         self.model = DistributedDataParallel(model)
         self.optimizer = optimizer(model.parameters(), lr=1e-3)
-        self.loader = loader_of(digits(), **loader)
+        data = digits()
+        self.loader = DataLoader(data, _BATCH, sampler=DistributedSampler(data), drop_last=True, **loader)
 
-    def epochs(self, **accumulation: int) -> Iterator[int]:
-        """Train, and yield after each step its number within the epoch."""
-        window = accumulation.get("window", 1)
+    def epochs(self, window: int = 1) -> Iterator[int]:
+        """Train, and yield after each batch its number within the epoch. The optimizer steps once a window."""
         while True:
             for step, (x, y) in enumerate(self.loader):
                 F.cross_entropy(self.model(x), y).backward()
@@ -92,7 +87,7 @@ class Plain:
                 yield step
 
 
-def run(steps: Iterator[int]) -> None:
+def run(steps: Iterator[Any]) -> None:
     for _ in steps:
         pass
 
@@ -207,13 +202,11 @@ def prepared(model: nn.Module, data: Any = None, **options: Any) -> Iterator[Any
 
 
 def prepares() -> None:
-    for _ in prepared(dense()):
-        pass
+    run(prepared(dense()))
 
 
 def prepares_and_accumulates() -> None:
-    for _ in prepared(dense(), gradient_accumulation_steps=4):
-        pass
+    run(prepared(dense(), gradient_accumulation_steps=4))
 
 
 def prepares_and_gathers() -> None:
@@ -223,8 +216,7 @@ def prepares_and_gathers() -> None:
 
 
 def prepares_for_bf16() -> None:
-    for _ in prepared(dense(), mixed_precision="bf16"):
-        pass
+    run(prepared(dense(), mixed_precision="bf16"))
 
 
 class _Stream(IterableDataset[Any]):
@@ -239,13 +231,11 @@ class _Stream(IterableDataset[Any]):
 def prepares_a_stream() -> None:
     """Each rank reads the stream and takes its part."""
     each = notebook_accel.utils.DataLoaderConfiguration(dispatch_batches=False)
-    for _ in prepared(dense(), DataLoader(_Stream(), batch_size=None), dataloader_config=each):
-        pass
+    run(prepared(dense(), DataLoader(_Stream(), batch_size=None), dataloader_config=each))
 
 
 def shards() -> None:
-    for _ in prepared(dense(), fsdp_plugin=notebook_accel.FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap")):
-        pass
+    run(prepared(dense(), fsdp_plugin=notebook_accel.FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap")))
 
 
 PROGRAMS: tuple[Callable[[], None], ...] = (

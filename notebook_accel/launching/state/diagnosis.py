@@ -159,7 +159,7 @@ def diagnose(state: RunState) -> Diagnosis:
     in_run = [_Rank(rank.state, times) for rank in measured if (times := rank.state.step_history.total) is not None]
     run_s = max(rank.wall_s for rank in in_run)
     whole = _costliest(_Run(in_run))
-    found = _recurring(measured, in_run)
+    found = _recurring(measured, in_run, whole)
     if "compilation" in whole and all(verdict.cause != "compilation" for verdict in found):
         found.append(whole["compilation"])  # it is over, and has cost much
     costs = [each.share * run_s for each in whole.values() if found and each.is_same(found[0])]
@@ -197,23 +197,24 @@ def _dated(verdict: Verdict, moments: Sequence[Moment]) -> Verdict:
     return dataclasses.replace(verdict, what=f"{verdict.what} It has been so since about step {since.first_step:,}.")
 
 
-def _recurring(ranks: Sequence[_Rank], in_run: Sequence[_Rank]) -> list[Verdict]:
+def _recurring(ranks: Sequence[_Rank], in_run: Sequence[_Rank], whole: Mapping[str, Verdict]) -> list[Verdict]:
     """Return the verdicts on the last steps, the costliest first, without those on a single pause.
 
     Args:
         ranks: The ranks with the times of their last steps.
         in_run: The ranks with the times of the whole run.
+        whole: The verdicts on the whole run by their causes.
     """
     found, is_one_late = _costliest(_Run(ranks)), True
     if "straggler" in found and not _is_always_late(found["straggler"], ranks):
         is_one_late = False
-        found = _costliest(_Run(ranks), is_one_late)
+        found, whole = _costliest(_Run(ranks), is_one_late), _costliest(_Run(in_run), is_one_late)
     if not found:
         return []
     steady = [
         _Rank(rank.state, times) for rank in ranks if (times := rank.state.step_history.without_longest) is not None
     ]
-    causes = set(_costliest(_Run(in_run), is_one_late))
+    causes = set(whole)
     if len(steady) == len(ranks):
         causes.update(_costliest(_Run(steady), is_one_late))
     return [verdict for cause, verdict in found.items() if cause in causes]

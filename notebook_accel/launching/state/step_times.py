@@ -54,10 +54,8 @@ class StepHistory:
     def halves(self) -> tuple[events.StepTimes, events.StepTimes] | None:
         """The earlier and the later half of the last steps, ``None`` if they are one event."""
         kept = list(self._kept)
-        if len(kept) < 2:
-            return None
-        first, second = kept[: len(kept) // 2], kept[len(kept) // 2 :]
-        return first[0].followed_by(*first[1:]), second[0].followed_by(*second[1:])
+        earlier, later = _merged(kept[: len(kept) // 2]), _merged(kept[len(kept) // 2 :])
+        return None if earlier is None or later is None else (earlier, later)
 
     def add(self, event: events.StepTimes) -> None:
         """Add the steps of an event."""
