@@ -140,7 +140,7 @@ def main() -> None:
     """Print the ratios of each rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=41, help="paired blocks of steps")
-    parser.add_argument("--saves", type=int, default=9, help="paired saves")
+    parser.add_argument("--saves", type=int, default=25, help="paired saves")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = notebook_launcher(

@@ -14,15 +14,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.formatting import format_count, format_duration, format_milliseconds, format_size
-from notebook_accel.launching.state.phases import Moment, Phases, mean_of, over_time, shown_ranks, split_waiting
+from notebook_accel.launching.state.phases import (
+    Moment,
+    Phases,
+    mean_of,
+    over_time,
+    shown_ranks,
+    split_waiting,
+    steps_between,
+)
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 
 _WORTH = 0.1  # least share of the time for a verdict
 _FEWEST_STEPS, _SHORTEST_S = 10, 2.0  # that are measured of a rank before it is judged
-_STEADY_S = 8.0  # in which a rank was late, unless the others wait for it at least _PLAIN of the time
-_PLAIN = 0.3
+_PLAIN = 0.3  # share of the time that the others wait for a rank whose lateness is judged by the last steps alone
+_EARLIER_MS = (30_000, 10_000)  # begin and end, before now, of an interval in which any other rank was late, too
 _LONGEST_LEAD_S = 8.0  # measured of one rank before it is judged without those that have fewer steps
 _FEWEST_SAMPLES = 20  # of a rank's main thread, for shares of its lines
 _COMPUTING = ("forward", "backward", "optimizer")
@@ -223,18 +231,30 @@ def _recurring(ranks: Sequence[_Rank], in_run: Sequence[_Rank], whole: Mapping[s
 def _is_always_late(straggler: Verdict, ranks: Sequence[_Rank]) -> bool:
     """Return whether a rank was late in the earlier and the later half of the last steps.
 
-    Where other programs use the cores, now one rank is a little late and now another one, for some seconds each.
+    Where other programs use the cores, now one rank is a little late and now another one, for some ten seconds each.
     """
-    if straggler.share < _PLAIN and any(rank.wall_s < _STEADY_S for rank in ranks):
+    if straggler.share < _PLAIN and not _was_late_before(straggler, ranks):
         return False
     halves = [rank.state.step_history.halves for rank in ranks]
     if None in halves:  # of a long run that was detached, events of many seconds each are left
-        return all(rank.wall_s >= _STEADY_S for rank in ranks)
+        return _was_late_before(straggler, ranks)
     for half in zip(*halves, strict=True):
         found = _straggler(_Run([_Rank(rank.state, times) for rank, times in zip(ranks, half, strict=True)]))
         if found is None or found.ranks != straggler.ranks or found.share < _WORTH:
             return False
     return True
+
+
+def _was_late_before(straggler: Verdict, ranks: Sequence[_Rank]) -> bool:
+    """Return whether the others waited for a rank before the last steps, too."""
+    points = {rank.number: rank.state.step_history.sums.points for rank in ranks}
+    now_ms = max(of_rank[-1][0] for of_rank in points.values())
+    steps = steps_between(points, *(now_ms - earlier_ms for earlier_ms in _EARLIER_MS))
+    if len(steps) < len(ranks):
+        return False
+    late_s = steps.pop(straggler.ranks[0])[events.WAITING]
+    others = mean_of(steps.values()) or {}
+    return max(_WORTH * sum(others.values()), 2 * late_s) <= others[events.WAITING]
 
 
 def _costliest(run: _Run, is_one_late: bool = True) -> dict[str, Verdict]:

@@ -71,6 +71,19 @@ def shown_ranks(steps: Mapping[int, Phases]) -> list[int]:
     return [min(steps, key=lambda rank: steps[rank].get(WAITING, 0.0))]
 
 
+def steps_between(sums: Mapping[int, list[tuple[int, Sums]]], begin_ms: int, end_ms: int) -> dict[int, Phases]:
+    """Return the phases of a step in an interval, for each rank that was measured from its begin on.
+
+    Args:
+        sums: For each rank the points of ``StepHistory.sums``.
+        begin_ms: The begin of the interval, by the clock of the points.
+        end_ms: Its end.
+    """
+    measured = {rank: points for rank, points in sums.items() if points and points[0][0] <= begin_ms}
+    found = {rank: _of_a_step(*_interpolated(points, (begin_ms, end_ms))) for rank, points in measured.items()}
+    return split_waiting({rank: phases for rank, phases in found.items() if phases is not None})
+
+
 def over_time(sums: Mapping[int, list[tuple[int, Sums]]], shown: Collection[int]) -> tuple[Moment, ...]:
     """Return the phases of steps over the time of a run, in equal intervals; empty for the first few seconds.
 

@@ -169,6 +169,22 @@ def test_rank_is_late_if_it_was_in_both_halves_of_the_last_steps(late: tuple[int
     assert [verdict.cause for verdict in diagnose(late_in(*late)).verdicts] == causes
 
 
+@pytest.mark.parametrize(
+    ("seconds", "late_from", "late_ms", "causes"),
+    [(45, 0, 12.0, ["straggler"]), (20, 0, 12.0, []), (45, 33, 12.0, []), (20, 0, 40.0, ["straggler"])],
+)
+def test_rank_that_is_a_little_late_must_have_been_so_for_half_a_minute(
+    seconds: int, late_from: int, late_ms: float, causes: list[str]
+) -> None:
+    state = RunState(2)
+    for second in range(seconds):
+        more_ms = late_ms * (second >= late_from)
+        for number, changes in enumerate(({"communication": 2.0 + more_ms}, {"forward": 14.0 + more_ms})):
+            state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
+            state.apply(number, step_times(time_s=float(second), **healthy(**changes)))
+    assert [verdict.cause for verdict in diagnose(state).verdicts] == causes
+
+
 def test_rank_that_is_late_now_and_then_since_it_waits_for_a_core_does_wait() -> None:
     [verdict] = diagnose(late_in(4, 5, queued_s=0.5)).verdicts
     assert (verdict.cause, verdict.ranks) == ("busy cores", (1,))
