@@ -67,7 +67,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         return run(parsed)
     except NotebookAccelError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write("\n".join(filter(None, [str(error), error.documentation])) + "\n")
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("\nInterrupted.\n")

@@ -25,7 +25,9 @@ errors travel from ranks to the notebook.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import signal
 from typing import Any
 
@@ -73,9 +75,20 @@ class NotebookAccelError(Exception):
     def __str__(self) -> str:
         return "\n".join(part for part in (self.what, self.why, self.fix and f"Fix: {self.fix}") if part)
 
+    @property
+    def documentation(self) -> str:
+        """A line with the address of this error's section in the documentation.
+
+        Empty unless the installed package has a project URL named ``Documentation``, which a published one has.
+        """
+        address = _documentation_address()
+        known = next((kind.__name__ for kind in type(self).__mro__ if kind.__name__ in __all__), "")
+        return f"More: {address}/errors.html#{known.lower()}" if address and known else ""
+
     def _render_traceback_(self) -> list[str]:
         """Return the error for IPython, without a traceback: all of the kernel's frames are ours."""
-        text = "\n".join(filter(None, [f"{type(self).__name__}: {self}", self._advice_in_notebook()]))
+        parts = [f"{type(self).__name__}: {self}", self._advice_in_notebook(), self.documentation]
+        text = "\n".join(filter(None, parts))
         return [coloured(text) if wants_colours() else text]
 
     def _advice_in_notebook(self) -> str:
@@ -85,6 +98,19 @@ class NotebookAccelError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # The constructors differ, so rebuild from the attributes instead of calling them.
         return _rebuild, (type(self), self.args, self.__dict__)
+
+
+@functools.cache
+def _documentation_address() -> str:
+    """Return the address of the documentation that the installed package names, or an empty string."""
+    import importlib.metadata  # a slow import
+
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for url in importlib.metadata.metadata("notebook-accel").get_all("Project-URL") or []:
+            label, _, address = url.partition(",")
+            if label.strip().lower() == "documentation":
+                return str(address.strip().rstrip("/"))
+    return ""
 
 
 def _rebuild(kind: type[NotebookAccelError], args: tuple[Any, ...], attributes: dict[str, Any]) -> NotebookAccelError:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
+import pathlib
 import pickle
 import signal
+import subprocess
+import sys
 
 import cloudpickle
 import pytest
@@ -117,6 +121,31 @@ def test_failed_rank_shows_traceback_output_and_the_others() -> None:
     for part in ("Rank 1 of 2", 'File "In[3]", line 2', "epoch 1\n  epoch 2", "rank 0: stopped"):
         assert part in shown
     assert _FAILED._render_traceback_() == [f"RankFailedError: {shown}"]
+
+
+@pytest.mark.parametrize("url", ["", "Project-URL: Documentation, https://docs.example/en/latest/\n"])
+def test_error_gives_the_address_of_its_section_where_the_package_names_its_documentation(
+    tmp_path: pathlib.Path, url: str
+) -> None:
+    folder = tmp_path / "notebook_accel-1.0.dist-info"
+    folder.mkdir()
+    folder.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: notebook-accel\nVersion: 1.0\n{url}")
+    code = "from notebook_accel import errors; print(errors.ConfigError('Wrong.')._render_traceback_()[0])"
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(errors.__file__).parents[1])}
+    launch = ["-m", "notebook_accel", "launch", "missing.py"]
+    for command, what in ((["-c", code], "ConfigError: Wrong."), (launch, "There is no file 'missing.py'")):
+        ended = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        said = ended.stdout + ended.stderr
+        assert what in said
+        assert ("More: https://docs.example/en/latest/errors.html#configerror\n" in said) == bool(url)
 
 
 @pytest.mark.parametrize(("end", "text"), [
