@@ -124,13 +124,17 @@ def large_gradients(is_prepared: bool) -> None:
 
 
 class Lengths(Dataset[Any]):
-    """Sequences that are long on one rank and short on the other, in turns."""
+    """Sequences that are long on one rank and short on the other, in turns, whichever samples a rank gets."""
+
+    def __init__(self) -> None:
+        self.taken = 0
 
     def __len__(self) -> int:
         return 4096
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.ones(1 if (index // 8 + rank()) % 2 else 100, 16), index % 4
+        batch, self.taken = self.taken // 8, self.taken + 1
+        return torch.ones(1 if (batch + rank()) % 2 else 100, 16), index % 4
 
 
 class ByLength(Model):
