@@ -417,12 +417,15 @@ def _rate(steps_per_s: float | None) -> str:
 
 
 def _in_digits(value: float | None) -> str:
-    """Format a metric. Counts are exact, and large readable numbers get no exponent."""
+    """Format a metric in about 8 characters. Counts are exact, and large readable numbers get no exponent."""
     if value is None:
         return _UNKNOWN
     if value.is_integer() and abs(value) < _LARGEST_COUNT:
         return f"{int(value):,}"
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.4g}"
+    if 1e3 <= abs(value) < 1e6:
+        return f"{value:,.0f}"
+    text = f"{value:.4g}"
+    return f"{value:.2g}" if "e" in text else text
 
 
 def _percent(value: float | None) -> str:

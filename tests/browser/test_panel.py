@@ -282,9 +282,12 @@ def test_last_output_stays_readable_beside_the_time_of_a_step(page: Page, width:
     steps = {rank: {"data": 0.8e-3, "forward": 5e-3, "backward": 9e-3} for rank in range(8)}
     for rank in range(8):
         run.apply(rank, events.Output(text="epoch 3: accuracy 0.9123, loss 0.2311"))
+        run.apply(rank, events.Metrics(step=60, time_s=5.0, values={"loss": 6.1034e-5}))
     table = f'<div class="nba-panel"><style>{STYLE}</style>{render.table_html(run.state, 6.0, steps)}</div>'
     page.set_content(f'<body style="margin: 0; width: {width}px">{table}</body>')
     assert page.locator("td.nba-last").first.evaluate("cell => cell.clientWidth") >= 110
+    loss = page.locator("td.nba-metric").first  # whose exponent mustn't be cut off
+    assert loss.evaluate("cell => [cell.innerText, cell.scrollWidth - cell.clientWidth]") == ["6.1e-05", 0]
 
 
 def test_memory_and_the_last_sign_of_life_stay_visible_in_a_narrow_panel(page: Page) -> None:
