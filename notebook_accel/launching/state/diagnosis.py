@@ -622,6 +622,11 @@ def _communication(run: _Run) -> Verdict | None:
             fix = "For so little the connection is slow, or other programs use the cores: look at them first."
         return Verdict("communication", share, what, fix, run.numbers)
     place, text = least.line(*_SPLIT, activity="communication")
+    memory = least.state.model_memory
+    if memory is not None and memory.is_sharded and (place, text) == least.line("forward", activity="communication"):
+        what = f"The collectives of a sharded model take {_percent(share)} of the time{_at(place, text)}."
+        fix = "Try a larger batch, or `reshard_after_forward=False`: FSDP then gathers less often, in more memory."
+        return Verdict("communication", share, what, fix, run.numbers, place)
     what = f"Collectives take {_percent(share)} of the time{_at(place, text)}."
     return Verdict("communication", share, what, "Communicate less often, or less.", run.numbers, place)
 

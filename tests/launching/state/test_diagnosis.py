@@ -114,6 +114,17 @@ def test_collectives_of_the_users_own_are_named() -> None:
     assert "`dist.barrier()`" in verdict.what  # these collectives take longer than the gradients
 
 
+@pytest.mark.parametrize(("phase", "is_sharded"), [("forward", True), ("forward", False), ("other", True)])
+def test_collectives_of_a_sharded_model_are_told_from_the_users_own(phase: str, is_sharded: bool) -> None:
+    state = run(*[healthy(communication=60.0, lines=(line(phase, activity="communication", text="model(x)"),))] * 2)
+    for number in range(2):
+        held = 500 if is_sharded else 1000
+        state.apply(number, events.ModelMemory(parameters=1000, held_parameters=held, parameter_bytes=4 * held))
+    [verdict] = diagnose(state).verdicts
+    assert (verdict.cause, verdict.place) == ("communication", "In[4], line 12")
+    assert ("`reshard_after_forward=False`" in verdict.fix) == (is_sharded and phase == "forward")
+
+
 @pytest.mark.parametrize("phase", ["evaluation", "other"])
 def test_collectives_of_an_evaluation_or_of_waiting_ranks_do_not_hide_slow_gradients(phase: str) -> None:
     rank = healthy(communication=25.0, gradient_bytes=440 << 20)
