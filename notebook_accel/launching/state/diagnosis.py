@@ -668,7 +668,7 @@ def _busy_cores(run: _Run) -> Verdict | None:
         fix = "No program or setting in it changes that. Use a machine with cores of its own."
         return Verdict("busy cores", rank.queued_share, what, fix, (rank.number,))
     cores = format_count(rank.times.cores, "core")
-    what = f"{waits}: more threads or programs than this machine's {cores} can run are busy."
+    what = f"{waits}: more threads or programs are busy than the {cores} here can run."
     fix = "End other programs, or use fewer ranks, workers or threads."
     if rank.times.threads > 1 and not run.is_on_device:  # they wait for each other in busy loops
         fix += ' Or set os.environ["OMP_WAIT_POLICY"] = "PASSIVE" before the launch.'
