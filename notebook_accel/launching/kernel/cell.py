@@ -36,6 +36,7 @@ class Cell:
         uses: Names that the cell reads before it assigns them, so that they must come from the notebook.
         calls: The name of the function that the cell's last statement defines; empty if that is no definition.
         assigns: Names that the cell may assign; ``None`` if they aren't known, as after ``from x import *``.
+        tree: The parsed source.
     """
 
     source: str
@@ -43,6 +44,7 @@ class Cell:
     uses: tuple[str, ...]
     calls: str
     assigns: frozenset[str] | None
+    tree: ast.Module = dataclasses.field(repr=False)
 
     def captured(self, namespace: Mapping[str, Any], push: Sequence[str] = ()) -> dict[str, Any]:
         """Return the notebook's variables to send: those that the cell uses, and those of ``push``.
@@ -66,7 +68,7 @@ class Cell:
 
     def submodules(self, names: Mapping[str, Any]) -> tuple[str, ...]:
         """Return modules that the cell uses as attributes of captured modules: ``import a.b`` binds only ``a``."""
-        tokens = {node.attr for node in ast.walk(ast.parse(self.source)) if isinstance(node, ast.Attribute)}
+        tokens = {node.attr for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
         packages = {value.__name__ for value in names.values() if isinstance(value, types.ModuleType)}
         return tuple(
             full
@@ -77,7 +79,7 @@ class Cell:
 
     def refuse_async_end(self) -> None:
         """Raise ``CellError`` if the cell ends with an ``async def``, which a rank would define and not run."""
-        last = ast.parse(self.source).body[-1]
+        last = self.tree.body[-1]
         if isinstance(last, ast.AsyncFunctionDef):
             raise CellError(
                 f"The cell ends with `async def {last.name}`, which a rank doesn't call: it runs no event loop.",
@@ -118,6 +120,7 @@ def parse(source: str, label: str) -> Cell:
         uses=tuple(name for name in dict.fromkeys(uses) if name not in OF_IPYTHON | _OF_MODULES),
         calls=last.name if isinstance(last, ast.FunctionDef) else "",
         assigns=_assigned_names(tree, label),
+        tree=tree,
     )
 
 
