@@ -36,6 +36,7 @@ _SEND_DEADLINE_S = 10.0
 _DETACH_DEADLINE_S = 30.0
 _CLOSE_DEADLINE_S = 5.0
 _LOOK_PERIOD_S = 0.5
+_NO_ANSWER = "its agent, the process that supervises the ranks, doesn't answer"
 _SAMPLES_PAUSE_S = 0.05  # so that one read takes the samples of many ranks
 
 
@@ -151,9 +152,9 @@ class AgentLink(Generic[_Receiver]):
 
     def _take(self, body: bytes) -> bool:
         """Process one encoded message, and return whether it was a sample: samples are many, and none is urgent."""
-        return self._heard(messages.decode_for_kernel(body))
+        return self._handle(messages.decode_for_kernel(body))
 
-    def _heard(self, said: messages.ToKernel) -> bool:
+    def _handle(self, said: messages.ToKernel) -> bool:
         """Process one message, and return whether it was a sample."""
         if isinstance(said, messages.Idle):  # only this machine's agent is ended then
             return False
@@ -240,9 +241,9 @@ class AgentProcess(AgentLink[RunReceiver]):
             raise
         self._answer.has_come.wait(_DETACH_DEADLINE_S)
         if not self._answer.is_detached:
-            why = self._answer.why or "its agent, the process that supervises the ranks, doesn't answer"
+            why = self._answer.said.why
             raise RunError("The run can't be detached now.", why=f"{why[0].upper()}{why[1:]}.")
-        return self._answer.sent_log_bytes
+        return self._answer.said.sent_log_bytes
 
     def tell(self, message: messages.ToAgent) -> None:
         with contextlib.suppress(LaunchError):  # an agent that has gone took its ranks with it
@@ -303,7 +304,7 @@ class AgentProcess(AgentLink[RunReceiver]):
         finally:
             self._lost()
 
-    def _heard(self, said: messages.ToKernel) -> bool:
+    def _handle(self, said: messages.ToKernel) -> bool:
         if isinstance(said, messages.Idle):
             self._is_idle(self)
         elif isinstance(said, messages.Detached):
@@ -311,7 +312,7 @@ class AgentProcess(AgentLink[RunReceiver]):
             if not said.why:
                 self._jobs.clear()
         else:
-            return super()._heard(said)
+            return super()._handle(said)
         return False
 
     def _receive(self) -> Sequence[bytes]:
@@ -329,7 +330,7 @@ class AgentProcess(AgentLink[RunReceiver]):
             self._process.wait()  # this process must reap it as long as it is the parent
         else:
             self._wait_for_its_end()
-            self._answer.resolve(None)
+            self._answer.resolve(messages.Detached(job_id="", why="its agent has gone"))
         for job in list(self._jobs.values()):
             if self._is_closing:
                 job.end("stopped")
@@ -358,16 +359,17 @@ class _Answer:
     def __init__(self, when_detached: Callable[[], None] = lambda: None) -> None:
         self._when_detached = when_detached
         self.has_come = Latch()
-        self.is_detached = False
-        self.why = ""
-        self.sent_log_bytes: list[int] = []
+        self.said = messages.Detached(job_id="", why=_NO_ANSWER)
 
-    def resolve(self, said: messages.Detached | None) -> None:
-        """Store the answer, or ``None`` if the agent has gone without one."""
+    @property
+    def is_detached(self) -> bool:
+        """True once the agent has agreed."""
+        return not self.said.why
+
+    def resolve(self, said: messages.Detached) -> None:
+        """Store the first answer."""
         if not self.has_come.is_set:
-            said = said or messages.Detached(job_id="", why="its agent has gone")
-            self.why, self.sent_log_bytes = said.why, said.sent_log_bytes
-            self.is_detached = not self.why
+            self.said = said
             if self.is_detached:
                 self._when_detached()
             self.has_come.set()

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
@@ -99,47 +99,40 @@ class Link(AgentLink[DetachedJob]):
         else:
             self._start_thread()
 
-    def replay(self, name: str) -> None:
-        """Read the unread messages of a file of the folder, after the history."""
-        self._hear_history()
+    def replay(self, name: str) -> Collection[int]:
+        """Process the unread messages of a file of the folder, after the history. Return the numbers of all in it."""
+        self._take_history()
         self._known = self._seen
-        self._hear(self._folder.open(name))
+        return self._take_file(self._folder.open(name))
 
     def replay_to_its_end(self) -> None:
-        """Read all messages of a run whose agent has gone, and end the job if the run was lost."""
-        seen = self._seen
-        self.replay(JOURNAL)
+        """Process all messages of a run whose agent has gone, and end the job if the run was lost."""
+        written = self.replay(JOURNAL)
         if not self._is_over:
-            written = self._numbered(JOURNAL).keys()
             # The journal may lack some of the latest messages, and have later ones.
             with contextlib.suppress(FileNotFoundError):
-                for number, body in self._numbered(LATEST).items():
-                    if number > seen and number not in written:
-                        self._take(body)
+                self._take_file(self._folder.open(LATEST), but=written)
         self._end_if_lost()
 
-    def _numbered(self, name: str) -> dict[int, bytes]:
-        """Return the messages in a file of the folder by number."""
-        descriptor = self._folder.open(name)
-        try:
-            return dict(journal.read(descriptor))
-        finally:
-            os.close(descriptor)
-
-    def _hear_history(self) -> None:
-        """Read the history of a run that was detached while it went on: its events before the journal."""
+    def _take_history(self) -> None:
+        """Process the history of a run that was detached while it went on: its events before the journal."""
         with contextlib.suppress(FileNotFoundError):
             if not self._seen:
-                self._hear(self._folder.open(HISTORY))
+                self._take_file(self._folder.open(HISTORY))
 
-    def _hear(self, descriptor: int, size_bytes: int | None = None) -> None:
-        """Read the unread messages in a file of the folder, up to ``size_bytes``, and close it."""
+    def _take_file(self, descriptor: int, size_bytes: int | None = None, but: Collection[int] = ()) -> Collection[int]:
+        """Process the unread messages in a file of the folder, up to ``size_bytes``, and close it.
+
+        Leaves out the numbers ``but``. Returns the numbers of all messages in the file.
+        """
         self._job.is_live = False
         try:
-            for body in self._unknown(journal.read(descriptor, size_bytes)):
-                self._take(body)
+            found = list(journal.read(descriptor, size_bytes))
         finally:
             os.close(descriptor)
+        for body in self._unknown((number, body) for number, body in found if number not in but):
+            self._take(body)
+        return {number for number, _ in found}
 
     def tell(self, message: messages.Order) -> None:
         """Send an order on a separate connection, which works even if the followed connection is broken."""
@@ -171,10 +164,10 @@ class Link(AgentLink[DetachedJob]):
             return super()._take(body)
         return False
 
-    def _heard(self, said: messages.ToKernel) -> bool:
+    def _handle(self, said: messages.ToKernel) -> bool:
         if isinstance(said, messages.RunEnded):
             self._job.ended_by = self._job.ended_by or said.by
-        return super()._heard(said)
+        return super()._handle(said)
 
     # Following -------------------------------------------------------------------------------------------------------
 
@@ -226,10 +219,10 @@ class Link(AgentLink[DetachedJob]):
         """
         self._connection = connection
         frames = _introduce(connection, agent_pid, _START_DEADLINE_S, follows=True)
-        self._hear_history()
+        self._take_history()
         self._known = self._seen
         [descriptor] = frames[0].descriptors
-        self._hear(descriptor, messages.decode_attached(frames[0].body).size_bytes)
+        self._take_file(descriptor, messages.decode_attached(frames[0].body).size_bytes)
         self._job.is_live = True
         for body in self._unknown(journal.split_number(frame.body) for frame in frames[1:]):
             self._take(body)
