@@ -92,6 +92,10 @@ class RunFolder:
         """The run's id: the folder's name."""
         return self.path.name
 
+    def is_called(self, which: str) -> bool:
+        """Return whether this is the run's name or id. Empty text means any run."""
+        return which in ("", self.facts.name, self.id)
+
     @property
     def log_folder(self) -> pathlib.Path:
         """The default folder for logs."""
@@ -358,7 +362,7 @@ def find(which: str = "") -> RunFolder:
     """
     _check_rights(root())
     known = every()
-    named = [folder for folder in known if not which or which in (folder.facts.name, folder.id)]
+    named = [folder for folder in known if folder.is_called(which)]
     going = [folder for folder in named if folder.is_held]
     if named and (which or len(going) <= 1):
         return (going or named)[-1]
