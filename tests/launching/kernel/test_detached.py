@@ -30,7 +30,7 @@ from notebook_accel.errors import (
     SupervisorLostError,
 )
 from notebook_accel.launching import journal, login_session, run_folders
-from notebook_accel.launching.kernel import detached, detached_runs, local, preflight
+from notebook_accel.launching.kernel import detached, detached_runs, local
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol import agent_messages as messages
@@ -549,7 +549,7 @@ def test_logout_that_would_end_it_is_warned_of(
     fix = f"loginctl enable-linger {user}, once, before you launch"
     if lingers:
         fix = "systemd-run --user --scope COMMAND, to start this process by the user's own systemd"
-    assert [(finding.what, finding.fix) for finding in preflight.check_logout()] == (
+    assert [(finding.what, finding.fix) for finding in login_session.check_logout()] == (
         [(f"systemd ends a detached run when {when}.", fix)] if when else []
     )
 
