@@ -17,10 +17,11 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from notebook_accel import environment
 from notebook_accel.payload import memory_files
+from notebook_accel.protocol.channel import close_all
 
 # The signals that ask a rank for its stacks: real-time signals, which no library uses. SIGUSR1 and SIGUSR2 belong to
 # the user's code, which may handle them for a cluster's scheduler. A thread of the rank answers STACKS_REQUEST as soon
@@ -97,13 +98,6 @@ def _system_call(number: int, *arguments: int | None) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
-
-
-def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors. Ignores errors, which mean lost data of a file on a network."""
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
 
 
 @functools.cache
@@ -201,15 +195,6 @@ def _members(group: int) -> tuple[list[int], list[int]]:
                 with open(f"/proc/{pid}/cmdline", "rb") as file:
                     (trackers if _TRACKER in file.read() else others).append(pid)
     return trackers, others
-
-
-def dump_file(rank: int) -> int:
-    """Create a memory file to which a rank's stacks are appended, and return its descriptor."""
-    made = memory_files.memory_file(f"notebook-accel-stacks-{rank}")
-    try:
-        return os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-    finally:
-        os.close(made)
 
 
 def arm_stacks(dump: int) -> None:

@@ -12,9 +12,9 @@ import os
 from collections.abc import Callable, Iterator
 
 from notebook_accel.launching.logs import log_file
-from notebook_accel.launching.processes import close_all
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import events
+from notebook_accel.protocol.channel import close_all
 
 _MIB = 1 << 20
 _BURST_BYTES = 4 * _MIB  # of all ranks of a run together, after a pause
@@ -40,13 +40,8 @@ def open_log(folder: str, rank: int) -> tuple[int, str]:
         why = "no folder for it could be made"
     except OSError as error:
         why = str(error.strerror)
-    in_memory = memory_files.memory_file(f"notebook-accel-log-{rank}")
-    # A second open is the only way to set O_APPEND on a memory file.
-    try:
-        descriptor = os.open(f"/proc/self/fd/{in_memory}", flags & ~(os.O_CREAT | os.O_NOFOLLOW))
-    finally:
-        os.close(in_memory)
-    return descriptor, f"[this rank has no log file ({why}): its output is kept in memory until the run ends]"
+    in_memory = memory_files.appending_file(f"notebook-accel-log-{rank}")
+    return in_memory, f"[this rank has no log file ({why}): its output is kept in memory until the run ends]"
 
 
 class Allowance:

@@ -16,10 +16,11 @@ from notebook_accel import environment
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching import logs
 from notebook_accel.launching.agent.output import Allowance, LogTail, open_log
-from notebook_accel.launching.processes import close_all, dump_file, kill_group, state
+from notebook_accel.launching.processes import kill_group, state
+from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
-from notebook_accel.protocol.channel import Connection
+from notebook_accel.protocol.channel import Connection, close_all
 
 _LOOK_PERIOD_S = 0.05
 # A rank's death breaks its peers' connections, and they may report that before the agent has noticed the death.
@@ -374,7 +375,8 @@ def open_rank(
         ours.set_blocking(False)
         log, complaint = open_log(launch.log_folder, number)
         opened.callback(os.close, log)
-        rank = Rank(number, ours, LogTail(log, Allowance(launch.world_size), say), dump_file(number))
+        dump = memory_files.appending_file(f"notebook-accel-stacks-{number}")
+        rank = Rank(number, ours, LogTail(log, Allowance(launch.world_size), say), dump)
         opened.pop_all()
     return rank, theirs, complaint
 

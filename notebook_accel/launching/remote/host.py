@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 from notebook_accel import environment
 from notebook_accel.launching import logs
 from notebook_accel.launching.kernel.agent_process import last_words, start_process
-from notebook_accel.launching.processes import close_all, resume_if_stopped
+from notebook_accel.launching.processes import resume_if_stopped
 from notebook_accel.payload import memory_files
-from notebook_accel.protocol.channel import ClosedError, Connection
+from notebook_accel.protocol.channel import ClosedError, Connection, close_all
 
 _SEND_DEADLINE_S = 10.0
 
