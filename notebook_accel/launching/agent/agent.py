@@ -295,10 +295,10 @@ class Agent:
             self._refuse(Run(launch, message.descriptors), _LEAVING)
             return
         if launch.template_pid:
-            *descriptors, line, pidfd = message.descriptors
+            *descriptors, connection, pidfd = message.descriptors
             run = Run(launch, descriptors)
             with self._ending_run_on_error(run):
-                template = self._templates.adopt(Connection.from_descriptor(line), launch.template_pid, pidfd)
+                template = self._templates.adopt(Connection.from_descriptor(connection), launch.template_pid, pidfd)
                 self._start(run, template)
                 self._templates.drop_if_unused(template)
             return

@@ -105,7 +105,7 @@ class Run:
     store: socket.socket | None = None  # the listening socket of the ranks' store, kept as long as the descriptors
     places: Sequence[messages.Place] = ()  # the ranks' places and further variables, for a part of a larger run
     restarts: int = 0  # how often the agent has restarted the ranks after a failure
-    wanted: messages.Reason = ""  # why nothing may be started again: the reason of a requested end
+    requested_end: messages.Reason = ""  # the reason of a requested end, after which nothing is started again
     detached_name: str = ""  # the name under which it was detached while it went on; else empty
     is_held: bool = False  # the run goes on even without a rank, because its elastic process may start some
     _is_interrupted_at_start: bool = False
@@ -173,7 +173,7 @@ class Run:
 
     @property
     def _restarts_left(self) -> int:
-        return 0 if self.wanted else self.launch.max_restarts - self.restarts
+        return 0 if self.requested_end else self.launch.max_restarts - self.restarts
 
     @property
     def is_to_restart(self) -> bool:
@@ -184,15 +184,15 @@ class Run:
     @property
     def is_ending_for_good(self) -> bool:
         """True if the run can't go on, or was asked to end, also by a KeyboardInterrupt in a rank."""
-        if self.wanted or self.refusal is not None or self.reason not in ("", "failed"):
+        if self.requested_end or self.refusal is not None or self.reason not in ("", "failed"):
             return True
         return any(rank.failure is not None and rank.failure.kind == "KeyboardInterrupt" for rank in self.ranks)
 
     def stop_restarting(self, reason: messages.Reason) -> None:
         """Rule out further restarts. ``reason`` replaces a failure as the reason of the end."""
-        self.wanted = self.wanted or reason
+        self.requested_end = self.requested_end or reason
         if self.launch.max_restarts and self.reason == "failed":
-            self.reason = self.wanted
+            self.reason = self.requested_end
 
     @property
     def is_over(self) -> bool:
@@ -358,7 +358,7 @@ class Run:
 
 
 def open_rank(
-    launch: messages.Launch, number: int, say: Callable[[events.Output], None]
+    launch: messages.Launch, number: int, send: Callable[[events.Output], None]
 ) -> tuple[Rank, Connection, str]:
     """Open the connection and the files that the agent and a rank share.
 
@@ -376,7 +376,7 @@ def open_rank(
         log, complaint = open_log(launch.log_folder, number)
         opened.callback(os.close, log)
         dump = memory_files.appending_file(f"notebook-accel-stacks-{number}")
-        rank = Rank(number, ours, LogTail(log, Allowance(launch.world_size), say), dump)
+        rank = Rank(number, ours, LogTail(log, Allowance(launch.world_size), send), dump)
         opened.pop_all()
     return rank, theirs, complaint
 

@@ -41,8 +41,8 @@ _SAMPLES_PAUSE_S = 0.05  # so that one read takes the samples of many ranks
 
 
 @dataclasses.dataclass(frozen=True)
-class TemplateLine:
-    """The agent's access to a template that the kernel has forked: a connection, the pid and the pidfd."""
+class ForkedTemplate:
+    """A template that the kernel has forked: the connection to it, its pid and its pidfd."""
 
     connection: Connection
     pid: int
@@ -214,12 +214,12 @@ class AgentProcess(AgentLink[RunReceiver]):
         return job.id in self._jobs
 
     def launch(
-        self, job: Job, payload: int, line: TemplateLine | None = None, elastic: ElasticOptions | None = None
+        self, job: Job, payload: int, template: ForkedTemplate | None = None, elastic: ElasticOptions | None = None
     ) -> None:
-        """Start a run, from its own template if ``line`` leads to one."""
+        """Start a run, from its own template if it has a ``template``."""
         job.send_orders_by(self.tell)
-        own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
-        message = self._launch_message(job, template_pid=0 if line is None else line.pid, elastic=elastic)
+        own_template = [] if template is None else [template.connection.fileno(), template.pidfd]
+        message = self._launch_message(job, template_pid=0 if template is None else template.pid, elastic=elastic)
         try:
             self._send(message, [payload, *job.result_files.descriptors, *own_template])
         except LaunchError:

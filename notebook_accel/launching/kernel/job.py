@@ -123,7 +123,7 @@ class Ending:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Outcome:
+class _EndReport:
     """How a run has ended, as its engine says."""
 
     reason: Reason = ""
@@ -203,7 +203,7 @@ class Job(Handle):
         self._stack_request = StackRequest(spec.world_size, spec.sources)
         self._profile_request: ProfileRequest | None = None
         self._restarts_by_node: int | None = None
-        self._outcome = _Outcome()  # set when the run ends
+        self._end_report = _EndReport()  # set when the run ends
         self._read_results: Results | None = None
         self._error: NotebookAccelError | None = None
 
@@ -219,7 +219,7 @@ class Job(Handle):
     def _end_status(self) -> Status:
         if self._is_detached:
             return "detached"
-        if self._outcome.reason in ("stopped", "interrupted", "terminated"):
+        if self._end_report.reason in ("stopped", "interrupted", "terminated"):
             return "stopped"
         return "succeeded" if self._has_all_results() else "failed"
 
@@ -517,22 +517,22 @@ class Job(Handle):
 
     def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
         """Record the end of the run, when every rank is gone. Called once, by the engine's thread."""
-        self._end(_Outcome(reason, error, elsewhere))
+        self._end(_EndReport(reason, error, elsewhere))
 
-    def _end(self, outcome: _Outcome) -> None:
-        self._outcome = outcome
+    def _end(self, report: _EndReport) -> None:
+        self._end_report = report
         self.ended_s = self._now_s()
         status, why = self._end_status(), f"by {self.ended_by}" if self.ended_by else ""
         if status == "failed":
-            why = "timeout_s has run out" if outcome.reason == "timeout" else failures.in_a_line(self.state)
-            if outcome.error is not None:
-                why = outcome.error.what
-            elif outcome.elsewhere is not None:
-                why = outcome.elsewhere.in_a_line
+            why = "timeout_s has run out" if report.reason == "timeout" else failures.in_a_line(self.state)
+            if report.error is not None:
+                why = report.error.what
+            elif report.elsewhere is not None:
+                why = report.elsewhere.in_a_line
         elif status == "succeeded":
             why = self.state.early_end
-        elif status == "detached" and outcome.error is not None:
-            why = f"it goes on without this notebook: {outcome.error.fix}"
+        elif status == "detached" and report.error is not None:
+            why = f"it goes on without this notebook: {report.error.fix}"
         ending, ending.first_rank = self.ending, self.first_rank
         ending.why, ending.took_s, ending.diagnosis = why, self.ended_s - self.started_s, self.diagnosis()
         with self.state_lock:
@@ -559,7 +559,7 @@ class Job(Handle):
         reason: Reason = (
             "interrupted" if isinstance(raised, KeyboardInterrupt) else "failed" if raised is not None else ""
         )
-        self._end(_Outcome(reason, raised=raised))
+        self._end(_EndReport(reason, raised=raised))
 
     def _now_s(self) -> float:
         """Return the time of the event being delivered, in seconds of ``time.monotonic()``."""
@@ -570,35 +570,35 @@ class Job(Handle):
             self._send_order(order)
 
     def _has_all_results(self) -> bool:
-        return self._outcome.error is None and self._outcome.reason == "" and self.state.have_all_results
+        return self._end_report.error is None and self._end_report.reason == "" and self.state.have_all_results
 
     def _make_error(self) -> NotebookAccelError:
-        outcome = self._outcome
-        if outcome.error is not None:
-            return outcome.error
-        if outcome.reason == "timeout":
+        report = self._end_report
+        if report.error is not None:
+            return report.error
+        if report.reason == "timeout":
             return RunTimeoutError(
                 f"The run {self.name!r} took longer than its timeout_s of {self.config.timeout_s:g} s and was stopped.",
                 why="\n".join(self.where_ranks_stood()),
                 fix="give timeout_s more time, or leave it out",
             )
-        if outcome.reason in ("stopped", "interrupted"):
+        if report.reason in ("stopped", "interrupted"):
             return RunStoppedError(
-                f"The run {self.name!r} was {outcome.reason}.", why=f"By {self.ended_by}." if self.ended_by else ""
+                f"The run {self.name!r} was {report.reason}.", why=f"By {self.ended_by}." if self.ended_by else ""
             )
-        if outcome.reason == "terminated":
+        if report.reason == "terminated":
             return RunStoppedError(
                 f"The run {self.name!r} was stopped, since its agent process got SIGTERM.",
                 why="A batch system such as Slurm sends it before it takes the machine back.",
             )
-        if outcome.reason in ("template lost", "elastic lost"):
-            return failures.lost_process_error(outcome.reason, self.state.memory_shortage)
-        if outcome.elsewhere is not None:
-            return self._failures.elsewhere(self.state, outcome.elsewhere)
+        if report.reason in ("template lost", "elastic lost"):
+            return failures.lost_process_error(report.reason, self.state.memory_shortage)
+        if report.elsewhere is not None:
+            return self._failures.elsewhere(self.state, report.elsewhere)
         failure = self._failures.first(self.state)
-        if failure is not None and outcome.raised is not None:
-            failure.__cause__ = outcome.raised
-            failure.__traceback__ = outcome.raised.__traceback__  # where a debugger starts
+        if failure is not None and report.raised is not None:
+            failure.__cause__ = report.raised
+            failure.__traceback__ = report.raised.__traceback__  # where a debugger starts
         if failure is not None:
             failure.restarts, failure.local_rank = self.restarts, failure.rank - self.first_rank
             failure.log_file = str(self.log_files[failure.local_rank]) if self.log_files else ""

@@ -14,7 +14,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, RunError
 from notebook_accel.launching import processes
 from notebook_accel.launching.kernel import run_payload
-from notebook_accel.launching.kernel.agent_process import AgentProcess, TemplateLine
+from notebook_accel.launching.kernel.agent_process import AgentProcess, ForkedTemplate
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.run_folders import RunFolder
@@ -59,20 +59,20 @@ class LocalEngine:
 
         return uninterruptible.call(start, Job.discard, request.foreground_lock)
 
-    def launch_forked(self, job: Job, payload: int, fork: Callable[[int], TemplateLine]) -> None:
+    def launch_forked(self, job: Job, payload: int, fork: Callable[[int], ForkedTemplate]) -> None:
         """Start ranks that are forked from their own template, which ``fork`` makes with the descriptor of its log."""
         with self._lock:
             agent = self._running_agent()
             agent.expect(job)
         try:
-            line = fork(agent.log)
+            template = fork(agent.log)
         except BaseException:
             agent.forget(job)
             raise
         try:
-            agent.launch(job, payload, line)
+            agent.launch(job, payload, template)
         finally:
-            line.close()
+            template.close()
 
     def detach(self, job: Job, folder: RunFolder, lock: int) -> list[int]:
         """Detach a run and its agent from this process. Another agent serves later launches.

@@ -74,7 +74,7 @@ class RayRun(RemoteRun):
             self._payload = None  # a job that is kept must keep nothing in the cluster's memory
 
     def _is_wanted(self) -> bool:
-        return self._wanted is None
+        return self._requested_end is None
 
     def _notice(self, *lines: str) -> None:
         self.job.deliver(0, events.Nodes(lines=list(lines), is_news=bool(lines)))
