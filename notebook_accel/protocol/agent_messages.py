@@ -57,6 +57,16 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: float  # seconds of silence after which a node counts as gone
     settings: dict[str, str] = {}  # further settings of torch elastic's rendezvous
 
+    @property
+    def is_in_file(self) -> bool:
+        """True if the nodes meet in a file that all of them reach; ``host`` is its path then."""
+        return self.settings.get("store_type") == "file"
+
+    @property
+    def endpoint(self) -> str:
+        """The address or the file where the nodes meet, as torch elastic takes it."""
+        return self.host if self.is_in_file else f"{self.host}:{self.port}"
+
 
 class ElasticOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a run's elastic process, with the names that they have in ``LaunchConfig``."""

@@ -407,7 +407,7 @@ def _spec(order: messages.ForkElastic, connection: AgentConnection) -> api.Worke
     if meeting.backend == "static":
         handler = rendezvous.Static(options, Patience(), connection.report_wait)
     else:
-        connection.report_wait(f"waiting for {meeting.num_nodes} nodes at {meeting.host}:{meeting.port}")
+        connection.report_wait(f"waiting for {meeting.num_nodes} nodes at {meeting.endpoint}")
         handler = rendezvous.dynamic(options, connection.report_wait)
     return api.WorkerSpec(
         role=_ROLE,
