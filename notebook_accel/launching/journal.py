@@ -66,12 +66,7 @@ def _checksum(number: int, body: bytes) -> int:
 
 
 def read(descriptor: int, size: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield each frame's number and message, up to the first incomplete frame.
-
-    Args:
-        descriptor: The journal.
-        size: The position at which to stop; ``None`` for the end.
-    """
+    """Yield each frame's number and message up to a position, by default the end, or the first incomplete frame."""
     position, data, start = 0, b"", 0
     while True:
         wanted = _READ_BYTES if size is None else min(_READ_BYTES, size - position)
@@ -92,13 +87,7 @@ def read(descriptor: int, size: int | None = None) -> Iterator[tuple[int, bytes]
 
 
 class Journal:
-    """Writes a run's messages to a file of bounded size.
-
-    Args:
-        descriptor: The file, which the journal owns.
-        job_id: The run's id in messages.
-        world_size: Number of ranks.
-        clock: Function that returns the time in seconds.
+    """Writes a run's messages to a file of bounded size, which it owns.
 
     Attributes:
         descriptor: The file.

@@ -31,11 +31,7 @@ _SHORT_PAUSE_S = 0.005
 
 
 class Link(AgentLink[DetachedJob]):
-    """Follows one detached run, and sends the job's orders to its agent.
-
-    Args:
-        job: The run's job.
-    """
+    """Follows one detached run, and sends the job's orders to its agent."""
 
     def __init__(self, job: DetachedJob) -> None:
         super().__init__()
@@ -53,10 +49,7 @@ class Link(AgentLink[DetachedJob]):
     def launch(self, payload: int, lock: int, release: Callable[[], None]) -> None:
         """Start the agent and the run, and follow it from now on.
 
-        Args:
-            payload: Descriptor of the payload.
-            lock: Descriptor that holds the folder's lock.
-            release: Function that closes ``lock`` in this process, once the agent has it.
+        ``lock`` holds the folder's lock. ``release`` closes it in this process, once the agent has it.
 
         Raises:
             ProcessStartError: The agent can't be started, or has died.
@@ -213,9 +206,7 @@ class Link(AgentLink[DetachedJob]):
     def _follow(self, connection: Connection, agent_pid: int = 0) -> None:
         """Introduce this kernel to the agent and read the journal. Later messages come over the connection.
 
-        Args:
-            connection: The connection to the agent.
-            agent_pid: The agent's process, which is resumed if it was stopped by SIGSTOP.
+        The agent's process is resumed if it was stopped by SIGSTOP.
         """
         self._connection = connection
         frames = _introduce(connection, agent_pid, _START_DEADLINE_S, follows=True)

@@ -75,12 +75,7 @@ def _definitions(request: LaunchRequest) -> tuple[Any, ...]:
 
 
 class _Forking:
-    """The thread that forks the template and waits for its end.
-
-    Args:
-        inherited: The target, which the ranks inherit.
-        log: Descriptor of the file that the template writes to.
-    """
+    """The thread that forks the template, which writes to ``log``, and waits for its end."""
 
     def __init__(self, inherited: Inherited, log: int) -> None:
         self._inherited = inherited

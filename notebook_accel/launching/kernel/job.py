@@ -124,12 +124,13 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True)
 class _EndReport:
-    """How a run has ended, as its engine says."""
+    """How a run has ended for its job, as its engine says."""
 
     reason: Reason = ""
     error: NotebookAccelError | None = None  # what ended the run, if it wasn't a rank here
     elsewhere: Failure | None = None  # the failure on another node, if that ended the run
     raised: BaseException | None = None  # the exception of a rank that is this process
+    is_detached: bool = False  # it goes on without this job
 
 
 class Job(Handle):
@@ -188,7 +189,6 @@ class Job(Handle):
         self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
         self.result_files = ResultFiles(result_files, by_value, request.set_variables or (lambda _: None))
         self._is_discarded = False
-        self._is_detached = False
         self._can_be_asked_again = False
         self._send_order: Callable[[RunOrder], None] | None = None
         self._lock = threading.Lock()
@@ -217,7 +217,7 @@ class Job(Handle):
         return self._end_status()
 
     def _end_status(self) -> Status:
-        if self._is_detached:
+        if self._end_report.is_detached:
             return "detached"
         if self._end_report.reason in ("stopped", "interrupted", "terminated"):
             return "stopped"
@@ -350,7 +350,7 @@ class Job(Handle):
         Raises:
             RunError: The agent, which collects the stacks, has not answered in time; or the run was detached.
         """
-        if self._is_detached:
+        if self._end_report.is_detached:
             raise self.error or RunError(f"The run {self.name!r} was detached.")
         stacks = self._stack_request.ask(lambda: self._order(messages.Inspect(job_id=self.id)), timeout_s)
         if self._stack_request.is_over:
@@ -536,7 +536,7 @@ class Job(Handle):
         ending, ending.first_rank = self.ending, self.first_rank
         ending.why, ending.took_s, ending.diagnosis = why, self.ended_s - self.started_s, self.diagnosis()
         with self.state_lock:
-            self.state.close(is_detached=self._is_detached)
+            self.state.close(is_detached=report.is_detached)
         ending.ranks = self.ranks
         ending.status = status  # the last one, so that a thread that sees it also sees the others
         if self._is_discarded or not (self._has_all_results() or self.state.has_saved):
@@ -549,9 +549,9 @@ class Job(Handle):
 
     def end_detached(self, name: str) -> None:
         """Record that the run goes on, under this name, without this job, which gets no more events."""
-        self._is_detached = True
         what = f"The run {self.name!r} was detached under the name {name!r}, and goes on without this notebook."
-        self.end("", RunError(what, fix=f"%distributed attach {shlex.quote(name)}, or notebook_accel.attach({name!r})"))
+        fix = f"%distributed attach {shlex.quote(name)}, or notebook_accel.attach({name!r})"
+        self._end(_EndReport(error=RunError(what, fix=fix), is_detached=True))
 
     def end_here(self, results: Results | None, raised: BaseException | None) -> None:
         """Record the end of a run whose only rank was this process, with its results or its exception."""

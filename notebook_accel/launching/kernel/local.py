@@ -77,13 +77,7 @@ class LocalEngine:
     def detach(self, job: Job, folder: RunFolder, lock: int) -> list[int]:
         """Detach a run and its agent from this process. Another agent serves later launches.
 
-        Args:
-            job: The run's job.
-            folder: The run's folder, with its facts.
-            lock: Descriptor that holds the folder's lock.
-
-        Returns:
-            The number of bytes of each rank's log that were delivered.
+        ``lock`` holds the folder's lock. Returns the number of bytes of each rank's log that were delivered.
 
         Raises:
             RunError: The run has ended, or another run goes on.
