@@ -226,7 +226,7 @@ class Attachments:
                 self._folder.publish()
             self._obey(attachment, told, message)
             return
-        order = messages.decode_order(message.body)
+        order = messages.decode_for_detached_agent(message.body)
         if isinstance(order, messages.Hello):
             self._greet(attachment, order)
         elif not attachment.who:

@@ -167,7 +167,7 @@ class ElasticRuns:
                 elastic.must_go_s = elastic.must_go_s or time.monotonic() + _LEAVING_S
 
     def _handle_message(self, elastic: _ElasticProcess, message: Message) -> None:
-        said = elastic_messages.for_agent.decode(message.body)
+        said = elastic_messages.decode_for_agent(message.body)
         run = elastic.run
         listening = [socket.socket(fileno=descriptor) for descriptor in message.descriptors]
         if isinstance(said, elastic_messages.StartRanks):

@@ -62,7 +62,7 @@ class AgentConnection:
 
     def receive(self) -> list[elastic_messages.ToElastic]:
         """Return the agent's messages, after a wait of at most the monitor interval."""
-        return [elastic_messages.for_elastic.decode(frame.body) for frame in self._connection.receive()]
+        return [elastic_messages.decode_for_elastic(frame.body) for frame in self._connection.receive()]
 
     @property
     def has_news(self) -> bool:

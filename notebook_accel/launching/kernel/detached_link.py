@@ -127,7 +127,7 @@ class Link(AgentLink[DetachedJob]):
             self._take(body)
         return {number for number, _ in found}
 
-    def tell(self, message: messages.Order) -> None:
+    def tell(self, message: messages.RunOrder) -> None:
         """Send an order on a separate connection, which works even if the followed connection is broken."""
         uninterruptible.call(lambda: send_order(self._folder, message))
 
@@ -253,7 +253,7 @@ class Link(AgentLink[DetachedJob]):
         return ProcessStartError("The agent process of the detached run could not be started.", why=why)
 
 
-def send_order(folder: RunFolder, message: messages.Order) -> None:
+def send_order(folder: RunFolder, message: messages.RunOrder) -> None:
     """Send a message to the agent of a run. If the agent has gone, or is exiting, the message is lost.
 
     Raises:

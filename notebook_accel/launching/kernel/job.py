@@ -24,7 +24,7 @@ from notebook_accel.errors import (
     RunTimeoutError,
 )
 from notebook_accel.launching import logs, run_folders, traces
-from notebook_accel.launching.kernel.engine import LaunchRequest, RunOrder
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.results import ResultFiles, Results
 from notebook_accel.launching.state import failures, profiles
 from notebook_accel.launching.state.diagnosis import Diagnosis, diagnose
@@ -33,7 +33,7 @@ from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.stacks import RankStack, Silence, StackRequest, Stacks
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.protocol.agent_messages import Failure, RankDump, Reason, Starting
+from notebook_accel.protocol.agent_messages import Failure, RankDump, Reason, RunOrder, Starting
 from notebook_accel.protocol.events import Event, Numbered, Respawning, Restarting, Working
 from notebook_accel.uninterruptible import Latch
 

@@ -30,13 +30,12 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import LaunchError, NotebookAccelError, SupervisorLostError
 from notebook_accel.launching.kernel.agent_process import AgentLink
-from notebook_accel.launching.kernel.engine import RunOrder
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.remote.host import NodeFacts
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
-from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
+from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, RunOrder, Starting
 from notebook_accel.protocol.channel import take_frames
 
 

@@ -18,7 +18,7 @@ from notebook_accel.errors import (
     RunStoppedError,
     RunTimeoutError,
 )
-from notebook_accel.launching.kernel.engine import LaunchRequest, RunOrder
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.results import Results, write_result_file
@@ -203,7 +203,7 @@ class Told:
     def __init__(self) -> None:
         self.inspections = 0
 
-    def __call__(self, order: RunOrder) -> None:
+    def __call__(self, order: messages.RunOrder) -> None:
         self.inspections += isinstance(order, messages.Inspect)
 
 
