@@ -1,10 +1,8 @@
-"""The kernel's side of the agent: the messages to and from it and, on this machine, its process and a thread for it.
-
-The thread that starts the agent must outlive it: Linux sends the parent-death signal when the parent's *thread* ends.
-"""
+"""The agent as its kernel sees it: the messages to and from it and, on this machine, its process."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import math
@@ -182,27 +180,84 @@ class AgentLink(Generic[_Receiver]):
         return False
 
 
-class AgentProcess(AgentLink[RunReceiver]):
-    """This machine's agent: its process and the thread that starts it and reads its messages."""
+class AgentProcess:
+    """An agent's process on this machine, the connection to it, and the log of it and its templates.
 
-    def __init__(self, is_idle: Callable[[AgentProcess], None]) -> None:
+    A thread starts the process and waits for its end: Linux would kill the agent with the thread that has started it.
+
+    Raises:
+        OSError: The system refuses the process, or a file.
+    """
+
+    def __init__(self) -> None:
+        self.connection, theirs = Connection.pair()
+        self.connection.set_send_deadline(_SEND_DEADLINE_S)
+        self.log = memory_files.memory_file("notebook-accel-agent-log")
+        started: concurrent.futures.Future[subprocess.Popen[bytes]] = concurrent.futures.Future()
+        self.has_ended = Latch()
+        name = "notebook-accel-agent-process"
+        try:
+            threading.Thread(target=self._run, args=(theirs, started), name=name, daemon=True).start()
+            self.process = started.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, theirs: Connection, started: concurrent.futures.Future[subprocess.Popen[bytes]]) -> None:
+        try:
+            process = subprocess.Popen(
+                bootstrap("notebook_accel.launching.agent.agent", str(theirs.fileno()), str(os.getpid())),
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=self.log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # it must not get a terminal's Ctrl-C, or an interrupt of the kernel's group
+            )
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            started.set_exception(error)
+            return
+        finally:
+            theirs.close()
+        started.set_result(process)
+        process.wait()
+        self.has_ended.set()
+
+    def resume(self) -> None:
+        """Resume an agent that was stopped by SIGSTOP: all its ranks and this process wait for it."""
+        if not self.has_ended.is_set:
+            resume_if_stopped(self.process.pid)
+
+    def wait(self) -> None:
+        """Wait until the process has ended. Kill it if that takes too long."""
+        self.resume()
+        if not self.has_ended.wait(_CLOSE_DEADLINE_S):
+            self.process.kill()
+            self.has_ended.wait()
+
+    def close(self) -> None:
+        """Close the connection and the log. The agent ends then, unless it was detached."""
+        self.connection.shutdown()
+        self.connection.close()
+        os.close(self.log)
+        self.log = -1  # another file may get the number
+
+
+class LocalAgent(AgentLink[RunReceiver]):
+    """The link to this machine's agent, and the thread that reads its messages."""
+
+    def __init__(self, is_idle: Callable[[LocalAgent], None]) -> None:
         super().__init__()
         self.is_lost = False
         self._is_idle = is_idle
         self._is_closing = False
-        self._connection, self._theirs = Connection.pair()
-        self._connection.set_send_deadline(_SEND_DEADLINE_S)
-        self._connection.set_receive_deadline(_LOOK_PERIOD_S)
-        self.log = memory_files.memory_file("notebook-accel-agent-log")  # of the agent and its templates
         self._answer = _Answer()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._start_error: OSError | None = None
-        self._has_started = Latch()
+        try:
+            self.process = AgentProcess()
+        except OSError as error:
+            raise ProcessStartError(f"The agent process could not be started: {error}.") from None
+        self.process.connection.set_receive_deadline(_LOOK_PERIOD_S)
         self._thread = threading.Thread(target=self._run, name="notebook-accel-agent", daemon=True)
         self._thread.start()
-        self._has_started.wait(_SEND_DEADLINE_S)
-        if self._process is None:
-            raise ProcessStartError(f"The agent process could not be started: {self._start_error}.")
 
     @property
     def is_expecting(self) -> bool:
@@ -259,27 +314,19 @@ class AgentProcess(AgentLink[RunReceiver]):
         """Stop the runs and wait until they and the agent are gone. Kill whatever outlasts its grace period."""
         grace_s = max((job.config.grace_s for job in list(self._jobs.values())), default=0.0)
         self.quit()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(grace_s + _CLOSE_DEADLINE_S)
-        self._connection.shutdown()
-        self._wait_for_its_end()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_CLOSE_DEADLINE_S)
-
-    def _resume(self) -> None:
-        """Resume an agent that was stopped by SIGSTOP: all its ranks and this process wait for it."""
-        assert self._process is not None
-        if self._process.returncode is None:
-            resume_if_stopped(self._process.pid)
+        self._thread.join(grace_s + _CLOSE_DEADLINE_S)
+        self.process.connection.shutdown()
+        self.process.wait()
+        self._thread.join(_CLOSE_DEADLINE_S)
 
     def close_in_fork(self) -> None:
         """Close the agent's connection in a process that the kernel has forked."""
-        self._connection.close()
+        self.process.connection.close()
 
     def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
-        self._resume()
+        self.process.resume()
         try:
-            self._connection.send(messages.encode(message), descriptors)
+            self.process.connection.send(messages.encode(message), descriptors)
         except (ClosedError, TimeoutError, OSError) as error:
             raise ProcessStartError(
                 "The agent process, which starts and supervises ranks, has gone.",
@@ -288,15 +335,7 @@ class AgentProcess(AgentLink[RunReceiver]):
             ) from error
 
     def _run(self) -> None:
-        """Start the agent and read its messages until it has gone. The thread's function."""
-        try:
-            self._process = start_process(self._theirs, self.log)
-        except OSError as error:
-            self._start_error = error
-            return
-        finally:
-            self._theirs.close()
-            self._has_started.set()
+        """Read the agent's messages until it has gone. The thread's function."""
         try:
             with contextlib.suppress(ClosedError, OSError):
                 while not self._answer.is_detached:
@@ -316,20 +355,16 @@ class AgentProcess(AgentLink[RunReceiver]):
         return False
 
     def _receive(self) -> Sequence[bytes]:
-        frames = self._connection.receive()
+        frames = self.process.connection.receive()
         if not frames and self._jobs:
-            self._resume()
+            self.process.resume()
         return [frame.body for frame in frames]
 
     def _lost(self) -> None:
         self.is_lost = True
-        assert self._process is not None
-        self._connection.shutdown()  # end the agent if the reading ended for another reason
-        self._connection.close()
-        if self._answer.is_detached:
-            self._process.wait()  # this process must reap it as long as it is the parent
-        else:
-            self._wait_for_its_end()
+        self.process.connection.shutdown()  # end the agent if the reading ended for another reason
+        if not self._answer.is_detached:
+            self.process.wait()
             self._answer.resolve(messages.Detached(job_id="", why="its agent has gone"))
         for job in list(self._jobs.values()):
             if self._is_closing:
@@ -337,20 +372,10 @@ class AgentProcess(AgentLink[RunReceiver]):
             else:
                 job.end("", agent_lost_error(self._last_words()))
         self._jobs.clear()
-        os.close(self.log)
-        self.log = -1  # another file may get the number
-
-    def _wait_for_its_end(self) -> None:
-        assert self._process is not None
-        self._resume()
-        try:
-            self._process.wait(_CLOSE_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self.process.close()
 
     def _last_words(self) -> str:
-        return last_words(self.log)
+        return last_words(self.process.log)
 
 
 class _Answer:
@@ -373,18 +398,6 @@ class _Answer:
             if self.is_detached:
                 self._when_detached()
             self.has_come.set()
-
-
-def start_process(theirs: Connection, log: int) -> subprocess.Popen[bytes]:
-    """Start an agent with its end of the connection. The agent is killed when the calling thread ends."""
-    return subprocess.Popen(
-        bootstrap("notebook_accel.launching.agent.agent", str(theirs.fileno()), str(os.getpid())),
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,  # the agent must not get a terminal's Ctrl-C, or an interrupt of the kernel's group
-    )
 
 
 def last_words(log: int) -> str:

@@ -14,7 +14,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, RunError
 from notebook_accel.launching import processes
 from notebook_accel.launching.kernel import run_payload
-from notebook_accel.launching.kernel.agent_process import AgentProcess, ForkedTemplate
+from notebook_accel.launching.kernel.agent_process import ForkedTemplate, LocalAgent
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.run_folders import RunFolder
@@ -26,7 +26,7 @@ class LocalEngine:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._agent: AgentProcess | None = None
+        self._agent: LocalAgent | None = None
 
     def warm(self) -> None:
         """Start agent and template in the background, ahead of the first launch. The launch reports any failure."""
@@ -65,7 +65,7 @@ class LocalEngine:
             agent = self._running_agent()
             agent.expect(job)
         try:
-            template = fork(agent.log)
+            template = fork(agent.process.log)
         except BaseException:
             agent.forget(job)
             raise
@@ -97,12 +97,12 @@ class LocalEngine:
         if agent is not None:
             agent.close()
 
-    def _running_agent(self) -> AgentProcess:
+    def _running_agent(self) -> LocalAgent:
         if self._agent is None or self._agent.is_lost:
-            self._agent = AgentProcess(self._quit_if_idle)
+            self._agent = LocalAgent(self._quit_if_idle)
         return self._agent
 
-    def _quit_if_idle(self, agent: AgentProcess) -> None:
+    def _quit_if_idle(self, agent: LocalAgent) -> None:
         """End an idle agent and its template, unless a launch has started meanwhile."""
         with self._lock:
             if not agent.is_expecting:
