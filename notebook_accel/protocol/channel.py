@@ -141,6 +141,12 @@ class Connection:
                 return False
         return True
 
+    def post(self, body: bytes) -> None:
+        """Keep a frame, and write as much as fits. Ignores that the other end has gone."""
+        self.queue(body)
+        with contextlib.suppress(OSError):
+            self.flush()
+
     def _keep(self, data: bytes) -> None:
         self._outbox.append(memoryview(data))
         self.queued_bytes += len(data)

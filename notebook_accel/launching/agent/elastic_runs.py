@@ -46,12 +46,7 @@ class _ElasticProcess:
     steps: tuple[int, int] | None = None  # the least and the most steps of the ranks, as last reported to the process
 
     def tell(self, message: elastic_messages.ToElastic) -> None:
-        self.connection.queue(messages.encode(message))
-        self.flush()
-
-    def flush(self) -> None:
-        with contextlib.suppress(ClosedError):  # the template reports its exit
-            self.connection.flush()
+        self.connection.post(messages.encode(message))  # if the process has gone, the template reports its exit
 
     def kill(self) -> None:
         self.is_ending = True
@@ -138,7 +133,8 @@ class ElasticRuns:
     def _look(self, elastic: _ElasticProcess, now_s: float) -> None:
         run = elastic.run
         if elastic.pid is not None:
-            elastic.flush()
+            with contextlib.suppress(ClosedError):
+                elastic.connection.flush()
             if elastic.must_go_s is not None and now_s > elastic.must_go_s:
                 kill_group(elastic.pid)
         if elastic.is_ending:

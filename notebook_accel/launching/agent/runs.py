@@ -76,9 +76,7 @@ class Rank:
 
     def tell(self, message: messages.ToRank) -> None:
         """Send the rank a message. Ignores a rank that has ended."""
-        self.connection.queue(messages.encode(message))
-        with contextlib.suppress(OSError):
-            self.connection.flush()
+        self.connection.post(messages.encode(message))
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank's process only, so that its code can react; send SIGKILL to its whole group."""
