@@ -272,7 +272,7 @@ class LocalAgent(AgentLink[RunReceiver]):
         self, job: Job, payload: int, template: ForkedTemplate | None = None, elastic: ElasticOptions | None = None
     ) -> None:
         """Start a run, from its own template if it has a ``template``."""
-        job.send_orders_by(self.tell)
+        job.send_order = self.tell
         own_template = [] if template is None else [template.connection.fileno(), template.pidfd]
         message = self._launch_message(job, template_pid=0 if template is None else template.pid, elastic=elastic)
         try:

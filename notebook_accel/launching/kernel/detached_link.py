@@ -69,7 +69,7 @@ class Link(AgentLink[DetachedJob]):
         except BaseException:
             connection.close()
             raise
-        self._job.send_orders_by(self.tell)
+        self._job.send_order = self.tell
         self._start_thread()
 
     def _wait_until_published(self) -> None:
@@ -85,7 +85,7 @@ class Link(AgentLink[DetachedJob]):
         Raises:
             RunError: The agent lives but doesn't answer.
         """
-        self._job.send_orders_by(self.tell)
+        self._job.send_order = self.tell
         self._reconnect()
         if self._is_over:
             self._close()

@@ -158,6 +158,7 @@ class Job(Handle):
         doing: A function that returns the ranks' current work in words. By default it returns empty text.
         ended_by: Who has stopped or interrupted the run, in words, such as a button or another process; may be empty.
         run_here: A function that runs the only rank in this process; ``None`` if ranks are processes.
+        send_order: The engine's function that sends an order to the run's agent, without waiting for the answer.
     """
 
     def __init__(
@@ -184,13 +185,13 @@ class Job(Handle):
         self.doing: Callable[[], str] = str
         self.ended_by = ""
         self.run_here: Callable[[], None] | None = None
+        self.send_order: Callable[[RunOrder], None] | None = None
         self.log_folder = log_folder
         ranks = range(spec.world_size)
         self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
         self.result_files = ResultFiles(result_files, by_value, request.set_variables or (lambda _: None))
         self._is_discarded = False
         self._can_be_asked_again = False
-        self._send_order: Callable[[RunOrder], None] | None = None
         self._lock = threading.Lock()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
         self.state = RunState(spec.world_size)
@@ -479,10 +480,6 @@ class Job(Handle):
         """Set the ranks that have work from now on; initially all. The silence of idle ranks is ignored."""
         self.deliver(0, Working(ranks=list(ranks)))
 
-    def send_orders_by(self, send: Callable[[RunOrder], None]) -> None:
-        """Set the engine's function that sends an order to the run's agent, without waiting for the answer."""
-        self._send_order = send
-
     def deliver(self, rank: int, event: Event) -> None:
         """Apply and queue one event of a rank. Called by the engine's thread."""
         with self.state_lock:
@@ -566,8 +563,8 @@ class Job(Handle):
         return time.monotonic()
 
     def _order(self, order: RunOrder) -> None:
-        if self._send_order is not None and not self.done:
-            self._send_order(order)
+        if self.send_order is not None and not self.done:
+            self.send_order(order)
 
     def _has_all_results(self) -> bool:
         return self._end_report.error is None and self._end_report.reason == "" and self.state.have_all_results

@@ -322,7 +322,7 @@ class RayEngine:
         def start() -> Job:
             with run_payload.prepared_run(dataclasses.replace(request, spec=there), pickled, unsent) as (job, payload):
                 run = RayRun(job, self._cluster, payload, resources, request.variables)
-                job.send_orders_by(run.take_order)
+                job.send_order = run.take_order
                 run.start()
             return job
 

@@ -241,7 +241,7 @@ def test_kernel_that_was_dropped_attaches_again_and_hears_each_line_once(mark: p
     first = launch(functions.reports_until, str(mark))
     wait_for_steps(first)
     job = detached.attach_and_show("night", show=lambda _: None)  # nobody else takes its events
-    link = job._send_order.__self__  # type: ignore[union-attr]
+    link = job.send_order.__self__  # type: ignore[union-attr]
     for _ in range(3):
         heard = link._seen
         connection = link._connection
@@ -476,8 +476,8 @@ def test_messages_that_only_another_version_knows_are_skipped(mark: pathlib.Path
     other = messages.encode(messages.Inspected(job_id=job.id, ranks=[])).replace(b"Inspected", b"OfAnother")
     with pytest.raises(msgspec.ValidationError):
         messages.decode_for_kernel(other)
-    assert job._send_order is not None
-    link = job._send_order.__self__  # type: ignore[attr-defined]
+    assert job.send_order is not None
+    link = job.send_order.__self__  # type: ignore[attr-defined]
     assert not link._take(other)
     mark.touch()
     results = job.results(_LONG_S)
