@@ -108,7 +108,7 @@ def parse(source: str, label: str) -> Cell:
         CellError: The cell is empty, or uses a magic that a rank doesn't have.
     """
     tree = ast.parse(source, label)
-    _check_compiles(source, label)
+    code = _compiled(source, label)
     if not tree.body:
         raise CellError("The cell is empty.", fix="write the training code under the %%distributed line")
     _refuse_magics(tree, label)
@@ -119,32 +119,33 @@ def parse(source: str, label: str) -> Cell:
         label=label,
         uses=tuple(name for name in dict.fromkeys(uses) if name not in OF_IPYTHON | _OF_MODULES),
         calls=last.name if isinstance(last, ast.FunctionDef) else "",
-        assigns=_assigned_names(tree, label),
+        assigns=_assigned_names(tree, code),
         tree=tree,
     )
 
 
-def _check_compiles(source: str, label: str) -> None:
-    """Raise SyntaxError for errors that parsing doesn't find, such as ``return`` outside a function."""
+def _compiled(source: str, label: str) -> types.CodeType:
+    """Compile a cell, which also finds errors that parsing doesn't find, such as ``return`` outside a function."""
     try:
-        compile(source, label, "exec", dont_inherit=True)
+        code: types.CodeType = compile(source, label, "exec", dont_inherit=True)
     except SyntaxError as error:
         if error.text is None and error.lineno is not None:  # Python found no file with the label's name
             error.text = source.splitlines()[error.lineno - 1]
         if error.msg.startswith("'await' outside"):
             error.msg += ": a rank runs no event loop, so write asyncio.run(...) instead of await"
         raise
+    return code
 
 
-def _assigned_names(tree: ast.Module, label: str) -> frozenset[str] | None:
+def _assigned_names(tree: ast.Module, code: types.CodeType) -> frozenset[str] | None:
     if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body):
         return None
     found: set[str] = set()
-    waiting = [compile(tree, label, "exec", dont_inherit=True)]
+    waiting = [code]
     while waiting:
-        code = waiting.pop()
-        found |= _arguments_of(code, "STORE_NAME", "STORE_GLOBAL")  # a function may declare a name global
-        waiting += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+        part = waiting.pop()
+        found |= _arguments_of(part, "STORE_NAME", "STORE_GLOBAL")  # a function may declare a name global
+        waiting += [const for const in part.co_consts if isinstance(const, types.CodeType)]
     return frozenset(found)
 
 
