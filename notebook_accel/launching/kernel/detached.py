@@ -50,13 +50,13 @@ def launch(request: LaunchRequest) -> Job:
     if why := why_not(request.config):
         raise ConfigError("This run can't be detached.", why=why, fix="leave out --detach (detach=True)")
     preflight.warn(login_session.check_logout())
-    pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
+    request, pickled = run_payload.pickle_target(request)
 
     def start() -> DetachedJob:
         is_unique = bool(request.config.name)
         with (
             _new_folder(request.spec.name, request.detached_id, is_unique=is_unique) as (folder, lock, release),
-            run_payload.prepared_run(request, pickled, unsent, folder=folder) as (job, payload),
+            run_payload.prepared_run(request, pickled, folder=folder) as (job, payload),
         ):
             assert isinstance(job, DetachedJob)
             folder.write_facts(_facts(job, job.name, request.config))

@@ -46,10 +46,10 @@ class LocalEngine:
 
     def launch(self, request: LaunchRequest, elastic: ElasticOptions | None = None) -> Job:
         """Start ranks that are forked from the template. With ``elastic``, the run is on several nodes."""
-        pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
+        request, pickled = run_payload.pickle_target(request)
 
         def start() -> Job:
-            with run_payload.prepared_run(request, pickled, unsent) as (job, payload):
+            with run_payload.prepared_run(request, pickled) as (job, payload):
                 with self._lock:
                     agent = self._running_agent()
                     agent.expect(job)

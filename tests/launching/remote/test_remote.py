@@ -124,8 +124,8 @@ class Engine:
         self.nodes = [Node(), Node()]
 
     def launch(self, request: LaunchRequest) -> Job:
-        pickled, unsent = run_payload.pickle_target(request.target, request.roots)
-        with run_payload.prepared_run(request, pickled, unsent) as (job, payload):
+        request, pickled = run_payload.pickle_target(request)
+        with run_payload.prepared_run(request, pickled) as (job, payload):
             run = Run(job, payload, self.nodes)
             job.send_order = run.take_order
             run.start()
