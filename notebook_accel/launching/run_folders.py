@@ -20,7 +20,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -255,13 +255,13 @@ class RunFolder:
         return max(times, default=self.path.stat().st_mtime)
 
 
-def root(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
+def root() -> pathlib.Path:
     """Return the folder of this user's detached runs, which may not exist yet.
 
     Raises:
         LaunchError: The user's state folder has no absolute path.
     """
-    state = os.path.expanduser(environ.get("XDG_STATE_HOME") or "~/.local/state")
+    state = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
     if not os.path.isabs(state):
         raise LaunchError(
             f"There is no place for detached runs: {state} is no absolute path.",
