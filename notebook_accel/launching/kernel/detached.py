@@ -59,7 +59,7 @@ def launch(request: LaunchRequest) -> Job:
             run_payload.prepared_run(request, pickled, folder=folder) as (job, payload),
         ):
             assert isinstance(job, DetachedJob)
-            folder.write_facts(_facts(job, job.name, request.config))
+            folder.write_facts(_facts(job, job.name))
             Link(job).launch(payload, lock, release)
         return job
 
@@ -141,7 +141,7 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
 def _detach(job: Job, name: str) -> RunFolder:
     with _new_folder(name, job.id, is_unique=True) as (folder, lock, _):
         try:
-            folder.write_facts(msgspec.structs.replace(_facts(job, name, job.config), has_payload=False))
+            folder.write_facts(msgspec.structs.replace(_facts(job, name), has_payload=False))
             _write_definitions(job, name, folder)
             for rank in range(job.world_size):
                 os.close(folder.create_result(rank))
@@ -197,9 +197,9 @@ def why_not(config: LaunchConfig) -> str:
     return ""
 
 
-def _facts(job: Job, name: str, config: LaunchConfig) -> RunFacts:
+def _facts(job: Job, name: str) -> RunFacts:
     defaults = msgspec.to_builtins(LaunchConfig())
-    options = msgspec.to_builtins(config)
+    options = msgspec.to_builtins(job.config)
     return RunFacts(
         name=name,
         world_size=job.world_size,
@@ -208,7 +208,7 @@ def _facts(job: Job, name: str, config: LaunchConfig) -> RunFacts:
         log_folder="" if job.log_folder is None else str(job.log_folder),
         began=time.time() - (time.monotonic() - job.started_s),
         began_s=job.started_s,
-        keep_days=config.keep_days,
+        keep_days=job.config.keep_days,
         version=VERSION,
         journal_version=JOURNAL_VERSION,
         host=socket.gethostname(),
@@ -298,7 +298,7 @@ def _launch_again(earlier: RunFolder, request: LaunchRequest) -> DetachedJob:
         payload = folder.open(PAYLOAD)
         try:
             job = new_detached_job(request, folder, Definitions(folder))
-            folder.write_facts(_facts(job, job.name, request.config))
+            folder.write_facts(_facts(job, job.name))
             Link(job).launch(payload, lock, release)
         finally:
             os.close(payload)
