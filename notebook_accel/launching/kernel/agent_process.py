@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from notebook_accel import environment, time_limit, uninterruptible
+from notebook_accel import environment, time_limit
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, RunError, SupervisorLostError
 from notebook_accel.launching.kernel.engine import RunReceiver
@@ -302,7 +302,7 @@ class LocalAgent(AgentLink[RunReceiver]):
 
     def tell(self, message: messages.ToAgent) -> None:
         with contextlib.suppress(LaunchError):  # an agent that has gone took its ranks with it
-            uninterruptible.call(lambda: self._send(message))
+            self._send(message)
 
     def quit(self) -> None:
         """Order the agent to stop its runs, with their grace period, and to exit."""

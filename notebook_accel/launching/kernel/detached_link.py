@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
-from notebook_accel import uninterruptible
 from notebook_accel.errors import NotebookAccelError, ProcessStartError, RunError, SupervisorLostError
 from notebook_accel.formatting import clipped, plain_text
 from notebook_accel.launching import journal, processes, run_folders
@@ -129,7 +128,7 @@ class Link(AgentLink[DetachedJob]):
 
     def tell(self, message: messages.RunOrder) -> None:
         """Send an order on a separate connection, which works even if the followed connection is broken."""
-        uninterruptible.call(lambda: send_order(self._folder, message))
+        send_order(self._folder, message)
 
     # What depends on where the agent is -----------------------------------------------------------------------------
 

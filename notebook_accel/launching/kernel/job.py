@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from notebook_accel import uninterruptible
 from notebook_accel.errors import (
     LaunchError,
     NotebookAccelError,
@@ -563,8 +564,9 @@ class Job(Handle):
         return time.monotonic()
 
     def _order(self, order: RunOrder) -> None:
-        if self.send_order is not None and not self.done:
-            self.send_order(order)
+        send = self.send_order
+        if send is not None and not self.done:
+            uninterruptible.call(lambda: send(order))
 
     def _has_all_results(self) -> bool:
         return self._end_report.error is None and self._end_report.reason == "" and self.state.have_all_results

@@ -25,7 +25,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from notebook_accel import uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import LaunchError, NotebookAccelError, SupervisorLostError
@@ -316,12 +315,9 @@ class RemoteRun(abc.ABC):
         )
 
     def _tell_parts(self, message_to: Callable[[str], messages.ToAgent]) -> None:
-        def tell() -> None:
-            for part in self._parts:
-                if not part.has_ended:
-                    part.agent.tell(message_to(part.id))
-
-        uninterruptible.call(tell)
+        for part in self._parts:
+            if not part.has_ended:
+                part.agent.tell(message_to(part.id))
 
     # What the agents' threads say -----------------------------------------------------------------------------------
 
