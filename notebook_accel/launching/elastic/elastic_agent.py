@@ -91,8 +91,8 @@ class AgentConnection:
 class ElasticAgent(api.SimpleElasticAgent):
     """Torch elastic's agent, which starts and stops this node's ranks through our own agent."""
 
-    def __init__(self, spec: api.WorkerSpec, connection: AgentConnection, order: messages.ForkElastic) -> None:
-        super().__init__(spec)
+    def __init__(self, order: messages.ForkElastic, connection: AgentConnection) -> None:
+        super().__init__(_spec(order, connection))
         self.elsewhere: messages.Failure | None = None  # the last one on another node that stopped the ranks here
         self._connection = connection
         self._order = order
@@ -385,7 +385,7 @@ def run(order: messages.ForkElastic, descriptors: list[int]) -> int:
 def _run(order: messages.ForkElastic, connection: AgentConnection) -> elastic_messages.Over:
     agent: ElasticAgent | None = None
     try:
-        agent = ElasticAgent(_spec(order, connection), connection, order)
+        agent = ElasticAgent(order, connection)
         result = agent.run()
         has_succeeded = result is not None and not result.is_failed()
         return elastic_messages.Over(has_succeeded=has_succeeded, failure=agent.elsewhere)

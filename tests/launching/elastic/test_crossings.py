@@ -132,7 +132,7 @@ def agent() -> Iterator[Agent]:
 def elastic(agent: Agent) -> Iterator[ElasticAgent]:
     """The elastic process's end, of a run that has one node. Its store and threads, which end with it, end here."""
     connection = AgentConnection(agent.theirs, agent.order)
-    made = ElasticAgent(elastic_agent._spec(agent.order, connection), connection, agent.order)
+    made = ElasticAgent(agent.order, connection)
     handler: Any = made._worker_group.spec.rdzv_handler
     yield made
     for patience in (made._patience, handler._patience):
