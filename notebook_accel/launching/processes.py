@@ -156,11 +156,8 @@ def kill_group(leader_pid: int, *, has_tidied_up: bool = False) -> None:
     """Kill a process and its group. Also works for a very young process that doesn't lead a group yet.
 
     A resource tracker of multiprocessing is spared: it removes the shared memory of the others, and then ends by
-    itself. Call this before the leader is reaped, while no other process can have its pid.
-
-    Args:
-        leader_pid: The process.
-        has_tidied_up: True if the process has exited normally, so that no tracker need be sought. That is quicker.
+    itself. Call this before the leader is reaped, while no other process can have its pid. If it ``has_tidied_up``,
+    since it has exited normally, no tracker is sought, which is quicker.
     """
     killed: set[int] = set()
     trackers, others = ([], []) if has_tidied_up else _members(leader_pid)

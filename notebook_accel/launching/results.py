@@ -299,12 +299,9 @@ class ResultFile:
 
 
 def result_error(files: Mapping[int, ResultFile], *, pulled: Sequence[str] = (), again: str = "") -> ResultError | None:
-    """Return the error that names all unreadable objects, ``None`` if there are none.
+    """Return the error that names all unreadable objects of these ranks' files, ``None`` if there are none.
 
-    Args:
-        files: The files, by rank.
-        pulled: The names of variables that were set.
-        again: Advice for a second attempt.
+    ``pulled`` are the variables that were set, and ``again`` is advice for a second attempt.
     """
     problems = [problem for file in files.values() for problem in file.problems.values()]
     if not problems:
@@ -357,8 +354,7 @@ class ResultFiles:
     def read(self, first_rank: int) -> Results:
         """Return every rank's result and set the pulled variables. A second call retries unreadable objects only.
 
-        Args:
-            first_rank: The number of this node's first rank among all ranks.
+        ``first_rank`` is the number of this node's first rank among all.
 
         Raises:
             ResultError: An object can't be read. The readable variables are set, and the error carries the readable

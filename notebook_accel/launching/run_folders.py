@@ -276,15 +276,10 @@ def new_id(name: str) -> str:
 
 
 def make(name: str, run_id: str = "", *, is_unique: bool = False) -> tuple[RunFolder, int]:
-    """Make the folder of a run, and return it with the descriptor that holds its lock.
-
-    Args:
-        name: The run's name.
-        run_id: The run's id, by default a new one.
-        is_unique: Whether to refuse the name of a run that goes on.
+    """Make the folder of a run, by default with a new id. Return it with the descriptor that holds its lock.
 
     Raises:
-        LaunchError: The folder can't be made, or ``is_unique`` and a run of that name goes on.
+        LaunchError: The folder can't be made; or a run of that name goes on, and the name has to be unique.
     """
     path = root() / (run_id or new_id(name))
     try:
@@ -385,13 +380,9 @@ def find_session(which: str = "") -> RunFolder | None:
 
 
 def remove_old(*, all_ended: bool = False) -> list[str]:
-    """Remove the folders of runs whose ``keep_days`` are over, and the folders of killed launches.
+    """Remove the folders of runs whose ``keep_days`` are over, or of ``all_ended`` ones, and those of killed launches.
 
-    Args:
-        all_ended: Whether to remove all runs that have ended.
-
-    Returns:
-        The ids of the removed runs.
+    Returns the ids of the removed runs.
     """
     removed = []
     with contextlib.suppress(NotebookAccelError, OSError):
