@@ -242,7 +242,7 @@ def _global_reads(code: types.CodeType) -> Iterator[str]:
             yield from _global_reads(item.argval)
 
 
-def _reads(expression: ast.expr, assigned: frozenset[str]) -> list[str]:
+def _expression_reads(expression: ast.expr, assigned: frozenset[str]) -> list[str]:
     return _scan_simple(ast.copy_location(ast.Expr(expression), expression), assigned)[0]
 
 
@@ -254,26 +254,26 @@ def _names(target: ast.expr, context: type[ast.expr_context]) -> list[str]:
 def _scan_if(node: ast.If, assigned: frozenset[str]) -> _Scan:
     body, after_body = _scan(node.body, assigned)
     other, after_other = _scan(node.orelse, assigned)
-    return [*_reads(node.test, assigned), *body, *other], after_body & after_other
+    return [*_expression_reads(node.test, assigned), *body, *other], after_body & after_other
 
 
 def _scan_for(node: ast.For, assigned: frozenset[str]) -> _Scan:
     target_reads = [name for name in _names(node.target, ast.Load) if name not in assigned]
     body, after = _scan(node.body, assigned.union(_names(node.target, ast.Store)))
     other, _ = _scan(node.orelse, after)
-    return [*_reads(node.iter, assigned), *target_reads, *body, *other], after
+    return [*_expression_reads(node.iter, assigned), *target_reads, *body, *other], after
 
 
 def _scan_while(node: ast.While, assigned: frozenset[str]) -> _Scan:
     body, _ = _scan(node.body, assigned)
     other, _ = _scan(node.orelse, assigned)
-    return [*_reads(node.test, assigned), *body, *other], assigned
+    return [*_expression_reads(node.test, assigned), *body, *other], assigned
 
 
 def _scan_with(node: ast.With, assigned: frozenset[str]) -> _Scan:
     needed: list[str] = []
     for item in node.items:
-        needed += _reads(item.context_expr, assigned)
+        needed += _expression_reads(item.context_expr, assigned)
         if item.optional_vars is not None:
             assigned = assigned.union(_names(item.optional_vars, ast.Store))
     body, after = _scan(node.body, assigned)
@@ -292,19 +292,19 @@ def _scan_try(node: ast.Try, assigned: frozenset[str]) -> _Scan:
     for handler in node.handlers:
         caught = assigned | ({handler.name} if handler.name else set())
         more, after_handler = _scan(handler.body, caught)
-        needed += [*(_reads(handler.type, assigned) if handler.type else []), *more]
+        needed += [*(_expression_reads(handler.type, assigned) if handler.type else []), *more]
         after &= after_handler
     more, after_final = _scan(node.finalbody, assigned)
     return [*needed, *more], after | (after_final - assigned)
 
 
 def _scan_match(node: ast.Match, assigned: frozenset[str]) -> _Scan:
-    needed = _reads(node.subject, assigned)
+    needed = _expression_reads(node.subject, assigned)
     for case in node.cases:
         bound = {child.name for child in ast.walk(case.pattern) if isinstance(child, (ast.MatchAs, ast.MatchStar))}
         pattern_reads = [child.id for child in ast.walk(case.pattern) if isinstance(child, ast.Name)]
         inside = assigned | {name for name in bound if name}
-        guard = _reads(case.guard, inside) if case.guard else []
+        guard = _expression_reads(case.guard, inside) if case.guard else []
         needed += [*(name for name in pattern_reads if name not in assigned), *guard, *_scan(case.body, inside)[0]]
     return needed, assigned
 
