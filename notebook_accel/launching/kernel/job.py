@@ -497,15 +497,15 @@ class Job(Handle):
         self.deliver(0, Numbered(first_rank=starting.first_rank, world_size=starting.world_size))
         if before is None and (starting.restarts == 0 or self.config.num_nodes != "1"):
             return  # the first start on this node, which may join a run that other nodes have restarted before
-        of, rank = self.config.max_restarts, 0 if first is None else first.rank
-        if before == starting.restarts:
-            why = f"the nodes have changed, with {starting.world_size} ranks in all"
-            self.deliver(0, Restarting(number=0, of=of, why=why))
+        number, rank = starting.restarts, 0
+        if before == number:
+            number, why = 0, f"the nodes have changed, with {starting.world_size} ranks in all"
         elif starting.cause is not None:
-            self.deliver(0, Restarting(number=starting.restarts, of=of, why=starting.cause.in_a_line))
+            why = starting.cause.in_a_line
         else:
+            rank = 0 if first is None else first.rank
             why = why or "a rank on another node has failed"
-            self.deliver(rank, Restarting(number=starting.restarts, of=of, why=why))
+        self.deliver(rank, Restarting(number=number, of=self.config.max_restarts, why=why))
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
         """Process the ranks' stacks. Called by the engine's thread."""
