@@ -15,7 +15,7 @@ from kernel_ext.front_end import FORM_STYLE
 from notebook_accel import config, config_file
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError
-from notebook_accel.launching.kernel.configuring import BASIC, Draft, DraftSource
+from notebook_accel.launching.kernel.config_draft import BASIC, Draft, DraftSource
 
 _WRITTEN = '<span role="status"><b>Written.</b> The next %%distributed uses it; notebook_launcher reads no file.</span>'
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         RunTimeoutError,
         TrainingError,
     )
-    from notebook_accel.launching.kernel.configuring import write_basic_config
+    from notebook_accel.launching.kernel.config_draft import write_basic_config
     from notebook_accel.launching.kernel.detached import attach, detach
     from notebook_accel.launching.kernel.job import Job
     from notebook_accel.launching.kernel.notebook_launcher import debug_launcher, notebook_launcher
@@ -72,7 +72,7 @@ _NAMES = {
         "CheckpointError CollectiveError ConfigError LaunchError NotebookAccelError PayloadError PreflightError "
         "RankFailedError ResultError RunError RunStoppedError RunTimeoutError TrainingError"
     ),
-    "launching.kernel.configuring": "write_basic_config",
+    "launching.kernel.config_draft": "write_basic_config",
     "launching.kernel.detached": "attach detach",
     "launching.kernel.job": "Job",
     "launching.kernel.notebook_launcher": "debug_launcher notebook_launcher",

@@ -24,8 +24,8 @@ from notebook_accel import VERSION, config, launch_command, runs_command
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.formatting import json_text
-from notebook_accel.launching.kernel import configuring, launcher
-from notebook_accel.launching.kernel.configuring import BASIC, Draft
+from notebook_accel.launching.kernel import launcher
+from notebook_accel.launching.kernel.config_draft import BASIC, Draft
 from notebook_accel.launching.kernel.devices import Devices, Machine
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of writing to a file or a terminal
@@ -148,7 +148,7 @@ def _version(distribution: str) -> str:
 
 
 def _config(parsed: argparse.Namespace) -> int:
-    draft = configuring.Draft(parsed.config_file)
+    draft = Draft(parsed.config_file)
     given = config.given_flags(parsed)
     draft.values.update(given)
     _print_draft(draft)

@@ -138,9 +138,9 @@ class ScriptContents:
 
     def import_statements(self) -> list[str]:
         """Return all imports, also those of submodules that code reaches as attributes and of ``__future__``."""
-        code = "\n".join([self._cell.source, *(found.text for found in self.definitions.values())])
+        tree = ast.parse("\n".join([self._cell.source, *(found.text for found in self.definitions.values())]))
         captured = {name: self._namespace[name] for name in self._done}
-        reached = dataclasses.replace(self._cell, source=code).submodules(captured)
+        reached = dataclasses.replace(self._cell, tree=tree).submodules(captured)
         return [*self.imports, *self._sources.submodules(reached), *self._sources.futures()]
 
     def name_of(self, obj: Any) -> str:
@@ -191,7 +191,7 @@ def collect(
 ) -> ScriptContents:
     """Return the parts of a script for a cell in plain Python. ``push`` has further names that the script needs."""
     contents = ScriptContents(cell, namespace, NotebookSources(history, namespace), body.defines)
-    statements = ast.parse(cell.source).body
+    statements = cell.tree.body
     contents.require_all(cells.reads(statements), cell.label, 0, statements)
     contents.require_all(cells.reads(body.arguments), "--args", 0, body.arguments)
     for name in cell.captured(namespace, push):

@@ -66,12 +66,7 @@ def _checksum(number: int, body: bytes) -> int:
 
 
 def read(descriptor: int, size: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield each frame's number and message, up to the first incomplete frame.
-
-    Args:
-        descriptor: The journal.
-        size: The position at which to stop; ``None`` for the end.
-    """
+    """Yield each frame's number and message up to a position, by default the end, or the first incomplete frame."""
     position, data, start = 0, b"", 0
     while True:
         wanted = _READ_BYTES if size is None else min(_READ_BYTES, size - position)
@@ -92,13 +87,7 @@ def read(descriptor: int, size: int | None = None) -> Iterator[tuple[int, bytes]
 
 
 class Journal:
-    """Writes a run's messages to a file of bounded size.
-
-    Args:
-        descriptor: The file, which the journal owns.
-        job_id: The run's id in messages.
-        world_size: Number of ranks.
-        clock: Function that returns the time in seconds.
+    """Writes a run's messages to a file of bounded size, which it owns.
 
     Attributes:
         descriptor: The file.
@@ -117,7 +106,7 @@ class Journal:
         self._display_left = _DISPLAY_BYTES
         self._written_s: dict[_Key, float] = {}
         self._waiting: dict[_Key, tuple[int, messages.Said]] = {}  # the latest messages that may not be written yet
-        self._latest: dict[_Key, tuple[int, bytes]] = {}
+        self._latest: dict[_Key, tuple[int, msgspec.Struct]] = {}
         self._refused: list[bytes] = []  # frames that the journal needs, but the disk had no room for
         self._lost = 0
         self.size_bytes = 0
@@ -149,7 +138,7 @@ class Journal:
 
     def latest(self) -> bytes:
         """Return frames with the latest message of each kind: the run's state without its history."""
-        return b"".join(frame(number, body) for number, body in self._latest.values())
+        return b"".join(frame(number, messages.encode(message)) for number, message in self._latest.values())
 
     def close(self) -> None:
         """Write the waiting messages, and close the file."""
@@ -163,15 +152,15 @@ class Journal:
             for kind in _END_KINDS:
                 self._latest.pop((message.rank, kind), None)
         if isinstance(event, events.Metrics):
-            known = self._latest.get((message.rank, events.Metrics))
-            if known is not None:
-                message = _merged(_said(known[1]), message)
+            _, known = self._latest.get((message.rank, events.Metrics), (0, None))
+            if isinstance(known, messages.Said):
+                message = _merged(known, message)
         if isinstance(event, _KEPT_KINDS):
             self._keep_latest((message.rank, type(event)), number, message)
 
     def _keep_latest(self, key: _Key, number: int, message: msgspec.Struct) -> None:
         self._latest.pop(key, None)  # moves the key to the end: the order is that of the messages
-        self._latest[key] = (number, messages.encode(message))
+        self._latest[key] = number, message
 
     # The bounds ------------------------------------------------------------------------------------------------------
 
@@ -257,12 +246,6 @@ class Journal:
             return False
         self.size_bytes = position
         return True
-
-
-def _said(body: bytes) -> messages.Said:
-    message = messages.decode_for_kernel(body)
-    assert isinstance(message, messages.Said)
-    return message
 
 
 def _merged(before: messages.Said, now: messages.Said) -> messages.Said:

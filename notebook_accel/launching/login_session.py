@@ -18,6 +18,8 @@ import subprocess
 import time
 from collections.abc import Collection, Mapping
 
+from notebook_accel.errors import Finding
+
 _PROC = pathlib.Path("/proc")
 _LINGERING = pathlib.Path("/var/lib/systemd/linger")
 _ASK_LOGIND = (
@@ -41,25 +43,23 @@ def user_name() -> str:
     return ""
 
 
-def end_of_runs() -> tuple[str, str] | None:
-    """Return when systemd ends a detached run of this process, as ``when you log out``, and what helps.
-
-    Returns:
-        ``None`` if it doesn't.
-    """
+def check_logout() -> tuple[Finding, ...]:
+    """Return a warning if systemd ends a detached run of this process with the user's login, or with a service."""
     group = _group("self")
     lingers = _lingers()
     if lingers and (_reaches_manager() or not _may_end(group)):
-        return None
+        return ()
     if service := _SERVICE.search(group):
         when = f"when the service {service[1]} is stopped"
     elif "/user.slice/" in group and (not _is_of_login(group) or _kills_user_processes()):
         when = "when you log out of this machine"
     else:
-        return None
+        return ()
+    fix = f"loginctl enable-linger {user_name()}, once, before you launch"
     if lingers:
-        return when, "systemd-run --user --scope COMMAND, to start this process by the user's own systemd"
-    return when, f"loginctl enable-linger {user_name()}, once, before you launch"
+        fix = "systemd-run --user --scope COMMAND, to start this process by the user's own systemd"
+    why = "This process belongs to your login there, or to that service, and so does all that it starts."
+    return (Finding(f"systemd ends a detached run {when}.", why, fix, refuses=False),)
 
 
 def leave(sessions: Collection[int], run_id: str) -> None:
@@ -93,7 +93,7 @@ def _left(sessions: Collection[int]) -> list[str]:
 def _move(pids: list[str], scope: str) -> bool:
     """Move processes to a new scope of the user's manager, and return whether that worked."""
     properties = ("PIDs", "au", str(len(pids)), *pids, "CollectMode", "s", "inactive-or-failed")
-    environ = {**os.environ, "XDG_RUNTIME_DIR": str(_runtime_folder())}
+    environ = {**os.environ, "DBUS_SESSION_BUS_ADDRESS": f"unix:path={_manager_socket()}"}
     if _answer((*_START_SCOPE, scope, "fail", "2", *properties, "0"), environ) is None:
         return False
     deadline_s = time.monotonic() + _ANSWER_DEADLINE_S
@@ -119,13 +119,14 @@ def _may_end(group: str) -> bool:
     return _is_of_login(group) or _SERVICE.search(group) is not None
 
 
-def _runtime_folder() -> pathlib.Path:
-    return pathlib.Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
+def _manager_socket() -> pathlib.Path:
+    """Return the socket of the user's manager. ``DBUS_SESSION_BUS_ADDRESS`` may name a bus without the manager."""
+    return pathlib.Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}", "bus")
 
 
 def _reaches_manager() -> bool:
     """Return whether processes can move: busctl is there, and the user's manager has a socket."""
-    return shutil.which(_START_SCOPE[0]) is not None and (_runtime_folder() / "bus").exists()
+    return shutil.which(_START_SCOPE[0]) is not None and _manager_socket().exists()
 
 
 def _lingers() -> bool:

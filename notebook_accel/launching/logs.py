@@ -24,14 +24,9 @@ _BLOCK_BYTES = 1 << 16
 
 
 def make_folder(log_dir: str, name: str) -> pathlib.Path | None:
-    """Make a run's folder, which only this user can open.
+    """Make a run's folder, which only this user can open, in ``log_dir`` or in the temporary folder.
 
-    Args:
-        log_dir: The option ``log_dir``; empty for the temporary folder.
-        name: The run's name.
-
-    Returns:
-        The folder; ``None`` if no temporary folder can be made, since a run works without logs.
+    Returns ``None`` if no temporary folder can be made, since a run works without logs.
 
     Raises:
         ConfigError: The folder can't be made in ``log_dir``.
@@ -87,11 +82,7 @@ def trace_file(folder: str | pathlib.Path, number: str, rank: int | None) -> pat
 
 
 def read(path: pathlib.Path, tail: int | None = None) -> str:
-    """Return a log's text.
-
-    Args:
-        path: The log.
-        tail: Number of last lines; ``None`` for all.
+    """Return a log's text, or its ``tail`` last lines.
 
     Raises:
         NotebookAccelError: The log can't be read.

@@ -17,10 +17,11 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from notebook_accel import environment
 from notebook_accel.payload import memory_files
+from notebook_accel.protocol.channel import close_all
 
 # The signals that ask a rank for its stacks: real-time signals, which no library uses. SIGUSR1 and SIGUSR2 belong to
 # the user's code, which may handle them for a cluster's scheduler. A thread of the rank answers STACKS_REQUEST as soon
@@ -99,13 +100,6 @@ def _system_call(number: int, *arguments: int | None) -> int:
     return result
 
 
-def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors. Ignores errors, which mean lost data of a file on a network."""
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-
-
 @functools.cache
 def _libc() -> ctypes.CDLL:
     """Load the C library, which ranks inherit from the template."""
@@ -162,11 +156,8 @@ def kill_group(leader_pid: int, *, has_tidied_up: bool = False) -> None:
     """Kill a process and its group. Also works for a very young process that doesn't lead a group yet.
 
     A resource tracker of multiprocessing is spared: it removes the shared memory of the others, and then ends by
-    itself. Call this before the leader is reaped, while no other process can have its pid.
-
-    Args:
-        leader_pid: The process.
-        has_tidied_up: True if the process has exited normally, so that no tracker need be sought. That is quicker.
+    itself. Call this before the leader is reaped, while no other process can have its pid. If it ``has_tidied_up``,
+    since it has exited normally, no tracker is sought, which is quicker.
     """
     killed: set[int] = set()
     trackers, others = ([], []) if has_tidied_up else _members(leader_pid)
@@ -201,15 +192,6 @@ def _members(group: int) -> tuple[list[int], list[int]]:
                 with open(f"/proc/{pid}/cmdline", "rb") as file:
                     (trackers if _TRACKER in file.read() else others).append(pid)
     return trackers, others
-
-
-def dump_file(rank: int) -> int:
-    """Create a memory file to which a rank's stacks are appended, and return its descriptor."""
-    made = memory_files.memory_file(f"notebook-accel-stacks-{rank}")
-    try:
-        return os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-    finally:
-        os.close(made)
 
 
 def arm_stacks(dump: int) -> None:

@@ -12,46 +12,20 @@ import os
 import pickle
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from notebook_accel.errors import PayloadError, ResultError
-from notebook_accel.launching import processes
 from notebook_accel.payload import memory_files, serialization
 from notebook_accel.payload.serialization import Pickled, SharedPickling
 from notebook_accel.payload.tensor_memory import Blocks
+from notebook_accel.protocol.channel import close_all
 
 
-class Results(Sequence[Any]):
+class Results(list[Any]):
     """The values that the ranks returned; ``results[0]`` is rank 0's."""
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._values = list(values)
-
-    @overload
-    def __getitem__(self, rank: int) -> Any: ...
-    @overload
-    def __getitem__(self, rank: slice) -> list[Any]: ...
-    def __getitem__(self, rank: int | slice) -> Any:
-        return self._values[rank]
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._values)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Results):
-            return self._values == other._values
-        return self._values == other if isinstance(other, list) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # like a list, it may hold unhashable values
-
-    def __repr__(self) -> str:
-        return repr(self._values)
 
 
 _Keys = tuple[str, ...]
@@ -325,12 +299,9 @@ class ResultFile:
 
 
 def result_error(files: Mapping[int, ResultFile], *, pulled: Sequence[str] = (), again: str = "") -> ResultError | None:
-    """Return the error that names all unreadable objects, ``None`` if there are none.
+    """Return the error that names all unreadable objects of these ranks' files, ``None`` if there are none.
 
-    Args:
-        files: The files, by rank.
-        pulled: The names of variables that were set.
-        again: Advice for a second attempt.
+    ``pulled`` are the variables that were set, and ``again`` is advice for a second attempt.
     """
     problems = [problem for file in files.values() for problem in file.problems.values()]
     if not problems:
@@ -373,7 +344,7 @@ class ResultFiles:
         self._set_variables = set_variables
         self._bound: dict[str, None] = {}  # in order
         self._opened: dict[int, ResultFile] = {}
-        self._close = weakref.finalize(self, processes.close_all, tuple(descriptors))
+        self._close = weakref.finalize(self, close_all, tuple(descriptors))
 
     @property
     def are_open(self) -> bool:
@@ -383,8 +354,7 @@ class ResultFiles:
     def read(self, first_rank: int) -> Results:
         """Return every rank's result and set the pulled variables. A second call retries unreadable objects only.
 
-        Args:
-            first_rank: The number of this node's first rank among all ranks.
+        ``first_rank`` is the number of this node's first rank among all.
 
         Raises:
             ResultError: An object can't be read. The readable variables are set, and the error carries the readable

@@ -20,7 +20,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -91,6 +91,10 @@ class RunFolder:
     def id(self) -> str:
         """The run's id: the folder's name."""
         return self.path.name
+
+    def is_called(self, which: str) -> bool:
+        """Return whether this is the run's name or id. Empty text means any run."""
+        return which in ("", self.facts.name, self.id)
 
     @property
     def log_folder(self) -> pathlib.Path:
@@ -251,13 +255,13 @@ class RunFolder:
         return max(times, default=self.path.stat().st_mtime)
 
 
-def root(environ: Mapping[str, str] = os.environ) -> pathlib.Path:
+def root() -> pathlib.Path:
     """Return the folder of this user's detached runs, which may not exist yet.
 
     Raises:
         LaunchError: The user's state folder has no absolute path.
     """
-    state = os.path.expanduser(environ.get("XDG_STATE_HOME") or "~/.local/state")
+    state = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
     if not os.path.isabs(state):
         raise LaunchError(
             f"There is no place for detached runs: {state} is no absolute path.",
@@ -272,15 +276,10 @@ def new_id(name: str) -> str:
 
 
 def make(name: str, run_id: str = "", *, is_unique: bool = False) -> tuple[RunFolder, int]:
-    """Make the folder of a run, and return it with the descriptor that holds its lock.
-
-    Args:
-        name: The run's name.
-        run_id: The run's id, by default a new one.
-        is_unique: Whether to refuse the name of a run that goes on.
+    """Make the folder of a run, by default with a new id. Return it with the descriptor that holds its lock.
 
     Raises:
-        LaunchError: The folder can't be made, or ``is_unique`` and a run of that name goes on.
+        LaunchError: The folder can't be made; or a run of that name goes on, and the name has to be unique.
     """
     path = root() / (run_id or new_id(name))
     try:
@@ -358,7 +357,7 @@ def find(which: str = "") -> RunFolder:
     """
     _check_rights(root())
     known = every()
-    named = [folder for folder in known if not which or which in (folder.facts.name, folder.id)]
+    named = [folder for folder in known if folder.is_called(which)]
     going = [folder for folder in named if folder.is_held]
     if named and (which or len(going) <= 1):
         return (going or named)[-1]
@@ -381,13 +380,9 @@ def find_session(which: str = "") -> RunFolder | None:
 
 
 def remove_old(*, all_ended: bool = False) -> list[str]:
-    """Remove the folders of runs whose ``keep_days`` are over, and the folders of killed launches.
+    """Remove the folders of runs whose ``keep_days`` are over, or of ``all_ended`` ones, and those of killed launches.
 
-    Args:
-        all_ended: Whether to remove all runs that have ended.
-
-    Returns:
-        The ids of the removed runs.
+    Returns the ids of the removed runs.
     """
     removed = []
     with contextlib.suppress(NotebookAccelError, OSError):

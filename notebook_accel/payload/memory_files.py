@@ -48,6 +48,15 @@ def memory_file(name: str) -> int:
     return descriptor
 
 
+def appending_file(name: str) -> int:
+    """Create an anonymous memory file to which every write appends, and return its descriptor."""
+    made = memory_file(name)
+    try:  # a second open is the only way to set O_APPEND
+        return os.open(f"/proc/self/fd/{made}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+    finally:
+        os.close(made)
+
+
 def make_unwritable(descriptor: int) -> None:
     """Seal the memory file against all changes, even through this descriptor. Private mappings still work."""
     # Not imported at the top, so that this module can be imported on systems without Linux's calls.

@@ -120,7 +120,7 @@ def pickle_by_value(
     return Pickled(output.data, tuple(output.buffers), by_value, output.sizes_bytes, memoized)
 
 
-def find_sharded(value: Any, *, origins: Origins = ()) -> list[Any]:
+def find_sharded(value: Any, *, origins: Origins) -> list[Any]:
     """Return an object's tensors that are sharded over ranks, in the order in which pickle meets them.
 
     Reshards gathered blocks of ``fully_shard``. Returns nothing for an object that can't be pickled.
@@ -301,7 +301,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return tuple, ()
         reduced = self._blocks.reduce(obj)
         if reduced is NotImplemented and isinstance(obj, self._sharded_types):
-            reduced = sharded_tensors.reduce(obj, self._options.wholes, pickle.HIGHEST_PROTOCOL)
+            reduced = sharded_tensors.reduce(obj, self._options.wholes)
         if reduced is not NotImplemented:
             return reduced
         reducer = _REDUCERS.get(type(obj))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import importlib
+import pickle
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -56,9 +57,9 @@ def types() -> tuple[type, ...]:
     return (sys.modules["torch.distributed.tensor"].DTensor, torch.nn.Module)
 
 
-def reduce(obj: Any, wholes: Mapping[int, Any], protocol: int) -> Any:
+def reduce(obj: Any, wholes: Mapping[int, Any]) -> Any:
     """Reduce an object of one of the ``types``, for ``reducer_override``. ``wholes``: see ``pickle_by_value``."""
-    return _reduce_tensor(obj, wholes) if is_sharded_tensor(obj) else _reduce_module(obj, protocol)
+    return _reduce_tensor(obj, wholes) if is_sharded_tensor(obj) else _reduce_module(obj)
 
 
 def _reduce_tensor(tensor: Any, wholes: Mapping[int, Any]) -> Any:
@@ -75,7 +76,7 @@ def _whole(tensor: Any, requires_grad: bool) -> Any:
     return tensor.requires_grad_(requires_grad)
 
 
-def _reduce_module(module: Any, protocol: int) -> Any:
+def _reduce_module(module: Any) -> Any:
     theirs = _hooks_of_ranks(vars(module))
     own = kind = type(module)
     if is_sharded_module(module):
@@ -84,7 +85,7 @@ def _reduce_module(module: Any, protocol: int) -> Any:
         return NotImplemented
     object.__setattr__(module, "__class__", own)  # bypasses the module's own __setattr__
     try:
-        reduced = module.__reduce_ex__(protocol)
+        reduced = module.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     finally:
         object.__setattr__(module, "__class__", kind)
     if not isinstance(reduced, tuple):

@@ -57,6 +57,16 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: float  # seconds of silence after which a node counts as gone
     settings: dict[str, str] = {}  # further settings of torch elastic's rendezvous
 
+    @property
+    def is_in_file(self) -> bool:
+        """True if the nodes meet in a file that all of them reach; ``host`` is its path then."""
+        return self.settings.get("store_type") == "file"
+
+    @property
+    def endpoint(self) -> str:
+        """The address or the file where the nodes meet, as torch elastic takes it."""
+        return self.host if self.is_in_file else f"{self.host}:{self.port}"
+
 
 class ElasticOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a run's elastic process, with the names that they have in ``LaunchConfig``."""
@@ -332,8 +342,9 @@ class Exited(_OfRun, frozen=True, kw_only=True):
     peak_bytes: int
 
 
-ToAgent: TypeAlias = Prepare | Launch | Interrupt | Respawn | End | Release | Inspect | Profile | Detach | Quit
-Order: TypeAlias = Hello | Interrupt | Respawn | End | Inspect | Profile
+RunOrder: TypeAlias = Interrupt | Respawn | End | Inspect | Profile  # by a job
+ToAgent: TypeAlias = Prepare | Launch | RunOrder | Release | Detach | Quit
+ToDetachedAgent: TypeAlias = Hello | RunOrder
 ToKernel: TypeAlias = Said | Inspected | Starting | RunEnded | Broken | Idle | Detached
 ToTemplate: TypeAlias = Fork | ForkElastic
 ToRank: TypeAlias = Profile | PeersFinished | Named
@@ -343,7 +354,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 # Each raises ``msgspec.DecodeError`` if the bytes are no such message.
 decode_for_agent: Callable[[bytes], ToAgent] = msgspec.msgpack.Decoder(ToAgent).decode
-decode_order: Callable[[bytes], Order] = msgspec.msgpack.Decoder(Order).decode  # of a kernel attached to a detached run
+decode_for_detached_agent: Callable[[bytes], ToDetachedAgent] = msgspec.msgpack.Decoder(ToDetachedAgent).decode
 decode_attached: Callable[[bytes], Attached] = msgspec.msgpack.Decoder(Attached).decode
 decode_for_kernel: Callable[[bytes], ToKernel] = msgspec.msgpack.Decoder(ToKernel).decode
 decode_for_rank: Callable[[bytes], ToRank] = msgspec.msgpack.Decoder(ToRank).decode

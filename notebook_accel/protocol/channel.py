@@ -18,7 +18,7 @@ import selectors
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 _HEADER = struct.Struct("!IH")
@@ -78,7 +78,7 @@ class Connection:
     def close(self) -> None:
         """Close this end and all received descriptors that nobody has taken."""
         while self._descriptors:
-            _close_all(self._descriptors.popleft())
+            close_all(self._descriptors.popleft())
         self._socket.close()
 
     def shutdown(self) -> None:
@@ -141,6 +141,12 @@ class Connection:
                 return False
         return True
 
+    def post(self, body: bytes) -> None:
+        """Keep a frame, and write as much as fits. Ignores that the other end has gone."""
+        self.queue(body)
+        with contextlib.suppress(OSError):
+            self.flush()
+
     def _keep(self, data: bytes) -> None:
         self._outbox.append(memoryview(data))
         self.queued_bytes += len(data)
@@ -197,7 +203,7 @@ class Connection:
             descriptors = self._descriptors.popleft() if count else []
             is_whole = len(descriptors) == count
             if not is_whole:
-                _close_all(descriptors)
+                close_all(descriptors)
             frames.append(Message(body, descriptors if is_whole else [], is_whole=is_whole))
         return frames
 
@@ -252,9 +258,11 @@ class EventLoop:
                 key.data()
 
 
-def _close_all(descriptors: list[int]) -> None:
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close descriptors. Ignores errors, which mean lost data of a file on a network."""
     for descriptor in descriptors:
-        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 @contextlib.contextmanager

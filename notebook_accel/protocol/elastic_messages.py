@@ -10,6 +10,7 @@ RanksStand or Leave, and every StopRanks of the present attempt with RanksEnded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import msgspec
@@ -76,5 +77,5 @@ class RanksFinished(_OfAttempt, frozen=True, kw_only=True):
 FromElastic: TypeAlias = StartRanks | StopRanks | Nodes | Over
 ToElastic: TypeAlias = RanksStand | RanksEnded | RanksFinished | Leave
 
-for_agent: msgspec.msgpack.Decoder[FromElastic] = msgspec.msgpack.Decoder(FromElastic)
-for_elastic: msgspec.msgpack.Decoder[ToElastic] = msgspec.msgpack.Decoder(ToElastic)
+decode_for_agent: Callable[[bytes], FromElastic] = msgspec.msgpack.Decoder(FromElastic).decode
+decode_for_elastic: Callable[[bytes], ToElastic] = msgspec.msgpack.Decoder(ToElastic).decode

@@ -10,6 +10,7 @@ accepted its ``Hello``, and the kernel opens nothing before it has checked the `
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -214,6 +215,6 @@ ToRank: TypeAlias = (
 FromRank: TypeAlias = Displayed | Prompt | Reply
 
 encode = msgspec.msgpack.Encoder().encode
-for_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
-from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-hello = msgspec.msgpack.Decoder(Hello)
+decode_for_rank: Callable[[bytes], ToRank] = msgspec.msgpack.Decoder(ToRank).decode
+decode_from_rank: Callable[[bytes], FromRank] = msgspec.msgpack.Decoder(FromRank).decode
+decode_hello = msgspec.msgpack.Decoder(Hello).decode

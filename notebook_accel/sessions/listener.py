@@ -103,7 +103,7 @@ class Listener:
         connection.set_receive_deadline(_HELLO_DEADLINE_S)
         with contextlib.suppress(ClosedError, ProcessLookupError, ValueError):  # msgspec's errors are ValueErrors
             frames = connection.receive()
-            hello = messages.hello.decode(frames[0].body) if frames else None
+            hello = messages.decode_hello(frames[0].body) if frames else None
             if hello is not None and uid == os.getuid() and hmac.compare_digest(hello.secret, self._secret):
                 connection.set_receive_deadline(0)
                 return JoinedRank(hello.rank, connection, pidfd_open(pid), hello.kept)

@@ -170,7 +170,7 @@ def make_job(is_background=False, world_size=2, **options):
     lock = None if is_background else threading.Lock()
     config = LaunchConfig(**options)
     job = Job(LaunchRequest(Target({}), {}, spec, config, f"{world_size} CPUs", foreground_lock=lock))
-    job.send_orders_by(Control())
+    job.send_order = Control()
     Control.calls.clear()
     Control.called.clear()
     return job

@@ -194,7 +194,7 @@ def test_run_says_which_command_has_ended_it(
     monkeypatch.setattr(registry, "_entries", collections.deque())
     job = make_job()
     registry.add(job)
-    job.send_orders_by(lambda order: job.end(reason))
+    job.send_order = lambda order: job.end(reason)
     commands.run(command)
     commands.run("status")
     assert f"\n  by %distributed {command}\n" in capsys.readouterr().out

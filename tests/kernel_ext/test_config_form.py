@@ -20,7 +20,7 @@ import html, os, pathlib, re
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["HF_HOME"] = "none"
 from kernel_ext.config_form import ConfigForm
-from notebook_accel.launching.kernel.configuring import Draft
+from notebook_accel.launching.kernel.config_draft import Draft
 
 def send(widget, **state):
     # What a front end sends when somebody types, through the kernel's own handler.

@@ -26,7 +26,7 @@ folder = pathlib.Path({folder!r})
 if "get-property" in sys.argv:
     print((folder / "kills").read_text())
     sys.exit()
-assert os.environ["XDG_RUNTIME_DIR"]
+assert os.environ["DBUS_SESSION_BUS_ADDRESS"].endswith("/bus")
 unit, begin = sys.argv[8], sys.argv.index("au")
 for pid in sys.argv[begin + 2 : begin + 2 + int(sys.argv[begin + 1])]:
     (folder / pid / "cgroup").write_text({manager!r}.format(unit))
@@ -52,6 +52,7 @@ def machine(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
     program.write_text(_BUSCTL.format(python=sys.executable, folder=str(tmp_path), manager=_MANAGER))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.setenv("DBUS_SESSION_BUS_ADDRESS", "unix:path=/of another bus")
     monkeypatch.setattr(login_session, "_PROC", tmp_path)
     monkeypatch.setattr(login_session, "_LINGERING", tmp_path / "linger")
     (tmp_path / "kills").write_text("b true")

@@ -25,11 +25,11 @@ from notebook_accel.launching.agent.elastic_runs import ElasticRuns
 from notebook_accel.launching.agent.inspection import Inspection
 from notebook_accel.launching.agent.runs import REASONS, Rank, Run, fork_order, open_rank
 from notebook_accel.launching.agent.templates import TemplateProcess, Templates
-from notebook_accel.launching.processes import close_all, end_with_parent, kill_group
+from notebook_accel.launching.processes import end_with_parent, kill_group
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
-from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message
+from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message, close_all
 
 _TICK_S = 0.1
 _NO_TEMPLATE = "The process that ranks are forked from could not be started"
@@ -295,10 +295,10 @@ class Agent:
             self._refuse(Run(launch, message.descriptors), _LEAVING)
             return
         if launch.template_pid:
-            *descriptors, line, pidfd = message.descriptors
+            *descriptors, connection, pidfd = message.descriptors
             run = Run(launch, descriptors)
             with self._ending_run_on_error(run):
-                template = self._templates.adopt(Connection.from_descriptor(line), launch.template_pid, pidfd)
+                template = self._templates.adopt(Connection.from_descriptor(connection), launch.template_pid, pidfd)
                 self._start(run, template)
                 self._templates.drop_if_unused(template)
             return

@@ -13,10 +13,18 @@ import msgspec
 
 from notebook_accel.formatting import clipped, plain_text
 from notebook_accel.launching.journal import FIRST_AFTER_HISTORY, Journal, numbered
-from notebook_accel.launching.processes import close_all, outlive_parent, pidfd_open
+from notebook_accel.launching.processes import outlive_parent, pidfd_open
 from notebook_accel.launching.run_folders import JOURNAL, LATEST, RunFolder
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message, peer_of, take_frames
+from notebook_accel.protocol.channel import (
+    ClosedError,
+    Connection,
+    EventLoop,
+    Message,
+    close_all,
+    peer_of,
+    take_frames,
+)
 
 _MOST_QUEUED_BYTES = 4 << 20
 """Bytes that wait for a kernel that doesn't read. Past it, output stays in the ranks' logs for now."""
@@ -218,7 +226,7 @@ class Attachments:
                 self._folder.publish()
             self._obey(attachment, told, message)
             return
-        order = messages.decode_order(message.body)
+        order = messages.decode_for_detached_agent(message.body)
         if isinstance(order, messages.Hello):
             self._greet(attachment, order)
         elif not attachment.who:

@@ -35,7 +35,7 @@ class _ElasticProcess:
     """The agent's record of one elastic process."""
 
     run: Run
-    line: Connection  # to the process
+    connection: Connection  # to the process
     pid: int | None = None  # ``None`` before the fork and after the exit
     attempt: int = 0  # the last one for which the process had ranks started, 0 before the first
     has_ranks: bool = False  # ranks were started whose end wasn't reported to the process
@@ -46,12 +46,7 @@ class _ElasticProcess:
     steps: tuple[int, int] | None = None  # the least and the most steps of the ranks, as last reported to the process
 
     def tell(self, message: elastic_messages.ToElastic) -> None:
-        self.line.queue(messages.encode(message))
-        self.flush()
-
-    def flush(self) -> None:
-        with contextlib.suppress(ClosedError):  # the template reports its exit
-            self.line.flush()
+        self.connection.post(messages.encode(message))  # if the process has gone, the template reports its exit
 
     def kill(self) -> None:
         self.is_ending = True
@@ -60,7 +55,7 @@ class _ElasticProcess:
 
     def send_away(self, now_s: float) -> None:
         """Order the process to end the run, as was requested, and to tell the other nodes."""
-        self.run.reason = self.run.wanted or self.run.reason
+        self.run.reason = self.run.requested_end or self.run.reason
         self.is_ending, self.must_go_s = True, now_s + _LEAVING_S
         self.tell(elastic_messages.Leave(why=f"The run was ended there ({self.run.reason})."))
 
@@ -138,7 +133,8 @@ class ElasticRuns:
     def _look(self, elastic: _ElasticProcess, now_s: float) -> None:
         run = elastic.run
         if elastic.pid is not None:
-            elastic.flush()
+            with contextlib.suppress(ClosedError):
+                elastic.connection.flush()
             if elastic.must_go_s is not None and now_s > elastic.must_go_s:
                 kill_group(elastic.pid)
         if elastic.is_ending:
@@ -159,21 +155,21 @@ class ElasticRuns:
     def _read(self, elastic: _ElasticProcess) -> None:
         with self.ending_run_on_error(elastic.run):
             try:
-                while frames := elastic.line.receive():
+                while frames := elastic.connection.receive():
                     for message in frames:
                         self._handle_message(elastic, message)
             except ClosedError:
-                self.loop.unwatch(elastic.line.fileno())
+                self.loop.unwatch(elastic.connection.fileno())
                 elastic.must_go_s = elastic.must_go_s or time.monotonic() + _LEAVING_S
 
     def _handle_message(self, elastic: _ElasticProcess, message: Message) -> None:
-        said = elastic_messages.for_agent.decode(message.body)
+        said = elastic_messages.decode_for_agent(message.body)
         run = elastic.run
         listening = [socket.socket(fileno=descriptor) for descriptor in message.descriptors]
         if isinstance(said, elastic_messages.StartRanks):
             if not message.is_whole:
                 run.refuse(messages.Broken(text=f"The ranks could not be started: {os.strerror(errno.EMFILE)}."))
-            if not (run.reason or run.wanted):
+            if not (run.reason or run.requested_end):
                 self._start(elastic, said, listening.pop() if listening else None)
             elif not elastic.is_ending:
                 elastic.send_away(time.monotonic())
@@ -221,8 +217,8 @@ class ElasticRuns:
             elastic.run.end_ranks("kill", "elastic lost")
         elastic.is_ending = True
         elastic.run.is_held = False
-        self.loop.unwatch(elastic.line.fileno())
-        elastic.line.close()
+        self.loop.unwatch(elastic.connection.fileno())
+        elastic.connection.close()
 
 
 def _tell_steps(elastic: _ElasticProcess) -> None:

@@ -12,9 +12,9 @@ import os
 from collections.abc import Callable, Iterator
 
 from notebook_accel.launching.logs import log_file
-from notebook_accel.launching.processes import close_all
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import events
+from notebook_accel.protocol.channel import close_all
 
 _MIB = 1 << 20
 _BURST_BYTES = 4 * _MIB  # of all ranks of a run together, after a pause
@@ -40,13 +40,8 @@ def open_log(folder: str, rank: int) -> tuple[int, str]:
         why = "no folder for it could be made"
     except OSError as error:
         why = str(error.strerror)
-    in_memory = memory_files.memory_file(f"notebook-accel-log-{rank}")
-    # A second open is the only way to set O_APPEND on a memory file.
-    try:
-        descriptor = os.open(f"/proc/self/fd/{in_memory}", flags & ~(os.O_CREAT | os.O_NOFOLLOW))
-    finally:
-        os.close(in_memory)
-    return descriptor, f"[this rank has no log file ({why}): its output is kept in memory until the run ends]"
+    in_memory = memory_files.appending_file(f"notebook-accel-log-{rank}")
+    return in_memory, f"[this rank has no log file ({why}): its output is kept in memory until the run ends]"
 
 
 class Allowance:
@@ -80,15 +75,15 @@ class Allowance:
 
 
 class LogTail:
-    """Follows one rank's log, which it owns, and says its whole lines in order; if there are too many, only the last.
+    """Follows one rank's log, which it owns, and sends its whole lines in order; if there are too many, only the last.
 
     A carriage return restarts a line, as on a terminal, so that a progress bar becomes one line: its last state.
     """
 
-    def __init__(self, descriptor: int, allowance: Allowance, say: Callable[[events.Output], None]) -> None:
+    def __init__(self, descriptor: int, allowance: Allowance, send: Callable[[events.Output], None]) -> None:
         self.descriptor = descriptor
         self._allowance = allowance
-        self._say = say
+        self._send = send
         # The first byte that was neither sent nor skipped. A restarted rank continues its log.
         self.position = self._seen_size = self.size_bytes
         self._left_out = 0
@@ -123,25 +118,25 @@ class LogTail:
             size = min(size, self.size_bytes)
             if size <= self.position:
                 return
-            self._say_first_lines(size)
+            self._send_first_lines(size)
             start = size - self._allowance.left_bytes
             if start > self.position and not (self._allowance.is_worth_a_gap and self._pass_over(start)):
                 return
             self._seen_size = size
-            self._say_lines(size)
+            self._send_lines(size)
 
     def finish(self) -> None:
         """Send the last lines, even one without a newline. Call it when the rank is gone."""
         with self._reporting_read_errors():  # try even a log that couldn't be read before: its network may work again
             size = self.size_bytes
-            self._say_first_lines(size)
+            self._send_first_lines(size)
             start = size - max(self._allowance.left_bytes, _LAST_BYTES)
             while not self._pass_over(start):
                 pass
-            self._say_lines(size)
+            self._send_lines(size)
             rest = os.pread(self.descriptor, size - self.position, self.position)
             if rest:
-                self._say_text([rest])
+                self._send_text([rest])
 
     @contextlib.contextmanager
     def _reporting_read_errors(self) -> Iterator[None]:
@@ -152,12 +147,12 @@ class LogTail:
             if not self._is_unreadable:
                 self._is_unreadable = True
                 text = f"[this rank's log can't be read ({error.strerror}): what it prints now may not be shown]"
-                self._say(events.Output(text=text, left_out=self._left_out))
+                self._send(events.Output(text=text, left_out=self._left_out))
                 self._left_out = 0
 
-    def _say_first_lines(self, size: int) -> None:
+    def _send_first_lines(self, size: int) -> None:
         if self._first_bytes:
-            self._say_lines(min(size, self.position + self._first_bytes))
+            self._send_lines(min(size, self.position + self._first_bytes))
             self._first_bytes = 0
 
     def _pass_over(self, start: int) -> bool:
@@ -178,7 +173,7 @@ class LogTail:
             self.position += os.pread(self.descriptor, _LAST_BYTES, self.position).find(b"\n") + 1
         return True
 
-    def _say_lines(self, size: int) -> None:
+    def _send_lines(self, size: int) -> None:
         data = os.pread(self.descriptor, size - self.position, self.position)
         body, newline, rest = data.rpartition(b"\n")
         lines = body.split(b"\n") if newline else []
@@ -189,12 +184,12 @@ class LogTail:
             rest = rest[max(rest.rstrip(b"\r").rfind(b"\r"), 0) :]
         self.position += len(data) - len(rest)
         if lines:
-            self._say_text(lines)
+            self._send_text(lines)
 
-    def _say_text(self, lines: list[bytes]) -> None:
+    def _send_text(self, lines: list[bytes]) -> None:
         text = "\n".join(map(_as_terminal, lines))
         self._allowance.take(len(text))
-        self._say(events.Output(text=text, left_out=self._left_out))
+        self._send(events.Output(text=text, left_out=self._left_out))
         self._left_out = 0
 
 

@@ -16,10 +16,11 @@ from notebook_accel import environment
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching import logs
 from notebook_accel.launching.agent.output import Allowance, LogTail, open_log
-from notebook_accel.launching.processes import close_all, dump_file, kill_group, state
+from notebook_accel.launching.processes import kill_group, state
+from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
-from notebook_accel.protocol.channel import Connection
+from notebook_accel.protocol.channel import Connection, close_all
 
 _LOOK_PERIOD_S = 0.05
 # A rank's death breaks its peers' connections, and they may report that before the agent has noticed the death.
@@ -75,9 +76,7 @@ class Rank:
 
     def tell(self, message: messages.ToRank) -> None:
         """Send the rank a message. Ignores a rank that has ended."""
-        self.connection.queue(messages.encode(message))
-        with contextlib.suppress(OSError):
-            self.connection.flush()
+        self.connection.post(messages.encode(message))
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the rank's process only, so that its code can react; send SIGKILL to its whole group."""
@@ -104,7 +103,7 @@ class Run:
     store: socket.socket | None = None  # the listening socket of the ranks' store, kept as long as the descriptors
     places: Sequence[messages.Place] = ()  # the ranks' places and further variables, for a part of a larger run
     restarts: int = 0  # how often the agent has restarted the ranks after a failure
-    wanted: messages.Reason = ""  # why nothing may be started again: the reason of a requested end
+    requested_end: messages.Reason = ""  # the reason of a requested end, after which nothing is started again
     detached_name: str = ""  # the name under which it was detached while it went on; else empty
     is_held: bool = False  # the run goes on even without a rank, because its elastic process may start some
     _is_interrupted_at_start: bool = False
@@ -172,7 +171,7 @@ class Run:
 
     @property
     def _restarts_left(self) -> int:
-        return 0 if self.wanted else self.launch.max_restarts - self.restarts
+        return 0 if self.requested_end else self.launch.max_restarts - self.restarts
 
     @property
     def is_to_restart(self) -> bool:
@@ -183,15 +182,15 @@ class Run:
     @property
     def is_ending_for_good(self) -> bool:
         """True if the run can't go on, or was asked to end, also by a KeyboardInterrupt in a rank."""
-        if self.wanted or self.refusal is not None or self.reason not in ("", "failed"):
+        if self.requested_end or self.refusal is not None or self.reason not in ("", "failed"):
             return True
         return any(rank.failure is not None and rank.failure.kind == "KeyboardInterrupt" for rank in self.ranks)
 
     def stop_restarting(self, reason: messages.Reason) -> None:
         """Rule out further restarts. ``reason`` replaces a failure as the reason of the end."""
-        self.wanted = self.wanted or reason
+        self.requested_end = self.requested_end or reason
         if self.launch.max_restarts and self.reason == "failed":
-            self.reason = self.wanted
+            self.reason = self.requested_end
 
     @property
     def is_over(self) -> bool:
@@ -357,7 +356,7 @@ class Run:
 
 
 def open_rank(
-    launch: messages.Launch, number: int, say: Callable[[events.Output], None]
+    launch: messages.Launch, number: int, send: Callable[[events.Output], None]
 ) -> tuple[Rank, Connection, str]:
     """Open the connection and the files that the agent and a rank share.
 
@@ -374,7 +373,8 @@ def open_rank(
         ours.set_blocking(False)
         log, complaint = open_log(launch.log_folder, number)
         opened.callback(os.close, log)
-        rank = Rank(number, ours, LogTail(log, Allowance(launch.world_size), say), dump_file(number))
+        dump = memory_files.appending_file(f"notebook-accel-stacks-{number}")
+        rank = Rank(number, ours, LogTail(log, Allowance(launch.world_size), send), dump)
         opened.pop_all()
     return rank, theirs, complaint
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 
 from notebook_accel.launching.agent.runs import Run
-from notebook_accel.launching.processes import bootstrap, close_all, pidfd_send_signal, resume_if_stopped
+from notebook_accel.launching.processes import bootstrap, pidfd_send_signal, resume_if_stopped
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop
+from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, close_all
 
 _READY_DEADLINE_S = 180.0  # even a fork of the kernel may have to import torch
 _SEND_DEADLINE_S = 10.0

@@ -49,52 +49,52 @@ class LeaveError(Exception):
     """The agent ends the run."""
 
 
-class Line:
-    """The connection to the agent that ordered the run."""
+class AgentConnection:
+    """The connection to our own agent, which has ordered the run."""
 
     def __init__(self, connection: Connection, order: messages.ForkElastic) -> None:
         self._connection = connection
         self._connection.set_receive_deadline(order.options.monitor_interval_s)
-        self._lines: list[str] = []
+        self._reported: list[str] = []
 
-    def say(self, message: msgspec.Struct, descriptors: tuple[int, ...] = ()) -> None:
+    def send(self, message: msgspec.Struct, descriptors: tuple[int, ...] = ()) -> None:
         self._connection.send(messages.encode(message), descriptors)
 
-    def hear(self) -> list[elastic_messages.ToElastic]:
+    def receive(self) -> list[elastic_messages.ToElastic]:
         """Return the agent's messages, after a wait of at most the monitor interval."""
-        return [elastic_messages.for_elastic.decode(frame.body) for frame in self._connection.receive()]
+        return [elastic_messages.decode_for_elastic(frame.body) for frame in self._connection.receive()]
 
     @property
     def has_news(self) -> bool:
-        """True if ``hear`` wouldn't wait."""
+        """True if ``receive`` wouldn't wait."""
         return bool(select.select([self._connection.fileno()], [], [], 0)[0])
 
-    def say_that_it_waits(self, line: str) -> None:
+    def report_wait(self, line: str) -> None:
         """Report which nodes this node waits for, and check that the run goes on.
 
         Raises:
             LeaveError: The agent ends the run.
         """
-        self.say_about_nodes([line], is_news=[line] != self._lines)
+        self.report_nodes([line], is_news=[line] != self._reported)
         if self.has_news:
-            for told in self.hear():
+            for told in self.receive():
                 if isinstance(told, elastic_messages.Leave):
                     raise LeaveError(told.why)
 
-    def say_about_nodes(self, lines: list[str], *, is_news: bool) -> None:
+    def report_nodes(self, lines: list[str], *, is_news: bool) -> None:
         """Report the status of the other nodes if it has changed."""
-        if lines != self._lines:
-            self._lines = lines
-            self.say(events.Nodes(lines=lines, is_news=is_news))
+        if lines != self._reported:
+            self._reported = lines
+            self.send(events.Nodes(lines=lines, is_news=is_news))
 
 
 class ElasticAgent(api.SimpleElasticAgent):
     """Torch elastic's agent, which starts and stops this node's ranks through our own agent."""
 
-    def __init__(self, spec: api.WorkerSpec, line: Line, order: messages.ForkElastic) -> None:
-        super().__init__(spec)
+    def __init__(self, order: messages.ForkElastic, connection: AgentConnection) -> None:
+        super().__init__(_spec(order, connection))
         self.elsewhere: messages.Failure | None = None  # the last one on another node that stopped the ranks here
-        self._line = line
+        self._connection = connection
         self._order = order
         self._meeting = order.options.meeting
         self._patience = Patience()
@@ -187,7 +187,7 @@ class ElasticAgent(api.SimpleElasticAgent):
                 size,
                 card,
                 deadline_s=time.monotonic() + meeting.timeout_s,
-                waits_for=lambda missing: self._line.say_that_it_waits(rendezvous.waiting_for(missing, meeting)),
+                waits_for=lambda missing: self._connection.report_wait(rendezvous.waiting_for(missing, meeting)),
             )
         except nodes.MisfitError as misfit:
             with contextlib.suppress(GoneError):  # the other nodes need this node's card to find the same misfit
@@ -211,10 +211,10 @@ class ElasticAgent(api.SimpleElasticAgent):
             cause=self.elsewhere,
         )
         if self._listening is None:
-            self._line.say(start)
+            self._connection.send(start)
         else:
             with self._listening as listening:
-                self._line.say(start, (listening.fileno(),))
+                self._connection.send(start, (listening.fileno(),))
         self.elsewhere, self._ranks_are_running, self._are_stopped = None, True, False
         self._answer_due_s = time.monotonic() + _ANSWER_S
         self._here = NodeStatus(state="running", ranks=self._order.world_size)
@@ -240,7 +240,7 @@ class ElasticAgent(api.SimpleElasticAgent):
         return place, variables
 
     def _monitor_workers(self, worker_group: api.WorkerGroup) -> api.RunResult:
-        self._hear()
+        self._take_messages()
         if self._nodes is not None:
             try:
                 self._nodes.pulse(self._here)
@@ -259,8 +259,8 @@ class ElasticAgent(api.SimpleElasticAgent):
             return api.RunResult(api.WorkerState.SUCCEEDED, nothing)
         return api.RunResult(api.WorkerState.HEALTHY)
 
-    def _hear(self) -> None:
-        for told in self._line.hear():
+    def _take_messages(self) -> None:
+        for told in self._connection.receive():
             if isinstance(told, elastic_messages.Leave):
                 self._end_everywhere(told.why)
                 self.leave()
@@ -304,7 +304,7 @@ class ElasticAgent(api.SimpleElasticAgent):
         }
         is_news, self._states = states != self._states, states
         lines = [_in_words(around.name(rank), status) for rank, status in around.others.items()]
-        self._line.say_about_nodes(lines, is_news=is_news)
+        self._connection.report_nodes(lines, is_news=is_news)
 
     def _has_failed_for_good(self) -> bool:
         """Return whether ranks here have failed, and other nodes had time to report a cause that lies with them."""
@@ -318,9 +318,9 @@ class ElasticAgent(api.SimpleElasticAgent):
         if self._ranks_are_running:
             self._are_stopped = True
             self._answer_due_s = time.monotonic() + self._order.grace_s + _ANSWER_S
-            self._line.say(elastic_messages.StopRanks(attempt=self._attempt))
+            self._connection.send(elastic_messages.StopRanks(attempt=self._attempt))
         while self._ranks_are_running:  # our agent ends the ranks, finally by SIGKILL
-            self._hear()
+            self._take_messages()
             with contextlib.suppress(GoneError):
                 if self._nodes is not None:
                     self._nodes.pulse(self._here)
@@ -374,18 +374,18 @@ def run(order: messages.ForkElastic, descriptors: list[int]) -> int:
     # for ever for an address that is written in the first round only (seen with torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     api._get_fq_hostname = socket.gethostname  # torch elastic's events look up the full name, which can take long
-    line = Line(Connection.from_descriptor(descriptors[0]), order)
+    connection = AgentConnection(Connection.from_descriptor(descriptors[0]), order)
     try:
-        line.say(_run(order, line))
+        connection.send(_run(order, connection))
     except (ClosedError, LeaveError):  # the agent has gone with its ranks, or ends them itself
         return 1
     return 0
 
 
-def _run(order: messages.ForkElastic, line: Line) -> elastic_messages.Over:
+def _run(order: messages.ForkElastic, connection: AgentConnection) -> elastic_messages.Over:
     agent: ElasticAgent | None = None
     try:
-        agent = ElasticAgent(_spec(order, line), line, order)
+        agent = ElasticAgent(order, connection)
         result = agent.run()
         has_succeeded = result is not None and not result.is_failed()
         return elastic_messages.Over(has_succeeded=has_succeeded, failure=agent.elsewhere)
@@ -401,14 +401,14 @@ def _run(order: messages.ForkElastic, line: Line) -> elastic_messages.Over:
             agent.leave()
 
 
-def _spec(order: messages.ForkElastic, line: Line) -> api.WorkerSpec:
+def _spec(order: messages.ForkElastic, connection: AgentConnection) -> api.WorkerSpec:
     options, meeting = order.options, order.options.meeting
     handler: RendezvousHandler
     if meeting.backend == "static":
-        handler = rendezvous.Static(options, Patience(), line.say_that_it_waits)
+        handler = rendezvous.Static(options, Patience(), connection.report_wait)
     else:
-        line.say_that_it_waits(f"waiting for {meeting.num_nodes} nodes at {meeting.host}:{meeting.port}")
-        handler = rendezvous.dynamic(options, line.say_that_it_waits)
+        connection.report_wait(f"waiting for {meeting.num_nodes} nodes at {meeting.endpoint}")
+        handler = rendezvous.dynamic(options, connection.report_wait)
     return api.WorkerSpec(
         role=_ROLE,
         local_world_size=order.world_size,

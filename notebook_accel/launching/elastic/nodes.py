@@ -209,7 +209,7 @@ class NodeRound:
         self._cards = cards
         self._silence_s = silence_s
         self._beat = 0
-        self._said: NodeStatus | None = None
+        self._written: NodeStatus | None = None
         self._due_s = 0.0
         now_s = time.monotonic()
         self._statuses: dict[int, tuple[NodeStatus | None, float]] = {
@@ -232,17 +232,17 @@ class NodeRound:
             GoneError: A node has been silent for too long, or the store has gone.
         """
         now_s = time.monotonic()
-        if now_s < self._due_s and self._said is not None and mine.state == self._said.state:
+        if now_s < self._due_s and self._written is not None and mine.state == self._written.state:
             return
         self._due_s = now_s + min(_BEAT_S, self._silence_s / 4)
         self._beat += 1
-        self._said = mine
-        said = msgspec.structs.replace(mine, beat=self._beat)
-        self._store.set(f"status/{self.rank}", msgspec.msgpack.encode(said))
+        self._written = mine
+        status = msgspec.structs.replace(mine, beat=self._beat)
+        self._store.set(f"status/{self.rank}", msgspec.msgpack.encode(status))
         for rank in self._statuses:
-            self._hear(rank, now_s)
+            self._read_status(rank, now_s)
 
-    def _hear(self, rank: int, now_s: float) -> None:
+    def _read_status(self, rank: int, now_s: float) -> None:
         before, heard_s = self._statuses[rank]
         if self._store.check([f"status/{rank}"]):
             status = _status.decode(self._store.get(f"status/{rank}"))

@@ -190,14 +190,14 @@ def _unknown_host(host: str, error: socket.gaierror | UnicodeError) -> RefusedEr
 def waiting_for(missing: list[int], meeting: Meeting) -> str:
     """Return in words which nodes are missing, and where."""
     who = " and ".join(f"node {rank}" for rank in missing)
-    return f"waiting for {who} at {meeting.host}:{meeting.port}"
+    return f"waiting for {who} at {meeting.endpoint}"
 
 
 def not_there(missing: list[int], meeting: Meeting) -> RefusedError:
     """Return the error of a node that has waited in vain for others."""
     who = " and ".join(f"node {rank}" for rank in missing)
     return RefusedError(
-        f"{who.capitalize()} {'has' if len(missing) == 1 else 'have'} not come to {meeting.host}:{meeting.port} within "
+        f"{who.capitalize()} {'has' if len(missing) == 1 else 'have'} not come to {meeting.endpoint} within "
         f"{meeting.timeout_s:g} s.",
         why=f"This is node {meeting.node_rank} of {meeting.num_nodes}, and all of them have to be there.",
         fix="launch the same there with its own node_rank and this master_addr and port, and see that no firewall is "
@@ -208,7 +208,7 @@ def not_there(missing: list[int], meeting: Meeting) -> RefusedError:
 def place_taken(meeting: Meeting) -> RefusedError:
     """Return the error of a node whose number another process has in the run."""
     return RefusedError(
-        f"The run at {meeting.host}:{meeting.port} has started with another node {meeting.node_rank}.",
+        f"The run at {meeting.endpoint} has started with another node {meeting.node_rank}.",
         why="Each node has a node_rank of its own, and a run that goes on lets nobody in until its ranks restart.",
         fix=f"launch here with another node_rank, from 0 to {meeting.most - 1}; or wait for the end of that run",
     )
@@ -221,7 +221,7 @@ def without_others(size: int, meeting: Meeting) -> RefusedError:
     complete group (seen with torch 2.13).
     """
     return RefusedError(
-        f"{size} of {meeting.least} nodes are left at {meeting.host}:{meeting.port}: the others seem to have gone.",
+        f"{size} of {meeting.least} nodes are left at {meeting.endpoint}: the others seem to have gone.",
         why=f"Either they have, or the nodes' clocks are more than {meeting.silence_s:g} s apart.",
         fix="compare what date shows on all nodes, set their clocks (NTP), and launch again on all nodes",
     )
@@ -236,14 +236,14 @@ def dynamic(options: ElasticOptions, waits: Callable[[str], None]) -> Rendezvous
     meeting = options.meeting
     deadline_s = time.monotonic() + meeting.timeout_s
     is_host = meeting.settings.get("is_host")  # such as of a machine that others reach by an address of their network
-    if meeting.settings.get("store_type") == "file":  # HOST:PORT is the path of a file, where nobody listens
+    if meeting.is_in_file:  # where nobody listens
         is_host = "true"
     serves = _is_own(meeting.host) if is_host is None else environment.is_true(is_host)
     while not (serves or _is_listened_at(meeting.host, meeting.port)):
-        waits(f"waiting for a node that listens at {meeting.host}:{meeting.port}")
+        waits(f"waiting for a node that listens at {meeting.endpoint}")
         if time.monotonic() > deadline_s:
             raise RefusedError(
-                f"No node has listened at {meeting.host}:{meeting.port} within {meeting.timeout_s:g} s.",
+                f"No node has listened at {meeting.endpoint} within {meeting.timeout_s:g} s.",
                 why="The nodes meet at the one that has this address, and this node hasn't.",
                 fix=_SAME_ENDPOINT,
             )
@@ -252,7 +252,7 @@ def dynamic(options: ElasticOptions, waits: Callable[[str], None]) -> Rendezvous
         _store_at(meeting.host, meeting.port, Patience())
     parameters = RendezvousParameters(
         backend=meeting.backend,
-        endpoint=f"{meeting.host}:{meeting.port}",
+        endpoint=meeting.endpoint,
         run_id=options.run_id,
         min_nodes=meeting.least,
         max_nodes=meeting.most,
@@ -266,23 +266,22 @@ def dynamic(options: ElasticOptions, waits: Callable[[str], None]) -> Rendezvous
 @contextlib.contextmanager
 def refusals(meeting: Meeting) -> Iterator[None]:
     """Convert exceptions of torch elastic's rendezvous to ``RefusedError`` with advice."""
-    place = f"{meeting.host}:{meeting.port}"
     try:
         yield
     except RendezvousTimeoutError:
         raise RefusedError(
-            f"Fewer than {meeting.least} nodes have come to {place} within {meeting.timeout_s:g} s.",
+            f"Fewer than {meeting.least} nodes have come to {meeting.endpoint} within {meeting.timeout_s:g} s.",
             why=f"num_nodes={meeting.num_nodes}: so many have to be there.",
             fix="launch the same on the other nodes; rdzv_conf join_timeout=... sets how long to wait",
         ) from None
     except RendezvousClosedError:
         raise RefusedError(
-            f"The run that this node came for at {place} has ended.", fix="launch it on all nodes again"
+            f"The run that this node came for at {meeting.endpoint} has ended.", fix="launch it on all nodes again"
         ) from None
     except (RendezvousError, ValueError, RuntimeError, OSError) as error:
         cause = error.__cause__ or error
         raise RefusedError(
-            f"The nodes can't meet at {place}.",
+            f"The nodes can't meet at {meeting.endpoint}.",
             why=str(cause).partition("\n")[0],
             fix=_SAME_ENDPOINT,
         ) from None

@@ -1,10 +1,8 @@
-"""The kernel's side of the agent: the messages to and from it and, on this machine, its process and a thread for it.
-
-The thread that starts the agent must outlive it: Linux sends the parent-death signal when the parent's *thread* ends.
-"""
+"""The agent as its kernel sees it: the messages to and from it and, on this machine, its process."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import math
@@ -16,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from notebook_accel import environment, time_limit, uninterruptible
+from notebook_accel import environment, time_limit
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import LaunchError, ProcessStartError, RunError, SupervisorLostError
 from notebook_accel.launching.kernel.engine import RunReceiver
@@ -36,12 +34,13 @@ _SEND_DEADLINE_S = 10.0
 _DETACH_DEADLINE_S = 30.0
 _CLOSE_DEADLINE_S = 5.0
 _LOOK_PERIOD_S = 0.5
+_NO_ANSWER = "its agent, the process that supervises the ranks, doesn't answer"
 _SAMPLES_PAUSE_S = 0.05  # so that one read takes the samples of many ranks
 
 
 @dataclasses.dataclass(frozen=True)
-class TemplateLine:
-    """The agent's access to a template that the kernel has forked: a connection, the pid and the pidfd."""
+class ForkedTemplate:
+    """A template that the kernel has forked: the connection to it, its pid and its pidfd."""
 
     connection: Connection
     pid: int
@@ -151,9 +150,9 @@ class AgentLink(Generic[_Receiver]):
 
     def _take(self, body: bytes) -> bool:
         """Process one encoded message, and return whether it was a sample: samples are many, and none is urgent."""
-        return self._heard(messages.decode_for_kernel(body))
+        return self._handle(messages.decode_for_kernel(body))
 
-    def _heard(self, said: messages.ToKernel) -> bool:
+    def _handle(self, said: messages.ToKernel) -> bool:
         """Process one message, and return whether it was a sample."""
         if isinstance(said, messages.Idle):  # only this machine's agent is ended then
             return False
@@ -181,27 +180,84 @@ class AgentLink(Generic[_Receiver]):
         return False
 
 
-class AgentProcess(AgentLink[RunReceiver]):
-    """This machine's agent: its process and the thread that starts it and reads its messages."""
+class AgentProcess:
+    """An agent's process on this machine, the connection to it, and the log of it and its templates.
 
-    def __init__(self, is_idle: Callable[[AgentProcess], None]) -> None:
+    A thread starts the process and waits for its end: Linux would kill the agent with the thread that has started it.
+
+    Raises:
+        OSError: The system refuses the process, or a file.
+    """
+
+    def __init__(self) -> None:
+        self.connection, theirs = Connection.pair()
+        self.connection.set_send_deadline(_SEND_DEADLINE_S)
+        self.log = memory_files.memory_file("notebook-accel-agent-log")
+        started: concurrent.futures.Future[subprocess.Popen[bytes]] = concurrent.futures.Future()
+        self.has_ended = Latch()
+        name = "notebook-accel-agent-process"
+        try:
+            threading.Thread(target=self._run, args=(theirs, started), name=name, daemon=True).start()
+            self.process = started.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, theirs: Connection, started: concurrent.futures.Future[subprocess.Popen[bytes]]) -> None:
+        try:
+            process = subprocess.Popen(
+                bootstrap("notebook_accel.launching.agent.agent", str(theirs.fileno()), str(os.getpid())),
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=self.log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # it must not get a terminal's Ctrl-C, or an interrupt of the kernel's group
+            )
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            started.set_exception(error)
+            return
+        finally:
+            theirs.close()
+        started.set_result(process)
+        process.wait()
+        self.has_ended.set()
+
+    def resume(self) -> None:
+        """Resume an agent that was stopped by SIGSTOP: all its ranks and this process wait for it."""
+        if not self.has_ended.is_set:
+            resume_if_stopped(self.process.pid)
+
+    def wait(self) -> None:
+        """Wait until the process has ended. Kill it if that takes too long."""
+        self.resume()
+        if not self.has_ended.wait(_CLOSE_DEADLINE_S):
+            self.process.kill()
+            self.has_ended.wait()
+
+    def close(self) -> None:
+        """Close the connection and the log. The agent ends then, unless it was detached."""
+        self.connection.shutdown()
+        self.connection.close()
+        os.close(self.log)
+        self.log = -1  # another file may get the number
+
+
+class LocalAgent(AgentLink[RunReceiver]):
+    """The link to this machine's agent, and the thread that reads its messages."""
+
+    def __init__(self, is_idle: Callable[[LocalAgent], None]) -> None:
         super().__init__()
         self.is_lost = False
         self._is_idle = is_idle
         self._is_closing = False
-        self._connection, self._theirs = Connection.pair()
-        self._connection.set_send_deadline(_SEND_DEADLINE_S)
-        self._connection.set_receive_deadline(_LOOK_PERIOD_S)
-        self.log = memory_files.memory_file("notebook-accel-agent-log")  # of the agent and its templates
         self._answer = _Answer()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._start_error: OSError | None = None
-        self._has_started = Latch()
+        try:
+            self.process = AgentProcess()
+        except OSError as error:
+            raise ProcessStartError(f"The agent process could not be started: {error}.") from None
+        self.process.connection.set_receive_deadline(_LOOK_PERIOD_S)
         self._thread = threading.Thread(target=self._run, name="notebook-accel-agent", daemon=True)
         self._thread.start()
-        self._has_started.wait(_SEND_DEADLINE_S)
-        if self._process is None:
-            raise ProcessStartError(f"The agent process could not be started: {self._start_error}.")
 
     @property
     def is_expecting(self) -> bool:
@@ -213,12 +269,12 @@ class AgentProcess(AgentLink[RunReceiver]):
         return job.id in self._jobs
 
     def launch(
-        self, job: Job, payload: int, line: TemplateLine | None = None, elastic: ElasticOptions | None = None
+        self, job: Job, payload: int, template: ForkedTemplate | None = None, elastic: ElasticOptions | None = None
     ) -> None:
-        """Start a run, from its own template if ``line`` leads to one."""
-        job.send_orders_by(self.tell)
-        own_template = [] if line is None else [line.connection.fileno(), line.pidfd]
-        message = self._launch_message(job, template_pid=0 if line is None else line.pid, elastic=elastic)
+        """Start a run, from its own template if it has a ``template``."""
+        job.send_order = self.tell
+        own_template = [] if template is None else [template.connection.fileno(), template.pidfd]
+        message = self._launch_message(job, template_pid=0 if template is None else template.pid, elastic=elastic)
         try:
             self._send(message, [payload, *job.result_files.descriptors, *own_template])
         except LaunchError:
@@ -240,13 +296,13 @@ class AgentProcess(AgentLink[RunReceiver]):
             raise
         self._answer.has_come.wait(_DETACH_DEADLINE_S)
         if not self._answer.is_detached:
-            why = self._answer.why or "its agent, the process that supervises the ranks, doesn't answer"
+            why = self._answer.said.why
             raise RunError("The run can't be detached now.", why=f"{why[0].upper()}{why[1:]}.")
-        return self._answer.sent_log_bytes
+        return self._answer.said.sent_log_bytes
 
     def tell(self, message: messages.ToAgent) -> None:
         with contextlib.suppress(LaunchError):  # an agent that has gone took its ranks with it
-            uninterruptible.call(lambda: self._send(message))
+            self._send(message)
 
     def quit(self) -> None:
         """Order the agent to stop its runs, with their grace period, and to exit."""
@@ -258,27 +314,19 @@ class AgentProcess(AgentLink[RunReceiver]):
         """Stop the runs and wait until they and the agent are gone. Kill whatever outlasts its grace period."""
         grace_s = max((job.config.grace_s for job in list(self._jobs.values())), default=0.0)
         self.quit()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(grace_s + _CLOSE_DEADLINE_S)
-        self._connection.shutdown()
-        self._wait_for_its_end()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_CLOSE_DEADLINE_S)
-
-    def _resume(self) -> None:
-        """Resume an agent that was stopped by SIGSTOP: all its ranks and this process wait for it."""
-        assert self._process is not None
-        if self._process.returncode is None:
-            resume_if_stopped(self._process.pid)
+        self._thread.join(grace_s + _CLOSE_DEADLINE_S)
+        self.process.connection.shutdown()
+        self.process.wait()
+        self._thread.join(_CLOSE_DEADLINE_S)
 
     def close_in_fork(self) -> None:
         """Close the agent's connection in a process that the kernel has forked."""
-        self._connection.close()
+        self.process.connection.close()
 
     def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
-        self._resume()
+        self.process.resume()
         try:
-            self._connection.send(messages.encode(message), descriptors)
+            self.process.connection.send(messages.encode(message), descriptors)
         except (ClosedError, TimeoutError, OSError) as error:
             raise ProcessStartError(
                 "The agent process, which starts and supervises ranks, has gone.",
@@ -287,15 +335,7 @@ class AgentProcess(AgentLink[RunReceiver]):
             ) from error
 
     def _run(self) -> None:
-        """Start the agent and read its messages until it has gone. The thread's function."""
-        try:
-            self._process = start_process(self._theirs, self.log)
-        except OSError as error:
-            self._start_error = error
-            return
-        finally:
-            self._theirs.close()
-            self._has_started.set()
+        """Read the agent's messages until it has gone. The thread's function."""
         try:
             with contextlib.suppress(ClosedError, OSError):
                 while not self._answer.is_detached:
@@ -303,7 +343,7 @@ class AgentProcess(AgentLink[RunReceiver]):
         finally:
             self._lost()
 
-    def _heard(self, said: messages.ToKernel) -> bool:
+    def _handle(self, said: messages.ToKernel) -> bool:
         if isinstance(said, messages.Idle):
             self._is_idle(self)
         elif isinstance(said, messages.Detached):
@@ -311,45 +351,31 @@ class AgentProcess(AgentLink[RunReceiver]):
             if not said.why:
                 self._jobs.clear()
         else:
-            return super()._heard(said)
+            return super()._handle(said)
         return False
 
     def _receive(self) -> Sequence[bytes]:
-        frames = self._connection.receive()
+        frames = self.process.connection.receive()
         if not frames and self._jobs:
-            self._resume()
+            self.process.resume()
         return [frame.body for frame in frames]
 
     def _lost(self) -> None:
         self.is_lost = True
-        assert self._process is not None
-        self._connection.shutdown()  # end the agent if the reading ended for another reason
-        self._connection.close()
-        if self._answer.is_detached:
-            self._process.wait()  # this process must reap it as long as it is the parent
-        else:
-            self._wait_for_its_end()
-            self._answer.resolve(None)
+        self.process.connection.shutdown()  # end the agent if the reading ended for another reason
+        if not self._answer.is_detached:
+            self.process.wait()
+            self._answer.resolve(messages.Detached(job_id="", why="its agent has gone"))
         for job in list(self._jobs.values()):
             if self._is_closing:
                 job.end("stopped")
             else:
                 job.end("", agent_lost_error(self._last_words()))
         self._jobs.clear()
-        os.close(self.log)
-        self.log = -1  # another file may get the number
-
-    def _wait_for_its_end(self) -> None:
-        assert self._process is not None
-        self._resume()
-        try:
-            self._process.wait(_CLOSE_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self.process.close()
 
     def _last_words(self) -> str:
-        return last_words(self.log)
+        return last_words(self.process.log)
 
 
 class _Answer:
@@ -358,31 +384,20 @@ class _Answer:
     def __init__(self, when_detached: Callable[[], None] = lambda: None) -> None:
         self._when_detached = when_detached
         self.has_come = Latch()
-        self.is_detached = False
-        self.why = ""
-        self.sent_log_bytes: list[int] = []
+        self.said = messages.Detached(job_id="", why=_NO_ANSWER)
 
-    def resolve(self, said: messages.Detached | None) -> None:
-        """Store the answer, or ``None`` if the agent has gone without one."""
+    @property
+    def is_detached(self) -> bool:
+        """True once the agent has agreed."""
+        return not self.said.why
+
+    def resolve(self, said: messages.Detached) -> None:
+        """Store the first answer."""
         if not self.has_come.is_set:
-            said = said or messages.Detached(job_id="", why="its agent has gone")
-            self.why, self.sent_log_bytes = said.why, said.sent_log_bytes
-            self.is_detached = not self.why
+            self.said = said
             if self.is_detached:
                 self._when_detached()
             self.has_come.set()
-
-
-def start_process(theirs: Connection, log: int) -> subprocess.Popen[bytes]:
-    """Start an agent with its end of the connection. The agent is killed when the calling thread ends."""
-    return subprocess.Popen(
-        bootstrap("notebook_accel.launching.agent.agent", str(theirs.fileno()), str(os.getpid())),
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,  # the agent must not get a terminal's Ctrl-C, or an interrupt of the kernel's group
-    )
 
 
 def last_words(log: int) -> str:

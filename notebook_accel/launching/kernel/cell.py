@@ -36,6 +36,7 @@ class Cell:
         uses: Names that the cell reads before it assigns them, so that they must come from the notebook.
         calls: The name of the function that the cell's last statement defines; empty if that is no definition.
         assigns: Names that the cell may assign; ``None`` if they aren't known, as after ``from x import *``.
+        tree: The parsed source.
     """
 
     source: str
@@ -43,6 +44,7 @@ class Cell:
     uses: tuple[str, ...]
     calls: str
     assigns: frozenset[str] | None
+    tree: ast.Module = dataclasses.field(repr=False)
 
     def captured(self, namespace: Mapping[str, Any], push: Sequence[str] = ()) -> dict[str, Any]:
         """Return the notebook's variables to send: those that the cell uses, and those of ``push``.
@@ -66,7 +68,7 @@ class Cell:
 
     def submodules(self, names: Mapping[str, Any]) -> tuple[str, ...]:
         """Return modules that the cell uses as attributes of captured modules: ``import a.b`` binds only ``a``."""
-        tokens = {node.attr for node in ast.walk(ast.parse(self.source)) if isinstance(node, ast.Attribute)}
+        tokens = {node.attr for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
         packages = {value.__name__ for value in names.values() if isinstance(value, types.ModuleType)}
         return tuple(
             full
@@ -77,7 +79,7 @@ class Cell:
 
     def refuse_async_end(self) -> None:
         """Raise ``CellError`` if the cell ends with an ``async def``, which a rank would define and not run."""
-        last = ast.parse(self.source).body[-1]
+        last = self.tree.body[-1]
         if isinstance(last, ast.AsyncFunctionDef):
             raise CellError(
                 f"The cell ends with `async def {last.name}`, which a rank doesn't call: it runs no event loop.",
@@ -106,7 +108,7 @@ def parse(source: str, label: str) -> Cell:
         CellError: The cell is empty, or uses a magic that a rank doesn't have.
     """
     tree = ast.parse(source, label)
-    _check_compiles(source, label)
+    code = _compiled(source, label)
     if not tree.body:
         raise CellError("The cell is empty.", fix="write the training code under the %%distributed line")
     _refuse_magics(tree, label)
@@ -117,31 +119,33 @@ def parse(source: str, label: str) -> Cell:
         label=label,
         uses=tuple(name for name in dict.fromkeys(uses) if name not in OF_IPYTHON | _OF_MODULES),
         calls=last.name if isinstance(last, ast.FunctionDef) else "",
-        assigns=_assigned_names(tree, label),
+        assigns=_assigned_names(tree, code),
+        tree=tree,
     )
 
 
-def _check_compiles(source: str, label: str) -> None:
-    """Raise SyntaxError for errors that parsing doesn't find, such as ``return`` outside a function."""
+def _compiled(source: str, label: str) -> types.CodeType:
+    """Compile a cell, which also finds errors that parsing doesn't find, such as ``return`` outside a function."""
     try:
-        compile(source, label, "exec", dont_inherit=True)
+        code: types.CodeType = compile(source, label, "exec", dont_inherit=True)
     except SyntaxError as error:
         if error.text is None and error.lineno is not None:  # Python found no file with the label's name
             error.text = source.splitlines()[error.lineno - 1]
         if error.msg.startswith("'await' outside"):
             error.msg += ": a rank runs no event loop, so write asyncio.run(...) instead of await"
         raise
+    return code
 
 
-def _assigned_names(tree: ast.Module, label: str) -> frozenset[str] | None:
+def _assigned_names(tree: ast.Module, code: types.CodeType) -> frozenset[str] | None:
     if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body):
         return None
     found: set[str] = set()
-    waiting = [compile(tree, label, "exec", dont_inherit=True)]
+    waiting = [code]
     while waiting:
-        code = waiting.pop()
-        found |= _arguments_of(code, "STORE_NAME", "STORE_GLOBAL")  # a function may declare a name global
-        waiting += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+        part = waiting.pop()
+        found |= _arguments_of(part, "STORE_NAME", "STORE_GLOBAL")  # a function may declare a name global
+        waiting += [const for const in part.co_consts if isinstance(const, types.CodeType)]
     return frozenset(found)
 
 
@@ -238,7 +242,7 @@ def _global_reads(code: types.CodeType) -> Iterator[str]:
             yield from _global_reads(item.argval)
 
 
-def _reads(expression: ast.expr, assigned: frozenset[str]) -> list[str]:
+def _expression_reads(expression: ast.expr, assigned: frozenset[str]) -> list[str]:
     return _scan_simple(ast.copy_location(ast.Expr(expression), expression), assigned)[0]
 
 
@@ -250,26 +254,26 @@ def _names(target: ast.expr, context: type[ast.expr_context]) -> list[str]:
 def _scan_if(node: ast.If, assigned: frozenset[str]) -> _Scan:
     body, after_body = _scan(node.body, assigned)
     other, after_other = _scan(node.orelse, assigned)
-    return [*_reads(node.test, assigned), *body, *other], after_body & after_other
+    return [*_expression_reads(node.test, assigned), *body, *other], after_body & after_other
 
 
 def _scan_for(node: ast.For, assigned: frozenset[str]) -> _Scan:
     target_reads = [name for name in _names(node.target, ast.Load) if name not in assigned]
     body, after = _scan(node.body, assigned.union(_names(node.target, ast.Store)))
     other, _ = _scan(node.orelse, after)
-    return [*_reads(node.iter, assigned), *target_reads, *body, *other], after
+    return [*_expression_reads(node.iter, assigned), *target_reads, *body, *other], after
 
 
 def _scan_while(node: ast.While, assigned: frozenset[str]) -> _Scan:
     body, _ = _scan(node.body, assigned)
     other, _ = _scan(node.orelse, assigned)
-    return [*_reads(node.test, assigned), *body, *other], assigned
+    return [*_expression_reads(node.test, assigned), *body, *other], assigned
 
 
 def _scan_with(node: ast.With, assigned: frozenset[str]) -> _Scan:
     needed: list[str] = []
     for item in node.items:
-        needed += _reads(item.context_expr, assigned)
+        needed += _expression_reads(item.context_expr, assigned)
         if item.optional_vars is not None:
             assigned = assigned.union(_names(item.optional_vars, ast.Store))
     body, after = _scan(node.body, assigned)
@@ -288,19 +292,19 @@ def _scan_try(node: ast.Try, assigned: frozenset[str]) -> _Scan:
     for handler in node.handlers:
         caught = assigned | ({handler.name} if handler.name else set())
         more, after_handler = _scan(handler.body, caught)
-        needed += [*(_reads(handler.type, assigned) if handler.type else []), *more]
+        needed += [*(_expression_reads(handler.type, assigned) if handler.type else []), *more]
         after &= after_handler
     more, after_final = _scan(node.finalbody, assigned)
     return [*needed, *more], after | (after_final - assigned)
 
 
 def _scan_match(node: ast.Match, assigned: frozenset[str]) -> _Scan:
-    needed = _reads(node.subject, assigned)
+    needed = _expression_reads(node.subject, assigned)
     for case in node.cases:
         bound = {child.name for child in ast.walk(case.pattern) if isinstance(child, (ast.MatchAs, ast.MatchStar))}
         pattern_reads = [child.id for child in ast.walk(case.pattern) if isinstance(child, ast.Name)]
         inside = assigned | {name for name in bound if name}
-        guard = _reads(case.guard, inside) if case.guard else []
+        guard = _expression_reads(case.guard, inside) if case.guard else []
         needed += [*(name for name in pattern_reads if name not in assigned), *guard, *_scan(case.body, inside)[0]]
     return needed, assigned
 

@@ -21,7 +21,7 @@ import msgspec
 from notebook_accel import VERSION, uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, PayloadError, PreflightError, RunError
-from notebook_accel.launching import journal, run_folders
+from notebook_accel.launching import journal, login_session, run_folders
 from notebook_accel.launching.kernel import detached_runs, foreground, local, preflight, registry, run_payload
 from notebook_accel.launching.kernel.detached_job import (
     Definitions,
@@ -49,17 +49,17 @@ def launch(request: LaunchRequest) -> Job:
     """Start the ranks of a run that goes on when the kernel ends, and return its job."""
     if why := why_not(request.config):
         raise ConfigError("This run can't be detached.", why=why, fix="leave out --detach (detach=True)")
-    preflight.warn(preflight.check_logout())
-    pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
+    preflight.warn(login_session.check_logout())
+    request, pickled = run_payload.pickle_target(request)
 
     def start() -> DetachedJob:
         is_unique = bool(request.config.name)
         with (
             _new_folder(request.spec.name, request.detached_id, is_unique=is_unique) as (folder, lock, release),
-            run_payload.prepared_run(request, pickled, unsent, folder=folder) as (job, payload),
+            run_payload.prepared_run(request, pickled, folder=folder) as (job, payload),
         ):
             assert isinstance(job, DetachedJob)
-            folder.write_facts(_facts(job, job.name, request.config))
+            folder.write_facts(_facts(job, job.name))
             Link(job).launch(payload, lock, release)
         return job
 
@@ -131,7 +131,7 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
     deadline_s = time.monotonic() + _START_DEADLINE_S
     while job.status == "starting" and time.monotonic() < deadline_s:
         job.wait(_PAUSE_S)
-    preflight.warn(preflight.check_logout())
+    preflight.warn(login_session.check_logout())
     folder = uninterruptible.call(lambda: _detach(job, name or job.name))
     with contextlib.suppress(Exception):  # the run is detached already, so a failure here doesn't matter
         local.engine().warm_in_kernel()  # the run has taken its agent and template along
@@ -141,7 +141,7 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
 def _detach(job: Job, name: str) -> RunFolder:
     with _new_folder(name, job.id, is_unique=True) as (folder, lock, _):
         try:
-            folder.write_facts(msgspec.structs.replace(_facts(job, name, job.config), has_payload=False))
+            folder.write_facts(msgspec.structs.replace(_facts(job, name), has_payload=False))
             _write_definitions(job, name, folder)
             for rank in range(job.world_size):
                 os.close(folder.create_result(rank))
@@ -197,9 +197,9 @@ def why_not(config: LaunchConfig) -> str:
     return ""
 
 
-def _facts(job: Job, name: str, config: LaunchConfig) -> RunFacts:
+def _facts(job: Job, name: str) -> RunFacts:
     defaults = msgspec.to_builtins(LaunchConfig())
-    options = msgspec.to_builtins(config)
+    options = msgspec.to_builtins(job.config)
     return RunFacts(
         name=name,
         world_size=job.world_size,
@@ -208,7 +208,7 @@ def _facts(job: Job, name: str, config: LaunchConfig) -> RunFacts:
         log_folder="" if job.log_folder is None else str(job.log_folder),
         began=time.time() - (time.monotonic() - job.started_s),
         began_s=job.started_s,
-        keep_days=config.keep_days,
+        keep_days=job.config.keep_days,
         version=VERSION,
         journal_version=JOURNAL_VERSION,
         host=socket.gethostname(),
@@ -285,7 +285,7 @@ def again(
     findings = preflight.check(request.config)
     if any(finding.refuses for finding in findings):
         raise PreflightError(findings)
-    preflight.warn((*findings, *preflight.check_logout()))
+    preflight.warn((*findings, *login_session.check_logout()))
     job = uninterruptible.call(lambda: _launch_again(earlier, request), Job.discard)
     registry.add(job)
     show(job)
@@ -298,7 +298,7 @@ def _launch_again(earlier: RunFolder, request: LaunchRequest) -> DetachedJob:
         payload = folder.open(PAYLOAD)
         try:
             job = new_detached_job(request, folder, Definitions(folder))
-            folder.write_facts(_facts(job, job.name, request.config))
+            folder.write_facts(_facts(job, job.name))
             Link(job).launch(payload, lock, release)
         finally:
             os.close(payload)

@@ -7,7 +7,7 @@ import os
 import pathlib
 import shlex
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any
 
 from notebook_accel import VERSION
 from notebook_accel import config as configuration
@@ -172,11 +172,7 @@ class Definitions(Sequence[Any]):
         namespace.update(opened.value.names)
         return [obj for _, obj in opened.by_value]
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         return self._loaded[index]
 
     def __len__(self) -> int:

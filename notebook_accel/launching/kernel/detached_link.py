@@ -9,11 +9,10 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
-from notebook_accel import uninterruptible
 from notebook_accel.errors import NotebookAccelError, ProcessStartError, RunError, SupervisorLostError
 from notebook_accel.formatting import clipped, plain_text
 from notebook_accel.launching import journal, processes, run_folders
@@ -31,11 +30,7 @@ _SHORT_PAUSE_S = 0.005
 
 
 class Link(AgentLink[DetachedJob]):
-    """Follows one detached run, and sends the job's orders to its agent.
-
-    Args:
-        job: The run's job.
-    """
+    """Follows one detached run, and sends the job's orders to its agent."""
 
     def __init__(self, job: DetachedJob) -> None:
         super().__init__()
@@ -53,10 +48,7 @@ class Link(AgentLink[DetachedJob]):
     def launch(self, payload: int, lock: int, release: Callable[[], None]) -> None:
         """Start the agent and the run, and follow it from now on.
 
-        Args:
-            payload: Descriptor of the payload.
-            lock: Descriptor that holds the folder's lock.
-            release: Function that closes ``lock`` in this process, once the agent has it.
+        ``lock`` holds the folder's lock. ``release`` closes it in this process, once the agent has it.
 
         Raises:
             ProcessStartError: The agent can't be started, or has died.
@@ -76,7 +68,7 @@ class Link(AgentLink[DetachedJob]):
         except BaseException:
             connection.close()
             raise
-        self._job.send_orders_by(self.tell)
+        self._job.send_order = self.tell
         self._start_thread()
 
     def _wait_until_published(self) -> None:
@@ -92,58 +84,51 @@ class Link(AgentLink[DetachedJob]):
         Raises:
             RunError: The agent lives but doesn't answer.
         """
-        self._job.send_orders_by(self.tell)
+        self._job.send_order = self.tell
         self._reconnect()
         if self._is_over:
             self._close()
         else:
             self._start_thread()
 
-    def replay(self, name: str) -> None:
-        """Read the unread messages of a file of the folder, after the history."""
-        self._hear_history()
+    def replay(self, name: str) -> Collection[int]:
+        """Process the unread messages of a file of the folder, after the history. Return the numbers of all in it."""
+        self._take_history()
         self._known = self._seen
-        self._hear(self._folder.open(name))
+        return self._take_file(self._folder.open(name))
 
     def replay_to_its_end(self) -> None:
-        """Read all messages of a run whose agent has gone, and end the job if the run was lost."""
-        seen = self._seen
-        self.replay(JOURNAL)
+        """Process all messages of a run whose agent has gone, and end the job if the run was lost."""
+        written = self.replay(JOURNAL)
         if not self._is_over:
-            written = self._numbered(JOURNAL).keys()
             # The journal may lack some of the latest messages, and have later ones.
             with contextlib.suppress(FileNotFoundError):
-                for number, body in self._numbered(LATEST).items():
-                    if number > seen and number not in written:
-                        self._take(body)
+                self._take_file(self._folder.open(LATEST), but=written)
         self._end_if_lost()
 
-    def _numbered(self, name: str) -> dict[int, bytes]:
-        """Return the messages in a file of the folder by number."""
-        descriptor = self._folder.open(name)
-        try:
-            return dict(journal.read(descriptor))
-        finally:
-            os.close(descriptor)
-
-    def _hear_history(self) -> None:
-        """Read the history of a run that was detached while it went on: its events before the journal."""
+    def _take_history(self) -> None:
+        """Process the history of a run that was detached while it went on: its events before the journal."""
         with contextlib.suppress(FileNotFoundError):
             if not self._seen:
-                self._hear(self._folder.open(HISTORY))
+                self._take_file(self._folder.open(HISTORY))
 
-    def _hear(self, descriptor: int, size_bytes: int | None = None) -> None:
-        """Read the unread messages in a file of the folder, up to ``size_bytes``, and close it."""
+    def _take_file(self, descriptor: int, size_bytes: int | None = None, but: Collection[int] = ()) -> Collection[int]:
+        """Process the unread messages in a file of the folder, up to ``size_bytes``, and close it.
+
+        Leaves out the numbers ``but``. Returns the numbers of all messages in the file.
+        """
         self._job.is_live = False
         try:
-            for body in self._unknown(journal.read(descriptor, size_bytes)):
-                self._take(body)
+            found = list(journal.read(descriptor, size_bytes))
         finally:
             os.close(descriptor)
+        for body in self._unknown((number, body) for number, body in found if number not in but):
+            self._take(body)
+        return {number for number, _ in found}
 
-    def tell(self, message: messages.Order) -> None:
+    def tell(self, message: messages.RunOrder) -> None:
         """Send an order on a separate connection, which works even if the followed connection is broken."""
-        uninterruptible.call(lambda: send_order(self._folder, message))
+        send_order(self._folder, message)
 
     # What depends on where the agent is -----------------------------------------------------------------------------
 
@@ -171,10 +156,10 @@ class Link(AgentLink[DetachedJob]):
             return super()._take(body)
         return False
 
-    def _heard(self, said: messages.ToKernel) -> bool:
+    def _handle(self, said: messages.ToKernel) -> bool:
         if isinstance(said, messages.RunEnded):
             self._job.ended_by = self._job.ended_by or said.by
-        return super()._heard(said)
+        return super()._handle(said)
 
     # Following -------------------------------------------------------------------------------------------------------
 
@@ -220,16 +205,14 @@ class Link(AgentLink[DetachedJob]):
     def _follow(self, connection: Connection, agent_pid: int = 0) -> None:
         """Introduce this kernel to the agent and read the journal. Later messages come over the connection.
 
-        Args:
-            connection: The connection to the agent.
-            agent_pid: The agent's process, which is resumed if it was stopped by SIGSTOP.
+        The agent's process is resumed if it was stopped by SIGSTOP.
         """
         self._connection = connection
         frames = _introduce(connection, agent_pid, _START_DEADLINE_S, follows=True)
-        self._hear_history()
+        self._take_history()
         self._known = self._seen
         [descriptor] = frames[0].descriptors
-        self._hear(descriptor, messages.decode_attached(frames[0].body).size_bytes)
+        self._take_file(descriptor, messages.decode_attached(frames[0].body).size_bytes)
         self._job.is_live = True
         for body in self._unknown(journal.split_number(frame.body) for frame in frames[1:]):
             self._take(body)
@@ -269,7 +252,7 @@ class Link(AgentLink[DetachedJob]):
         return ProcessStartError("The agent process of the detached run could not be started.", why=why)
 
 
-def send_order(folder: RunFolder, message: messages.Order) -> None:
+def send_order(folder: RunFolder, message: messages.RunOrder) -> None:
     """Send a message to the agent of a run. If the agent has gone, or is exiting, the message is lost.
 
     Raises:

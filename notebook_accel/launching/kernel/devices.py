@@ -16,7 +16,7 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from notebook_accel import host_memory
@@ -110,25 +110,25 @@ class Devices:
         return {"CUDA_VISIBLE_DEVICES": ""} | ({"HIP_VISIBLE_DEVICES": "-1"} if build_of_torch() == "hip" else {})
 
 
-def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
+def visible_gpus() -> int:
     """Return the number of GPUs that a new process would see, without initialising one in this process.
 
     Raises:
         UncountableError: There are GPUs, but counting them fails.
     """
     build = build_of_torch()
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if build == "hip":
-        listed = environ.get("HIP_VISIBLE_DEVICES") or listed
+        listed = os.environ.get("HIP_VISIBLE_DEVICES") or listed
     if build not in ("cuda", "hip") or listed in _HIDING_VALUES:
         return 0
     if build == "hip":
-        return _count_in_process("hip", environ) if _has_device_file("kfd|dxg") else 0  # dxg: in WSL
+        return _count_in_process("hip") if _has_device_file("kfd|dxg") else 0  # dxg: in WSL
     uuids = _installed_gpus()
     if uuids is None:
-        return _count_in_process("cuda", environ) if _has_device_file(_NVIDIA_FILE) else 0
+        return _count_in_process("cuda") if _has_device_file(_NVIDIA_FILE) else 0
     seen = visible(uuids, listed) if uuids else []
-    return _count_in_process("cuda", environ) if seen is None else len(seen)
+    return _count_in_process("cuda") if seen is None else len(seen)
 
 
 def visible(uuids: Sequence[str], listed: str | None) -> list[int] | None:
@@ -189,22 +189,21 @@ def _is_divided(nvml: Any, handle: Any) -> bool:
     return False
 
 
-def _count_in_process(build: Literal["cuda", "hip"], environ: Mapping[str, str]) -> int:
-    return _counted(build, tuple((name, environ[name]) for name in _COUNTING_VARIABLES if name in environ))
+def _count_in_process(build: Literal["cuda", "hip"]) -> int:
+    return _counted(build, tuple(map(os.environ.get, _COUNTING_VARIABLES)))
 
 
 @functools.cache  # exceptions are not cached
-def _counted(build: Literal["cuda", "hip"], variables: tuple[tuple[str, str], ...]) -> int:
-    """Return the number of devices that a process with these variables counts.
+def _counted(build: Literal["cuda", "hip"], variables: tuple[str | None, ...]) -> int:  # noqa: ARG001 - a cache's key
+    """Return the number of devices that another process counts, which depends on these variables.
 
     Raises:
         UncountableError: The process fails, or takes too long.
     """
-    environ = {name: value for name, value in os.environ.items() if name not in _COUNTING_VARIABLES} | dict(variables)
     command = [sys.executable, "-c", _COUNTING_PROGRAMS[build]]
     try:
         done = subprocess.run(
-            command, env=environ, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            command, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True,
             timeout=_COUNTING_DEADLINE_S, check=True,
         )  # fmt: skip
         return int(done.stdout.splitlines()[-1])
@@ -344,7 +343,7 @@ class Machine:
     @classmethod
     def find(cls) -> Machine:
         """Return a description of this machine."""
-        devices, gpus = Devices.find(LaunchConfig()), _gpus(os.environ)
+        devices, gpus = Devices.find(LaunchConfig()), _gpus()
         return cls(devices, gpus, host_memory.cores(), host_memory.total_bytes(), notebook_service(), pjrt.chips())
 
     def precisions(self, *, use_cpu: bool = False) -> dict[str, str]:
@@ -375,11 +374,11 @@ class Machine:
         return f"{text}: {'; '.join(kinds)}{' each' if len(self.gpus) > 1 else ''}" if kinds else text
 
 
-def _gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+def _gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that a new process would see, by the driver's library, which doesn't initialise CUDA."""
     found = []
     with contextlib.suppress(Exception), _nvml() as (nvml, handles):  # no library, driver or permission; a divided GPU
-        seen = visible([nvml.nvmlDeviceGetUUID(handle) for handle in handles], environ.get("CUDA_VISIBLE_DEVICES"))
+        seen = visible([nvml.nvmlDeviceGetUUID(handle) for handle in handles], os.environ.get("CUDA_VISIBLE_DEVICES"))
         for handle in (handles[index] for index in seen or ()):
             name = os.fsdecode(nvml.nvmlDeviceGetName(handle))
             capability = nvml.nvmlDeviceGetCudaComputeCapability(handle)
@@ -387,10 +386,10 @@ def _gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     return tuple(found)
 
 
-def notebook_service(root: pathlib.Path = _ROOT, environ: Mapping[str, str] = os.environ) -> str:
+def notebook_service() -> str:
     """Return ``Colab`` or ``Kaggle`` if two of the service's three signs are present, otherwise empty text."""
     for name, (folder, module, variable) in _SIGNS.items():
-        signs = ((root / folder).is_dir(), pjrt.is_installed(module), variable in environ)
+        signs = ((_ROOT / folder).is_dir(), pjrt.is_installed(module), variable in os.environ)
         if sum(signs) >= 2:
             return name
     return ""

@@ -7,13 +7,12 @@ import importlib
 import pathlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
-from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
 from notebook_accel.protocol.events import Event
 
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
     from notebook_accel.errors import Finding
     from notebook_accel.launching.kernel.devices import Devices
     from notebook_accel.launching.kernel.job import Job
-
-
-RunOrder: TypeAlias = messages.Interrupt | messages.Respawn | messages.End | messages.Inspect | messages.Profile
-"""An order that a run's job sends to the agent, by a function of its engine."""
 
 
 class RunReceiver(Protocol):

@@ -27,7 +27,7 @@ from notebook_accel import uninterruptible
 from notebook_accel.errors import ProcessStartError
 from notebook_accel.launching import processes
 from notebook_accel.launching.kernel import local, run_payload
-from notebook_accel.launching.kernel.agent_process import TemplateLine
+from notebook_accel.launching.kernel.agent_process import ForkedTemplate
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Inherited
@@ -38,7 +38,13 @@ from notebook_accel.uninterruptible import Latch
 
 _FORK_DEADLINE_S = 30.0
 # Files that a fork must not share: the kernel's connections to front end and agent, and the objects that poll them.
-_LINES = ("socket:", "anon_inode:[eventfd]", "anon_inode:[eventpoll]", "anon_inode:[pidfd]", "anon_inode:[timerfd]")
+_UNSHARED = (
+    "socket:",
+    "anon_inode:[eventfd]",
+    "anon_inode:[eventpoll]",
+    "anon_inode:[pidfd]",
+    "anon_inode:[timerfd]",
+)
 
 
 def launch(request: LaunchRequest) -> Job:
@@ -52,7 +58,7 @@ def _launch(request: LaunchRequest) -> Job:
     pickled = dataclasses.replace(nothing, by_value=by_value)
     inherited = Inherited(request.target, by_value)
     with run_payload.prepared_run(request, pickled) as (job, payload):
-        local.engine().launch_forked(job, payload, lambda log: _Forking(inherited, log).template())
+        local.engine().launch_forked(job, payload, lambda log: _Forking(inherited, log).fork())
     return job
 
 
@@ -69,12 +75,7 @@ def _definitions(request: LaunchRequest) -> tuple[Any, ...]:
 
 
 class _Forking:
-    """The thread that forks the template and waits for its end.
-
-    Args:
-        inherited: The target, which the ranks inherit.
-        log: Descriptor of the file that the template writes to.
-    """
+    """The thread that forks the template, which writes to ``log``, and waits for its end."""
 
     def __init__(self, inherited: Inherited, log: int) -> None:
         self._inherited = inherited
@@ -85,8 +86,8 @@ class _Forking:
         self._error: OSError | None = None
         self._has_forked = Latch()
 
-    def template(self) -> TemplateLine:
-        """Fork the template and return the line to it.
+    def fork(self) -> ForkedTemplate:
+        """Fork the template and return it.
 
         Raises:
             ProcessStartError: The fork has failed.
@@ -101,7 +102,7 @@ class _Forking:
         if self._pidfd < 0:
             self._ours.close()
             raise ProcessStartError(f"The kernel could not be forked: {self._error or 'it takes too long'}.")
-        return TemplateLine(self._ours, self._pid, self._pidfd)
+        return ForkedTemplate(self._ours, self._pid, self._pidfd)
 
     def _run(self) -> None:
         collects_garbage = gc.isenabled()
@@ -153,7 +154,7 @@ def _detach_from_kernel(keep: set[int], log: int) -> None:
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         with contextlib.suppress(OSError):  # the descriptor that listed the folder is closed already
-            if os.readlink(f"/proc/self/fd/{name}").startswith(_LINES) and descriptor not in keep:
+            if os.readlink(f"/proc/self/fd/{name}").startswith(_UNSHARED) and descriptor not in keep:
                 # Keep the number in use: the object that owns it may close it at any time, and must not hit a new file.
                 os.dup2(nowhere, descriptor)
     os.dup2(nowhere, 0)

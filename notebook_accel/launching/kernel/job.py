@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from notebook_accel import uninterruptible
 from notebook_accel.errors import (
     LaunchError,
     NotebookAccelError,
@@ -24,7 +25,7 @@ from notebook_accel.errors import (
     RunTimeoutError,
 )
 from notebook_accel.launching import logs, run_folders, traces
-from notebook_accel.launching.kernel.engine import LaunchRequest, RunOrder
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.results import ResultFiles, Results
 from notebook_accel.launching.state import failures, profiles
 from notebook_accel.launching.state.diagnosis import Diagnosis, diagnose
@@ -33,7 +34,7 @@ from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.stacks import RankStack, Silence, StackRequest, Stacks
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.protocol.agent_messages import Failure, RankDump, Reason, Starting
+from notebook_accel.protocol.agent_messages import Failure, RankDump, Reason, RunOrder, Starting
 from notebook_accel.protocol.events import Event, Numbered, Respawning, Restarting, Working
 from notebook_accel.uninterruptible import Latch
 
@@ -123,13 +124,14 @@ class Ending:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Outcome:
-    """How a run has ended, as its engine says."""
+class _EndReport:
+    """How a run has ended for its job, as its engine says."""
 
     reason: Reason = ""
     error: NotebookAccelError | None = None  # what ended the run, if it wasn't a rank here
     elsewhere: Failure | None = None  # the failure on another node, if that ended the run
     raised: BaseException | None = None  # the exception of a rank that is this process
+    is_detached: bool = False  # it goes on without this job
 
 
 class Job(Handle):
@@ -157,6 +159,7 @@ class Job(Handle):
         doing: A function that returns the ranks' current work in words. By default it returns empty text.
         ended_by: Who has stopped or interrupted the run, in words, such as a button or another process; may be empty.
         run_here: A function that runs the only rank in this process; ``None`` if ranks are processes.
+        send_order: The engine's function that sends an order to the run's agent, without waiting for the answer.
     """
 
     def __init__(
@@ -183,14 +186,13 @@ class Job(Handle):
         self.doing: Callable[[], str] = str
         self.ended_by = ""
         self.run_here: Callable[[], None] | None = None
+        self.send_order: Callable[[RunOrder], None] | None = None
         self.log_folder = log_folder
         ranks = range(spec.world_size)
         self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
         self.result_files = ResultFiles(result_files, by_value, request.set_variables or (lambda _: None))
         self._is_discarded = False
-        self._is_detached = False
         self._can_be_asked_again = False
-        self._send_order: Callable[[RunOrder], None] | None = None
         self._lock = threading.Lock()
         self._pending: collections.deque[tuple[int, Event]] = collections.deque(maxlen=_MOST_PENDING_EVENTS)
         self.state = RunState(spec.world_size)
@@ -203,7 +205,7 @@ class Job(Handle):
         self._stack_request = StackRequest(spec.world_size, spec.sources)
         self._profile_request: ProfileRequest | None = None
         self._restarts_by_node: int | None = None
-        self._outcome = _Outcome()  # set when the run ends
+        self._end_report = _EndReport()  # set when the run ends
         self._read_results: Results | None = None
         self._error: NotebookAccelError | None = None
 
@@ -217,9 +219,9 @@ class Job(Handle):
         return self._end_status()
 
     def _end_status(self) -> Status:
-        if self._is_detached:
+        if self._end_report.is_detached:
             return "detached"
-        if self._outcome.reason in ("stopped", "interrupted", "terminated"):
+        if self._end_report.reason in ("stopped", "interrupted", "terminated"):
             return "stopped"
         return "succeeded" if self._has_all_results() else "failed"
 
@@ -350,7 +352,7 @@ class Job(Handle):
         Raises:
             RunError: The agent, which collects the stacks, has not answered in time; or the run was detached.
         """
-        if self._is_detached:
+        if self._end_report.is_detached:
             raise self.error or RunError(f"The run {self.name!r} was detached.")
         stacks = self._stack_request.ask(lambda: self._order(messages.Inspect(job_id=self.id)), timeout_s)
         if self._stack_request.is_over:
@@ -479,10 +481,6 @@ class Job(Handle):
         """Set the ranks that have work from now on; initially all. The silence of idle ranks is ignored."""
         self.deliver(0, Working(ranks=list(ranks)))
 
-    def send_orders_by(self, send: Callable[[RunOrder], None]) -> None:
-        """Set the engine's function that sends an order to the run's agent, without waiting for the answer."""
-        self._send_order = send
-
     def deliver(self, rank: int, event: Event) -> None:
         """Apply and queue one event of a rank. Called by the engine's thread."""
         with self.state_lock:
@@ -499,15 +497,15 @@ class Job(Handle):
         self.deliver(0, Numbered(first_rank=starting.first_rank, world_size=starting.world_size))
         if before is None and (starting.restarts == 0 or self.config.num_nodes != "1"):
             return  # the first start on this node, which may join a run that other nodes have restarted before
-        of, rank = self.config.max_restarts, 0 if first is None else first.rank
-        if before == starting.restarts:
-            why = f"the nodes have changed, with {starting.world_size} ranks in all"
-            self.deliver(0, Restarting(number=0, of=of, why=why))
+        number, rank = starting.restarts, 0
+        if before == number:
+            number, why = 0, f"the nodes have changed, with {starting.world_size} ranks in all"
         elif starting.cause is not None:
-            self.deliver(0, Restarting(number=starting.restarts, of=of, why=starting.cause.in_a_line))
+            why = starting.cause.in_a_line
         else:
+            rank = 0 if first is None else first.rank
             why = why or "a rank on another node has failed"
-            self.deliver(rank, Restarting(number=starting.restarts, of=of, why=why))
+        self.deliver(rank, Restarting(number=number, of=self.config.max_restarts, why=why))
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
         """Process the ranks' stacks. Called by the engine's thread."""
@@ -517,26 +515,26 @@ class Job(Handle):
 
     def end(self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None) -> None:
         """Record the end of the run, when every rank is gone. Called once, by the engine's thread."""
-        self._end(_Outcome(reason, error, elsewhere))
+        self._end(_EndReport(reason, error, elsewhere))
 
-    def _end(self, outcome: _Outcome) -> None:
-        self._outcome = outcome
+    def _end(self, report: _EndReport) -> None:
+        self._end_report = report
         self.ended_s = self._now_s()
         status, why = self._end_status(), f"by {self.ended_by}" if self.ended_by else ""
         if status == "failed":
-            why = "timeout_s has run out" if outcome.reason == "timeout" else failures.in_a_line(self.state)
-            if outcome.error is not None:
-                why = outcome.error.what
-            elif outcome.elsewhere is not None:
-                why = outcome.elsewhere.in_a_line
+            why = "timeout_s has run out" if report.reason == "timeout" else failures.in_a_line(self.state)
+            if report.error is not None:
+                why = report.error.what
+            elif report.elsewhere is not None:
+                why = report.elsewhere.in_a_line
         elif status == "succeeded":
             why = self.state.early_end
-        elif status == "detached" and outcome.error is not None:
-            why = f"it goes on without this notebook: {outcome.error.fix}"
+        elif status == "detached" and report.error is not None:
+            why = f"it goes on without this notebook: {report.error.fix}"
         ending, ending.first_rank = self.ending, self.first_rank
         ending.why, ending.took_s, ending.diagnosis = why, self.ended_s - self.started_s, self.diagnosis()
         with self.state_lock:
-            self.state.close(is_detached=self._is_detached)
+            self.state.close(is_detached=report.is_detached)
         ending.ranks = self.ranks
         ending.status = status  # the last one, so that a thread that sees it also sees the others
         if self._is_discarded or not (self._has_all_results() or self.state.has_saved):
@@ -549,9 +547,9 @@ class Job(Handle):
 
     def end_detached(self, name: str) -> None:
         """Record that the run goes on, under this name, without this job, which gets no more events."""
-        self._is_detached = True
         what = f"The run {self.name!r} was detached under the name {name!r}, and goes on without this notebook."
-        self.end("", RunError(what, fix=f"%distributed attach {shlex.quote(name)}, or notebook_accel.attach({name!r})"))
+        fix = f"%distributed attach {shlex.quote(name)}, or notebook_accel.attach({name!r})"
+        self._end(_EndReport(error=RunError(what, fix=fix), is_detached=True))
 
     def end_here(self, results: Results | None, raised: BaseException | None) -> None:
         """Record the end of a run whose only rank was this process, with its results or its exception."""
@@ -559,46 +557,47 @@ class Job(Handle):
         reason: Reason = (
             "interrupted" if isinstance(raised, KeyboardInterrupt) else "failed" if raised is not None else ""
         )
-        self._end(_Outcome(reason, raised=raised))
+        self._end(_EndReport(reason, raised=raised))
 
     def _now_s(self) -> float:
         """Return the time of the event being delivered, in seconds of ``time.monotonic()``."""
         return time.monotonic()
 
     def _order(self, order: RunOrder) -> None:
-        if self._send_order is not None and not self.done:
-            self._send_order(order)
+        send = self.send_order
+        if send is not None and not self.done:
+            uninterruptible.call(lambda: send(order))
 
     def _has_all_results(self) -> bool:
-        return self._outcome.error is None and self._outcome.reason == "" and self.state.have_all_results
+        return self._end_report.error is None and self._end_report.reason == "" and self.state.have_all_results
 
     def _make_error(self) -> NotebookAccelError:
-        outcome = self._outcome
-        if outcome.error is not None:
-            return outcome.error
-        if outcome.reason == "timeout":
+        report = self._end_report
+        if report.error is not None:
+            return report.error
+        if report.reason == "timeout":
             return RunTimeoutError(
                 f"The run {self.name!r} took longer than its timeout_s of {self.config.timeout_s:g} s and was stopped.",
                 why="\n".join(self.where_ranks_stood()),
                 fix="give timeout_s more time, or leave it out",
             )
-        if outcome.reason in ("stopped", "interrupted"):
+        if report.reason in ("stopped", "interrupted"):
             return RunStoppedError(
-                f"The run {self.name!r} was {outcome.reason}.", why=f"By {self.ended_by}." if self.ended_by else ""
+                f"The run {self.name!r} was {report.reason}.", why=f"By {self.ended_by}." if self.ended_by else ""
             )
-        if outcome.reason == "terminated":
+        if report.reason == "terminated":
             return RunStoppedError(
                 f"The run {self.name!r} was stopped, since its agent process got SIGTERM.",
                 why="A batch system such as Slurm sends it before it takes the machine back.",
             )
-        if outcome.reason in ("template lost", "elastic lost"):
-            return failures.lost_process_error(outcome.reason, self.state.memory_shortage)
-        if outcome.elsewhere is not None:
-            return self._failures.elsewhere(self.state, outcome.elsewhere)
+        if report.reason in ("template lost", "elastic lost"):
+            return failures.lost_process_error(report.reason, self.state.memory_shortage)
+        if report.elsewhere is not None:
+            return self._failures.elsewhere(self.state, report.elsewhere)
         failure = self._failures.first(self.state)
-        if failure is not None and outcome.raised is not None:
-            failure.__cause__ = outcome.raised
-            failure.__traceback__ = outcome.raised.__traceback__  # where a debugger starts
+        if failure is not None and report.raised is not None:
+            failure.__cause__ = report.raised
+            failure.__traceback__ = report.raised.__traceback__  # where a debugger starts
         if failure is not None:
             failure.restarts, failure.local_rank = self.restarts, failure.rank - self.first_rank
             failure.log_file = str(self.log_files[failure.local_rank]) if self.log_files else ""

@@ -14,7 +14,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, RunError
 from notebook_accel.launching import processes
 from notebook_accel.launching.kernel import run_payload
-from notebook_accel.launching.kernel.agent_process import AgentProcess, TemplateLine
+from notebook_accel.launching.kernel.agent_process import ForkedTemplate, LocalAgent
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.run_folders import RunFolder
@@ -26,7 +26,7 @@ class LocalEngine:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._agent: AgentProcess | None = None
+        self._agent: LocalAgent | None = None
 
     def warm(self) -> None:
         """Start agent and template in the background, ahead of the first launch. The launch reports any failure."""
@@ -46,10 +46,10 @@ class LocalEngine:
 
     def launch(self, request: LaunchRequest, elastic: ElasticOptions | None = None) -> Job:
         """Start ranks that are forked from the template. With ``elastic``, the run is on several nodes."""
-        pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
+        request, pickled = run_payload.pickle_target(request)
 
         def start() -> Job:
-            with run_payload.prepared_run(request, pickled, unsent) as (job, payload):
+            with run_payload.prepared_run(request, pickled) as (job, payload):
                 with self._lock:
                     agent = self._running_agent()
                     agent.expect(job)
@@ -59,31 +59,25 @@ class LocalEngine:
 
         return uninterruptible.call(start, Job.discard, request.foreground_lock)
 
-    def launch_forked(self, job: Job, payload: int, fork: Callable[[int], TemplateLine]) -> None:
+    def launch_forked(self, job: Job, payload: int, fork: Callable[[int], ForkedTemplate]) -> None:
         """Start ranks that are forked from their own template, which ``fork`` makes with the descriptor of its log."""
         with self._lock:
             agent = self._running_agent()
             agent.expect(job)
         try:
-            line = fork(agent.log)
+            template = fork(agent.process.log)
         except BaseException:
             agent.forget(job)
             raise
         try:
-            agent.launch(job, payload, line)
+            agent.launch(job, payload, template)
         finally:
-            line.close()
+            template.close()
 
     def detach(self, job: Job, folder: RunFolder, lock: int) -> list[int]:
         """Detach a run and its agent from this process. Another agent serves later launches.
 
-        Args:
-            job: The run's job.
-            folder: The run's folder, with its facts.
-            lock: Descriptor that holds the folder's lock.
-
-        Returns:
-            The number of bytes of each rank's log that were delivered.
+        ``lock`` holds the folder's lock. Returns the number of bytes of each rank's log that were delivered.
 
         Raises:
             RunError: The run has ended, or another run goes on.
@@ -103,12 +97,12 @@ class LocalEngine:
         if agent is not None:
             agent.close()
 
-    def _running_agent(self) -> AgentProcess:
+    def _running_agent(self) -> LocalAgent:
         if self._agent is None or self._agent.is_lost:
-            self._agent = AgentProcess(self._quit_if_idle)
+            self._agent = LocalAgent(self._quit_if_idle)
         return self._agent
 
-    def _quit_if_idle(self, agent: AgentProcess) -> None:
+    def _quit_if_idle(self, agent: LocalAgent) -> None:
         """End an idle agent and its template, unless a launch has started meanwhile."""
         with self._lock:
             if not agent.is_expecting:

@@ -9,7 +9,6 @@ import importlib.util
 import os
 import pathlib
 import re
-from collections.abc import Mapping
 from typing import Literal
 
 from notebook_accel.errors import Finding
@@ -90,43 +89,39 @@ class Platform:
         )
 
 
-def find_platform(environ: Mapping[str, str] = os.environ, root: pathlib.Path = _ROOT) -> Platform | None:
+def find_platform() -> Platform | None:
     """Return PJRT's platform; ``None`` if there is none or ``PJRT_DEVICE`` names another device.
 
-    Args:
-        environ: Environment variables. ``PJRT_DEVICE=CPU`` asks for the CPU in place of a TPU, if torch_xla is
-            installed. Any number of ranks can use it; the default is ``CPU_NUM_DEVICES``.
-        root: The folder that ``/dev`` and ``/sys`` are in.
+    ``PJRT_DEVICE=CPU`` asks for the CPU in place of a TPU, if torch_xla is installed. Any number of ranks can use it;
+    the default is ``CPU_NUM_DEVICES``.
     """
-    asked = environ.get(_DEVICE, "").upper()
+    asked = os.environ.get(_DEVICE, "").upper()
     if asked == "CPU":
-        count = environ.get(_CPU_DEVICES, "")
+        count = os.environ.get(_CPU_DEVICES, "")
         return Platform("XLA CPU", max(1, int(count)) if count.isdigit() else 1) if is_installed("torch_xla") else None
     if asked not in ("", "TPU"):
         return None
-    kinds = chips(root) if root != _ROOT else _chips_here()
+    kinds = chips()
     if not kinds and asked == "TPU":
         # Later TPUs share a driver with other devices, so its files mean TPUs only if the user sets PJRT_DEVICE.
-        kinds = (_UNKNOWN,) * sum(path.name.isdigit() for path in root.glob("dev/vfio/*"))
+        kinds = (_UNKNOWN,) * sum(path.name.isdigit() for path in _ROOT.glob("dev/vfio/*"))
     if not kinds:
         return None
-    kind = environ.get(_ACCELERATOR_TYPE, "") if kinds[0] == _UNKNOWN else kinds[0]
+    kind = os.environ.get(_ACCELERATOR_TYPE, "") if kinds[0] == _UNKNOWN else kinds[0]
     return Platform("TPU", len(kinds), 2 if _TWO_CORES.match(kind) else 1)
 
 
-def chips(root: pathlib.Path = _ROOT) -> tuple[str, ...]:
+@functools.cache  # every launch asks, and a machine's TPUs don't change
+def chips() -> tuple[str, ...]:
     """Return the generation of each TPU chip on the PCI bus or, if the bus is hidden, of each device file."""
     found = []
-    for device in sorted(root.glob("sys/bus/pci/devices/*")):
+    for device in sorted(_ROOT.glob("sys/bus/pci/devices/*")):
         with contextlib.suppress(OSError):  # no permission to look at this device
             if (device / "vendor").read_text().strip() == _GOOGLE:
                 found.append(_TPUS.get((device / "device").read_text().strip(), ""))
     known = tuple(filter(None, found))
     # The TPU driver's files are /dev/accel0 and so on. Other vendors' files are in a folder, /dev/accel.
-    return known or (_UNKNOWN,) * sum(bool(re.fullmatch(r"accel\d+", path.name)) for path in root.glob("dev/accel*"))
-
-
-_chips_here = functools.cache(chips)  # every launch asks, and a machine's TPUs don't change
+    return known or (_UNKNOWN,) * sum(bool(re.fullmatch(r"accel\d+", path.name)) for path in _ROOT.glob("dev/accel*"))
 
 
 def is_installed(module: str) -> bool:

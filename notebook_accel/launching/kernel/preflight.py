@@ -23,7 +23,7 @@ from notebook_accel import environment, host_memory, time_limit
 from notebook_accel.config import LaunchConfig, closest_flag, fields, mesh_sizes
 from notebook_accel.errors import ConfigError, Finding
 from notebook_accel.formatting import format_size
-from notebook_accel.launching import device_state, login_session, processes
+from notebook_accel.launching import device_state, processes
 from notebook_accel.launching.kernel.devices import Devices
 
 _RANK_BYTES = 64 << 20  # any rank that computes something takes more
@@ -401,19 +401,4 @@ def _is_prepared(value: object) -> bool:
         kind.__name__ in ("AcceleratedOptimizer", "DataLoaderShard")
         and kind.__module__.startswith("notebook_accel.training.")
         for kind in type(value).__mro__
-    )
-
-
-def check_logout() -> tuple[Finding, ...]:
-    """Return a warning if systemd ends a detached run of this process with the user's login, or with a service."""
-    if (end := login_session.end_of_runs()) is None:
-        return ()
-    when, fix = end
-    return (
-        Finding(
-            f"systemd ends a detached run {when}.",
-            "This process belongs to your login there, or to that service, and so does all that it starts.",
-            fix,
-            refuses=False,
-        ),
     )

@@ -110,7 +110,7 @@ def _listed(entries: Iterable[Entry]) -> str:
 def _detached_names(which: str, *, running: bool) -> list[str]:
     """Return the names of this user's detached runs that a caller may mean: all that go on, or those of this name."""
     with contextlib.suppress(NotebookAccelError):
-        named = [folder for folder in run_folders.every() if not which or which in (folder.facts.name, folder.id)]
+        named = [folder for folder in run_folders.every() if folder.is_called(which)]
         meant = [folder for folder in named if folder.is_held or (which and not running)]
         return list(dict.fromkeys(folder.facts.name for folder in meant))
     return []

@@ -19,7 +19,6 @@ from notebook_accel.launching import logs
 from notebook_accel.launching.kernel.detached_job import new_detached_job
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.run_folders import PAYLOAD, RunFolder
 from notebook_accel.launching.spec import Source
 from notebook_accel.payload import memory_files, serialization
@@ -27,30 +26,29 @@ from notebook_accel.payload import memory_files, serialization
 _LISTED_BYTES = 100_000_000
 
 
-def pickle_target(
-    target: Target, roots: Mapping[str, Any], optional_names: Sequence[str] = ()
-) -> tuple[serialization.Pickled, dict[str, str]]:
+def pickle_target(request: LaunchRequest) -> tuple[LaunchRequest, serialization.Pickled]:
     """Pickle the target. Print which objects are large, and which tensors lose their autograd graph.
 
     Returns:
-        The pickle, and the optional names that were left out since they can't be pickled, each with the reason.
+        The request, whose spec names the optional variables that can't be sent and were left out; and the pickle.
 
     Raises:
         PayloadError: An object that isn't optional can't be sent.
     """
-    unsent: dict[str, str] = {}
+    target, roots = request.target, request.roots
     try:
         done = _pickle(target, roots)
     except PayloadError:
-        unsent = {name: why for name in optional_names if (why := _why_not(name, target.names[name]))}
+        unsent = {name: why for name in request.optional_names if (why := _why_not(name, target.names[name]))}
         if not unsent:
             raise
         names = {name: value for name, value in target.names.items() if name not in unsent}
         roots = {label: value for label, value in roots.items() if label not in map(variable_label, unsent)}
         done = _pickle(dataclasses.replace(target, names=names), roots)
+        request = dataclasses.replace(request, spec=msgspec.structs.replace(request.spec, unsent=unsent))
     report_large(done.sizes_bytes)
     report_lost_graphs(roots)
-    return done, unsent
+    return request, done
 
 
 def _pickle(value: Any, roots: Mapping[str, Any]) -> serialization.Pickled:
@@ -122,22 +120,15 @@ def _source_label(filename: str) -> str:
 
 @contextlib.contextmanager
 def prepared_run(
-    request: LaunchRequest,
-    pickled: serialization.Pickled,
-    unsent: Mapping[str, str] = {},
-    *,
-    folder: RunFolder | None = None,
+    request: LaunchRequest, pickled: serialization.Pickled, *, folder: RunFolder | None = None
 ) -> Iterator[tuple[Job, int]]:
     """Write the payload and open the run's files. Close the payload on leaving, and kill the job if the start fails.
 
     Yields the job, and the descriptor of the payload. A detached run has its files in ``folder``. Other runs, which end
     with their kernel, have anonymous memory files.
     """
-    spec = msgspec.structs.replace(
-        request.spec,
-        sources=notebook_sources(pickled.by_value) | dict(request.spec.sources),
-        unsent=dict(unsent),
-    )
+    sources = notebook_sources(pickled.by_value) | request.spec.sources
+    spec = msgspec.structs.replace(request.spec, sources=sources)
     request = dataclasses.replace(request, spec=spec)
     payload = memory_files.memory_file("notebook-accel-payload") if folder is None else folder.create(PAYLOAD)
     try:

@@ -74,7 +74,7 @@ class RayRun(RemoteRun):
             self._payload = None  # a job that is kept must keep nothing in the cluster's memory
 
     def _is_wanted(self) -> bool:
-        return self._wanted is None
+        return self._requested_end is None
 
     def _notice(self, *lines: str) -> None:
         self.job.deliver(0, events.Nodes(lines=list(lines), is_news=bool(lines)))
@@ -316,13 +316,13 @@ class RayEngine:
             )
         # The nodes have their own environment, folders and import path.
         there = msgspec.structs.replace(request.spec, environment={}, working_directory="", sys_path=[])
-        pickled, unsent = run_payload.pickle_target(request.target, request.roots, request.optional_names)
+        request, pickled = run_payload.pickle_target(dataclasses.replace(request, spec=there))
         resources = self._cluster.resources_of_a_rank(use_cpu=request.config.use_cpu)
 
         def start() -> Job:
-            with run_payload.prepared_run(dataclasses.replace(request, spec=there), pickled, unsent) as (job, payload):
+            with run_payload.prepared_run(request, pickled) as (job, payload):
                 run = RayRun(job, self._cluster, payload, resources, request.variables)
-                job.send_orders_by(run.take_order)
+                job.send_order = run.take_order
                 run.start()
             return job
 

@@ -8,14 +8,12 @@ goes. The agent then notices that its parent has gone, and ends the ranks.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import importlib.metadata
 import os
 import pickle
 import platform
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Sequence
@@ -23,12 +21,10 @@ from typing import Any, NamedTuple
 
 from notebook_accel import environment
 from notebook_accel.launching import logs
-from notebook_accel.launching.kernel.agent_process import last_words, start_process
-from notebook_accel.launching.processes import close_all, resume_if_stopped
+from notebook_accel.launching.kernel.agent_process import AgentProcess, last_words
+from notebook_accel.launching.processes import resume_if_stopped
 from notebook_accel.payload import memory_files
-from notebook_accel.protocol.channel import ClosedError, Connection
-
-_SEND_DEADLINE_S = 10.0
+from notebook_accel.protocol.channel import ClosedError, close_all
 
 
 class NodeFacts(NamedTuple):
@@ -55,7 +51,7 @@ class NodeHost:
     def __init__(self, address: str) -> None:
         self._address = address
         self._lock = threading.Lock()
-        self._agent: _NodeAgent | None = None
+        self._agent: AgentProcess | None = None
         self._parts: dict[str, _OpenPart] = {}
         self._idle_timer: threading.Timer | None = None
 
@@ -82,9 +78,9 @@ class NodeHost:
                 opened.callback(listening.close)
             if self._idle_timer is not None:
                 self._idle_timer.cancel()
-            if self._agent is None or self._agent.process.returncode is not None:
+            if self._agent is None or self._agent.has_ended.is_set:
                 self._drop_agent()
-                self._agent = _NodeAgent()
+                self._agent = AgentProcess()
             files: list[int] = []
             opened.callback(close_all, files)
             for rank in range(ranks):
@@ -154,49 +150,20 @@ class NodeHost:
 
     def _drop_agent(self) -> None:
         if self._agent is not None:
-            self._agent.connection.shutdown()
-            self._agent.connection.close()
-            os.close(self._agent.log)
+            self._agent.close()
             self._agent = None
 
-    def _running(self, agent_pid: int) -> _NodeAgent:
+    def _running(self, agent_pid: int) -> AgentProcess:
         agent = self._agent
         if agent is None or agent.process.pid != agent_pid:
             raise ClosedError("the agent has gone")
         return agent
 
 
-class _NodeAgent:
-    """The node's agent, and a thread that starts it and waits for its end: Linux would kill it with that thread."""
-
-    def __init__(self) -> None:
-        self.log = memory_files.memory_file("notebook-accel-agent-log")
-        self.connection, theirs = Connection.pair()
-        self.connection.set_send_deadline(_SEND_DEADLINE_S)
-        started: concurrent.futures.Future[subprocess.Popen[bytes]] = concurrent.futures.Future()
-        threading.Thread(target=self._run, args=(theirs, started), name="notebook-accel-agent", daemon=True).start()
-        try:
-            self.process = started.result()
-        except OSError:
-            self.connection.close()
-            os.close(self.log)
-            raise
-
-    def _run(self, theirs: Connection, started: concurrent.futures.Future[subprocess.Popen[bytes]]) -> None:
-        with contextlib.closing(theirs):
-            try:
-                process = start_process(theirs, self.log)
-            except OSError as error:
-                started.set_exception(error)
-                return
-        started.set_result(process)
-        process.wait()
-
-
 class _OpenPart(NamedTuple):
     """A part of a run: its agent, its ranks' result files, and the ranks' store's listening socket if it is here."""
 
-    agent: _NodeAgent
+    agent: AgentProcess
     result_files: Sequence[int]
     listening: socket.socket | None
 

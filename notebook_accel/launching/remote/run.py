@@ -25,18 +25,16 @@ from typing import Any, Protocol
 
 import msgspec
 
-from notebook_accel import uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import LaunchError, NotebookAccelError, SupervisorLostError
 from notebook_accel.launching.kernel.agent_process import AgentLink
-from notebook_accel.launching.kernel.engine import RunOrder
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.remote.host import NodeFacts
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
-from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
+from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, RunOrder, Starting
 from notebook_accel.protocol.channel import take_frames
 
 
@@ -250,7 +248,7 @@ class RemoteRun(abc.ABC):
         self._variables = variables
         self._parts: Sequence[NodePart] = ()
         self._is_launched = False
-        self._wanted: messages.How | None = None  # how the user asked to end the run
+        self._requested_end: messages.How | None = None  # how the user asked to end the run
         self._reason: Reason = ""
         self._error: NotebookAccelError | None = None
         self._finished: set[int] = set()
@@ -302,7 +300,7 @@ class RemoteRun(abc.ABC):
         if isinstance(order, messages.Respawn):
             raise LaunchError(f"Rank {order.rank} can't be started again by itself: the run is on several machines.")
         if isinstance(order, messages.End):
-            self._wanted = self._wanted or order.how
+            self._requested_end = self._requested_end or order.how
         elif isinstance(order, messages.Inspect):
             if not self._is_launched:  # no agent has ranks yet
                 self.job.take_dumps(())
@@ -317,12 +315,9 @@ class RemoteRun(abc.ABC):
         )
 
     def _tell_parts(self, message_to: Callable[[str], messages.ToAgent]) -> None:
-        def tell() -> None:
-            for part in self._parts:
-                if not part.has_ended:
-                    part.agent.tell(message_to(part.id))
-
-        uninterruptible.call(tell)
+        for part in self._parts:
+            if not part.has_ended:
+                part.agent.tell(message_to(part.id))
 
     # What the agents' threads say -----------------------------------------------------------------------------------
 
@@ -359,7 +354,7 @@ class RemoteRun(abc.ABC):
                 self._error = error
             if is_first and (reason or error is not None):
                 self._reason = reason or "failed"
-        if is_lost or (is_first and self._reason and self._wanted is None):
+        if is_lost or (is_first and self._reason and self._requested_end is None):
             saves = self.job.saves and not self.job.config.max_restarts
             self._end_parts("stop", interrupting=self._parts[0].id if saves else "")
         self._ended_parts.put(part)
@@ -392,7 +387,7 @@ class RemoteRun(abc.ABC):
         # A refusal of the system ends a run on one machine too.
         was_refused = self._error is not None and not isinstance(self._error, SupervisorLostError)
         has_failed = self._error is not None or self._reason == "failed"
-        return has_failed and self._wanted is None and not was_refused and self._can_restart()
+        return has_failed and self._requested_end is None and not was_refused and self._can_restart()
 
     def _attempt(self, restarts: int) -> None:
         before, self._reason, self._error = self._error, "", None
@@ -414,7 +409,7 @@ class RemoteRun(abc.ABC):
                 pending.discard(self._ended_parts.get())
             self._take_results()
         except NotWantedError:  # the run was ended before it had ranks
-            self._reason = "interrupted" if self._wanted == "interrupt" else "stopped"
+            self._reason = "interrupted" if self._requested_end == "interrupt" else "stopped"
         except NotebookAccelError as error:
             self._error = error
         except Exception as error:  # noqa: BLE001 - an engine's library may raise anything, and the run can't go on
@@ -444,8 +439,8 @@ class RemoteRun(abc.ABC):
             bodies.append(part.agent.prepare_launch(part, [(place, variables) for place in places]))
         self._launch(bodies)
         self._is_launched = True
-        if self._wanted is not None:  # the run was ended during the launch
-            self._end_parts(self._wanted)
+        if self._requested_end is not None:  # the run was ended during the launch
+            self._end_parts(self._requested_end)
 
     def _take_results(self) -> None:
         """Copy the ranks' results to the job's files; after a failure too, for the variables to be pulled."""

@@ -50,7 +50,7 @@ class Template:
         _leave_nothing_to_undo()
         gc.disable()
         try:
-            self._say_ready()
+            self._send_ready()
             while True:
                 is_free = self._later is not None and not self._ranks  # running ranks need the processors
                 ready = self._selector.select(0 if is_free else None)
@@ -78,7 +78,7 @@ class Template:
         for _, _, pid in self._ranks.values():
             kill_group(pid)
 
-    def _say_ready(self) -> None:
+    def _send_ready(self) -> None:
         gc.freeze()  # a collection in a rank must not write to every page that it shares with the template
         # A fork of the kernel serves one run only, so its imports can't become outdated.
         files = preloading.files() if self._inherited is None else {}
@@ -88,7 +88,7 @@ class Template:
         assert self._later is not None
         if next(self._later, self._later) is self._later:  # no step is left
             self._later = None
-            self._say_ready()
+            self._send_ready()
         _leave_nothing_to_undo()
         gc.freeze()
 

@@ -187,7 +187,7 @@ class RankConnections:
             self._lose(rank)
 
     def _received(self, rank: int, message: Message) -> None:
-        from_rank = messages.from_rank.decode(message.body)
+        from_rank = messages.decode_from_rank(message.body)
         request = self._requests.get(from_rank.number)
         if request is None or rank not in request.outgoing:
             for descriptor in message.descriptors:

@@ -94,7 +94,7 @@ class _SessionRank:
         while True:
             for message in connection.receive():
                 try:
-                    request = messages.for_rank.decode(message.body)
+                    request = messages.decode_for_rank(message.body)
                     if isinstance(request, messages.Leave):
                         return
                     if isinstance(request, messages.Welcome):
@@ -326,7 +326,7 @@ class _SessionRank:
             self._connection.send(messages.encode(prompt))
             while True:
                 for message in self._connection.receive():
-                    request = messages.for_rank.decode(message.body)
+                    request = messages.decode_for_rank(message.body)
                     if isinstance(request, messages.Input) and request.number == number:
                         return request.line
         return ""

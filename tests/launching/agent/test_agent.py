@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import signal
@@ -13,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-from notebook_accel.errors import RunStoppedError
+from notebook_accel.errors import ProcessStartError, RunStoppedError
 from notebook_accel.launching.kernel import agent_process, local
 from notebook_accel.launching.kernel.job import Job
 from tests import processes
@@ -113,6 +114,15 @@ def test_end_of_a_short_run_is_not_kept_waiting_by_what_it_has_reported(
         if not pauses:
             break
     assert not pauses
+
+
+def test_agent_that_the_system_refuses_to_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "no process is left")
+
+    monkeypatch.setattr(subprocess, "Popen", refuses)
+    with pytest.raises(ProcessStartError, match=r"^The agent process could not be started: .*no process is left"):
+        agent_process.LocalAgent(lambda _: None)
 
 
 # By a signal to it alone; to all processes of the run, as Slurm does; also to one that restarts ranks; by the kernel.

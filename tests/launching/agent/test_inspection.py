@@ -17,7 +17,7 @@ from notebook_accel.launching.agent.inspection import Inspection
 from notebook_accel.launching.agent.output import Allowance, LogTail, open_log
 from notebook_accel.launching.agent.runs import Rank
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.processes import dump_file
+from notebook_accel.payload import memory_files
 from notebook_accel.protocol.agent_messages import RankDump
 from notebook_accel.protocol.channel import Connection
 from tests import kernels, processes
@@ -119,7 +119,9 @@ def test_rank_that_does_not_answer_is_named_and_not_waited_for_too_long() -> Non
     log = open_log("", 0)[0]
     with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"deaf\n"
-        rank = Rank(0, ours, LogTail(log, Allowance(1), lambda _: None), dump_file(0), pid=process.pid)
+        rank = Rank(
+            0, ours, LogTail(log, Allowance(1), lambda _: None), memory_files.appending_file("stacks"), pid=process.pid
+        )
         inspection = Inspection([rank], now_s=100.0)
         assert [inspection.look(now_s) for now_s in (100.1, 102.9)] == [None, None]
         assert inspection.look(103.1) == [RankDump(rank=0, pid=process.pid, condition="unresponsive")]
@@ -145,7 +147,7 @@ where_the_main_thread_is()
 def test_answer_is_taken_when_it_is_whole_however_slowly_it_comes() -> None:
     """Writer and reader share one processor, so that the reader looks several times between two lines."""
     ours, theirs = Connection.pair()
-    dump = dump_file(0)
+    dump = memory_files.appending_file("stacks")
     allowed = os.sched_getaffinity(0)
     command = [sys.executable, "-c", _MANY_STACKS, str(dump)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[dump]) as process:
@@ -193,7 +195,7 @@ while True: library.sleep(300)  # which the signal ends
 @contextlib.contextmanager
 def asked(program: str) -> Iterator[Rank]:
     ours, theirs = Connection.pair()
-    dump = dump_file(0)
+    dump = memory_files.appending_file("stacks")
     command = [sys.executable, "-c", program, str(dump)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[dump]) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"

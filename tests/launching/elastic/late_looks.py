@@ -12,7 +12,7 @@ import time
 from notebook_accel.launching.elastic import elastic_agent, nodes
 
 _PATIENCE_S = 10.0  # shorter than the silence after which node 0 is taken to have gone
-_look = elastic_agent.ElasticAgent._hear
+_look = elastic_agent.ElasticAgent._take_messages
 
 
 def _look_and_wait(agent: elastic_agent.ElasticAgent) -> None:
@@ -31,8 +31,8 @@ def _has_other_failed(around: nodes.NodeRound) -> bool:
 
 
 def _is_end_waiting(agent: elastic_agent.ElasticAgent) -> bool:
-    line = agent._line
-    return line.has_news and b"RanksEnded" in line._connection._socket.recv(1 << 16, socket.MSG_PEEK)
+    connection = agent._connection
+    return connection.has_news and b"RanksEnded" in connection._connection._socket.recv(1 << 16, socket.MSG_PEEK)
 
 
-elastic_agent.ElasticAgent._hear = _look_and_wait  # type: ignore[method-assign]
+elastic_agent.ElasticAgent._take_messages = _look_and_wait  # type: ignore[method-assign]

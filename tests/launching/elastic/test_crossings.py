@@ -22,7 +22,7 @@ from notebook_accel.launching.agent.elastic_runs import ElasticRuns
 from notebook_accel.launching.agent.runs import Run, open_rank
 from notebook_accel.launching.agent.templates import TemplateProcess
 from notebook_accel.launching.elastic import elastic_agent, nodes, rendezvous
-from notebook_accel.launching.elastic.elastic_agent import ElasticAgent, Line
+from notebook_accel.launching.elastic.elastic_agent import AgentConnection, ElasticAgent
 from notebook_accel.launching.elastic.rendezvous import RefusedError
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import elastic_messages
@@ -131,8 +131,8 @@ def agent() -> Iterator[Agent]:
 @pytest.fixture
 def elastic(agent: Agent) -> Iterator[ElasticAgent]:
     """The elastic process's end, of a run that has one node. Its store and threads, which end with it, end here."""
-    line = Line(agent.theirs, agent.order)
-    made = ElasticAgent(elastic_agent._spec(agent.order, line), line, agent.order)
+    connection = AgentConnection(agent.theirs, agent.order)
+    made = ElasticAgent(agent.order, connection)
     handler: Any = made._worker_group.spec.rdzv_handler
     yield made
     for patience in (made._patience, handler._patience):
@@ -172,11 +172,11 @@ def test_end_of_ranks_that_are_gone_is_not_that_of_the_next_ones(agent: Agent, e
 
 
 def test_stop_of_present_ranks_ends_them(agent: Agent) -> None:
-    line = Line(agent.theirs, agent.order)
-    line.say(start(attempt=1))
+    connection = AgentConnection(agent.theirs, agent.order)
+    connection.send(start(attempt=1))
     for attempt in (2, 0, 1):
         assert agent.run.reason == ""
-        line.say(elastic_messages.StopRanks(attempt=attempt))
+        connection.send(elastic_messages.StopRanks(attempt=attempt))
         agent.read()
     assert agent.run.reason == "failed" and all(rank.was_told_to_end for rank in agent.run.ranks)
 
@@ -185,10 +185,10 @@ def test_refused_start_is_answered() -> None:
     agent = Agent()
     try:
         agent.run.stop_restarting("stopped")
-        line = Line(agent.theirs, agent.order)
-        line.say(start(attempt=1))
+        connection = AgentConnection(agent.theirs, agent.order)
+        connection.send(start(attempt=1))
         agent.read()
-        assert agent.attempts == [] and line.hear() == [
+        assert agent.attempts == [] and connection.receive() == [
             elastic_messages.Leave(why="The run was ended there (stopped).")
         ]
     finally:
@@ -250,7 +250,7 @@ def test_nodes_that_meet_in_a_file_wait_for_nobody_who_listens(tmp_path: pathlib
     lines: list[str] = []
     assert rendezvous.dynamic(options, lines.append).get_backend() == "c10d"
     assert lines == []
-    assert (tmp_path / f"meeting:{alone.port}").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["meeting"]
 
 
 class _Store(dict[str, bytes]):

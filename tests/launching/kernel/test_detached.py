@@ -30,7 +30,7 @@ from notebook_accel.errors import (
     SupervisorLostError,
 )
 from notebook_accel.launching import journal, login_session, run_folders
-from notebook_accel.launching.kernel import detached, detached_runs, local, preflight
+from notebook_accel.launching.kernel import detached, detached_runs, local
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol import agent_messages as messages
@@ -241,7 +241,7 @@ def test_kernel_that_was_dropped_attaches_again_and_hears_each_line_once(mark: p
     first = launch(functions.reports_until, str(mark))
     wait_for_steps(first)
     job = detached.attach_and_show("night", show=lambda _: None)  # nobody else takes its events
-    link = job._send_order.__self__  # type: ignore[union-attr]
+    link = job.send_order.__self__  # type: ignore[union-attr]
     for _ in range(3):
         heard = link._seen
         connection = link._connection
@@ -476,8 +476,8 @@ def test_messages_that_only_another_version_knows_are_skipped(mark: pathlib.Path
     other = messages.encode(messages.Inspected(job_id=job.id, ranks=[])).replace(b"Inspected", b"OfAnother")
     with pytest.raises(msgspec.ValidationError):
         messages.decode_for_kernel(other)
-    assert job._send_order is not None
-    link = job._send_order.__self__  # type: ignore[attr-defined]
+    assert job.send_order is not None
+    link = job.send_order.__self__  # type: ignore[attr-defined]
     assert not link._take(other)
     mark.touch()
     results = job.results(_LONG_S)
@@ -549,7 +549,7 @@ def test_logout_that_would_end_it_is_warned_of(
     fix = f"loginctl enable-linger {user}, once, before you launch"
     if lingers:
         fix = "systemd-run --user --scope COMMAND, to start this process by the user's own systemd"
-    assert [(finding.what, finding.fix) for finding in preflight.check_logout()] == (
+    assert [(finding.what, finding.fix) for finding in login_session.check_logout()] == (
         [(f"systemd ends a detached run when {when}.", fix)] if when else []
     )
 

@@ -86,9 +86,9 @@ def test_parts_of_gpus_are_counted_by_a_process_of_their_own(
     made_up("cuda", _UUIDS)
     counts = "import os; print(len(os.environ['CUDA_VISIBLE_DEVICES'].split(',')))"
     monkeypatch.setitem(devices._COUNTING_PROGRAMS, "cuda", counts)
-    assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1"}) == 1
-    assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}) == 2
-    assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": "3,1,7"}) == 2
+    for listed, count in (("MIG-1", 1), ("MIG-1,MIG-2", 2), ("3,1,7", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        assert devices.visible_gpus() == count
 
 
 def test_gpus_without_nvidias_library_are_counted_too(
@@ -201,9 +201,10 @@ def test_the_form_shows_what_ranks_would_see(monkeypatch: pytest.MonkeyPatch) ->
         nvmlDeviceGetMemoryInfo=lambda _: types.SimpleNamespace(total=1 << 30),
     )
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    names = [gpu.name for gpu in devices._gpus({"CUDA_VISIBLE_DEVICES": "1,0,5"})]
-    assert names == ["GPU number 1", "GPU number 0"]
-    assert devices._gpus({"CUDA_VISIBLE_DEVICES": "1,1"}) == ()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,5")
+    assert [gpu.name for gpu in devices._gpus()] == ["GPU number 1", "GPU number 0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,1")
+    assert devices._gpus() == ()
     assert devices._installed_gpus.__wrapped__() == ("GPU-aa11", "MIG-")
 
 
@@ -244,11 +245,16 @@ def test_precisions_that_fit(found: Machine, use_cpu: bool, unfit: set[str]) -> 
     ("content", "COLAB_RELEASE_TAG", "Colab"),
     ("kaggle/working", "KAGGLE_KERNEL_RUN_TYPE", "Kaggle"),
 ])  # fmt: skip
-def test_two_signs_of_a_service_are_needed(tmp_path: pathlib.Path, folder: str, variable: str, said: str) -> None:
-    assert devices.notebook_service(tmp_path, {variable: "1"}) == ""
+def test_two_signs_of_a_service_are_needed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, folder: str, variable: str, said: str
+) -> None:
+    monkeypatch.setattr(devices, "_ROOT", tmp_path)
     (tmp_path / folder).mkdir(parents=True)
-    assert devices.notebook_service(tmp_path, {}) == ""
-    assert devices.notebook_service(tmp_path, {variable: "1"}) == said
+    assert devices.notebook_service() == ""
+    monkeypatch.setenv(variable, "1")
+    assert devices.notebook_service() == said
+    (tmp_path / folder).rmdir()
+    assert devices.notebook_service() == ""
 
 
 def test_a_package_is_a_sign(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,5 +264,6 @@ def test_a_package_is_a_sign(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "packages")
     monkeypatch.delitem(sys.modules, "google", raising=False)
-    assert devices.notebook_service(tmp_path, {}) == "Colab"
+    monkeypatch.setattr(devices, "_ROOT", tmp_path)
+    assert devices.notebook_service() == "Colab"
     sys.modules.pop("google", None)

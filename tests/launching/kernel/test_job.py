@@ -18,7 +18,7 @@ from notebook_accel.errors import (
     RunStoppedError,
     RunTimeoutError,
 )
-from notebook_accel.launching.kernel.engine import LaunchRequest, RunOrder
+from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.results import Results, write_result_file
@@ -203,13 +203,13 @@ class Told:
     def __init__(self) -> None:
         self.inspections = 0
 
-    def __call__(self, order: RunOrder) -> None:
+    def __call__(self, order: messages.RunOrder) -> None:
         self.inspections += isinstance(order, messages.Inspect)
 
 
 def test_stacks_that_nobody_answers_for_are_an_error_and_later_ones_no_old_news(job: Job) -> None:
     told = Told()
-    job.send_orders_by(told)
+    job.send_order = told
     job.take_dumps([RankDump(rank=0, pid=1, condition="unresponsive")])
     with pytest.raises(RunError, match=r"within 0\.01 s"):
         job.stacks(timeout_s=0.01)
@@ -221,14 +221,14 @@ def test_stacks_that_nobody_answers_for_are_an_error_and_later_ones_no_old_news(
 
 
 def test_end_of_the_run_ends_waiting_for_stacks(job: Job) -> None:
-    job.send_orders_by(Told())
+    job.send_order = Told()
     threading.Timer(0.05, job.end, ["stopped"]).start()
     assert str(job.stacks(timeout_s=60)) == "rank 0 has ended\nrank 1 has ended"
 
 
 def test_silence_is_asked_about_once_and_its_answer_is_among_the_events(job: Job) -> None:
     told = Told()
-    job.send_orders_by(told)
+    job.send_order = told
     for rank in range(2):
         job.deliver(rank, events.Progress(time_s=100.0, step=1, steps=1))
     for now_s in (105.0, 111.0, 112.0):

@@ -6,10 +6,12 @@ import pathlib
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
 
+from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launching.kernel import launcher, pjrt, preflight
 from notebook_accel.launching.kernel.devices import Devices
@@ -33,6 +35,22 @@ def _driver_files(root: pathlib.Path, pattern: str, count: int) -> None:
         (root / "dev" / pattern.format(number)).touch()
 
 
+@pytest.fixture(autouse=True)
+def root(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """A folder in place of the machine's root."""
+    monkeypatch.setattr(pjrt, "_ROOT", tmp_path)
+    for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "TPU_ACCELERATOR_TYPE"):
+        monkeypatch.delenv(name, raising=False)
+    pjrt.chips.cache_clear()
+    yield tmp_path
+    pjrt.chips.cache_clear()
+
+
+def _platform(**variables: str) -> pjrt.Platform | None:
+    with environment.patched(variables):
+        return pjrt.find_platform()
+
+
 @pytest.fixture
 def with_torch_xla(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package of that name, which nothing imports."""
@@ -45,19 +63,20 @@ def test_chips_are_those_on_the_bus(tmp_path: pathlib.Path) -> None:
     _machine(tmp_path, "0x0063", 2)
     _pci_device(tmp_path, 6, "0x1ae0", "0x0042")  # Google's network card
     _pci_device(tmp_path, 7, "0x10de", "0x0063")
-    assert pjrt.chips(tmp_path) == ("v5e", "v5e")
+    assert pjrt.chips() == ("v5e", "v5e")
 
 
 def test_chips_where_the_bus_is_hidden(tmp_path: pathlib.Path) -> None:
     _driver_files(tmp_path, "accel/accel{}", 1)  # where other vendors' are
-    assert pjrt.chips(tmp_path) == ()
+    assert pjrt.chips() == ()
     _driver_files(tmp_path, "accel{}", 4)
-    assert pjrt.chips(tmp_path) == ("of some kind",) * 4
+    pjrt.chips.cache_clear()
+    assert pjrt.chips() == ("of some kind",) * 4
 
 
 def test_a_machine_with_eight_chips_gives_eight_or_one(tmp_path: pathlib.Path, with_torch_xla: None) -> None:
     _machine(tmp_path, "0x0063", 8)
-    found = pjrt.find_platform({}, tmp_path)
+    found = _platform()
     assert found == pjrt.Platform("TPU", 8)
     assert found.variables() == {"PJRT_DEVICE": "TPU"}
     assert [found.findings(count) for count in (8, 1)] == [[], []]
@@ -75,7 +94,7 @@ def test_chips_of_two_cores_give_a_rank_each_and_say_what_stays_idle(
         _machine(tmp_path, kind, 4)
     else:
         _driver_files(tmp_path, "accel{}", 4)
-    found = pjrt.find_platform(variables, tmp_path)
+    found = _platform(**variables)
     assert found == pjrt.Platform("TPU", 4, cores=2)
     for count, said in ((4, "4 ranks will compute on 4 of this TPU's 8 cores."), (1, "1 rank will compute on 1 of")):
         [warning] = found.findings(count)
@@ -90,22 +109,22 @@ def test_chips_of_two_cores_give_a_rank_each_and_say_what_stays_idle(
 def test_files_of_a_driver_that_others_use_too_need_a_word(tmp_path: pathlib.Path) -> None:
     _driver_files(tmp_path, "vfio/{}", 8)
     _driver_files(tmp_path, "vfio/vfio", 1)
-    assert pjrt.find_platform({}, tmp_path) is None
-    assert pjrt.find_platform({"PJRT_DEVICE": "TPU"}, tmp_path) == pjrt.Platform("TPU", 8)
+    assert _platform() is None
+    assert _platform(PJRT_DEVICE="TPU") == pjrt.Platform("TPU", 8)
 
 
 def test_the_cpu_in_the_place_of_a_tpu(tmp_path: pathlib.Path, with_torch_xla: None) -> None:
-    assert pjrt.find_platform({"PJRT_DEVICE": "CPU"}, tmp_path) == pjrt.Platform("XLA CPU", 1)
-    two = pjrt.find_platform({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}, tmp_path)
+    assert _platform(PJRT_DEVICE="CPU") == pjrt.Platform("XLA CPU", 1)
+    two = _platform(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2")
     assert two == pjrt.Platform("XLA CPU", 2)
     assert [two.findings(count) for count in (1, 2, 3)] == [[], [], []]
     assert two.variables() == {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}  # that of each rank
 
 
 def test_other_machines_have_none(tmp_path: pathlib.Path) -> None:
-    assert pjrt.find_platform({}, tmp_path) is None
-    assert pjrt.find_platform({"PJRT_DEVICE": "TPU"}, tmp_path) is None
-    assert pjrt.find_platform({"PJRT_DEVICE": "NEURON"}, tmp_path) is None
+    assert _platform() is None
+    assert _platform(PJRT_DEVICE="TPU") is None
+    assert _platform(PJRT_DEVICE="NEURON") is None
 
 
 def test_a_tpu_without_torch_xla_is_refused_with_what_to_install(
@@ -152,8 +171,8 @@ def test_tpu_that_the_kernel_holds_is_refused_to_ranks(
 
 def test_looking_imports_nothing() -> None:
     code = (
-        "import sys; from notebook_accel.launching.kernel import pjrt; "
-        "pjrt.find_platform({'PJRT_DEVICE': 'CPU'});"
+        "import os, sys; from notebook_accel.launching.kernel import pjrt; "
+        "os.environ['PJRT_DEVICE'] = 'CPU'; pjrt.find_platform();"
         "assert not {'torch', 'torch_xla', 'jax'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -75,9 +75,10 @@ def test_devices_are_described_with_their_number() -> None:
     assert (found.available, found.describe(1), found.describe(2)) == (1, "1 CPU", "2 CPUs")
 
 
-def test_no_gpu_is_visible_where_none_is_named() -> None:
-    assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert devices.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1,0"}) == 0
+@pytest.mark.parametrize("listed", ["", "-1,0"])
+def test_no_gpu_is_visible_where_none_is_named(monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    assert devices.visible_gpus() == 0
 
 
 @pytest.mark.parametrize("statement", ["preflight.check(LaunchConfig())", "devices.visible_gpus()"])

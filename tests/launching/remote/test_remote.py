@@ -124,10 +124,10 @@ class Engine:
         self.nodes = [Node(), Node()]
 
     def launch(self, request: LaunchRequest) -> Job:
-        pickled, unsent = run_payload.pickle_target(request.target, request.roots)
-        with run_payload.prepared_run(request, pickled, unsent) as (job, payload):
+        request, pickled = run_payload.pickle_target(request)
+        with run_payload.prepared_run(request, pickled) as (job, payload):
             run = Run(job, payload, self.nodes)
-            job.send_orders_by(run.take_order)
+            job.send_order = run.take_order
             run.start()
         return job
 
@@ -276,7 +276,7 @@ def test_ranks_elsewhere_can_save_when_an_agent_dies(running: Engine, tmp_path: 
 def test_interrupted_ranks_may_take_longer_than_those_of_another_node(running: Engine, tmp_path: pathlib.Path) -> None:
     job = running.start(tidies_up, str(tmp_path), grace_s=DEADLINE_S)
     all_wait(tmp_path)
-    run = job._send_order.__self__  # type: ignore[union-attr]
+    run = job.send_order.__self__  # type: ignore[union-attr]
     assert isinstance(run, Run)
     second = run._parts[1]
     job.interrupt()

@@ -331,7 +331,7 @@ def test_view_that_is_expensive_to_draw_is_drawn_less_often(job: Job) -> None:
 
 def test_view_is_drawn_while_an_interrupted_run_ends(job: Job) -> None:
     orders: list[object] = []
-    job.send_orders_by(orders.append)
+    job.send_order = orders.append
 
     class InterruptedView:
         drawn_after = 0

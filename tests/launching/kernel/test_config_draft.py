@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from notebook_accel import config, write_basic_config
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
-from notebook_accel.launching.kernel.configuring import Draft
+from notebook_accel.launching.kernel.config_draft import Draft
 from notebook_accel.launching.kernel.devices import Devices, Gpu, Machine
 
 _CPU = Machine(Devices("CPU", 1), cores=2, memory_bytes=8 << 30)
