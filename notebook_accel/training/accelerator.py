@@ -269,7 +269,9 @@ class Accelerator(ProcessState):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         if self.gradient_state.is_in_window:
-            fsdp.refuse(self._all_prepared, "Another gradient_accumulation_steps within a window", "set it between two")
+            fsdp.refuse_sharded(
+                self._all_prepared, "Another gradient_accumulation_steps within a window", "set it between two"
+            )
         self.gradient_state.change_steps(steps)
 
     @property
@@ -563,7 +565,7 @@ class Accelerator(ProcessState):
         if self.num_processes == 1:
             return contextlib.nullcontext()
         joinables = list(joinables)
-        fsdp.refuse(joinables, "join_uneven_inputs", "even_batches=True, or DataLoader(..., drop_last=True)")
+        fsdp.refuse_sharded(joinables, "join_uneven_inputs", "even_batches=True, or DataLoader(..., drop_last=True)")
         even = self.dataloader_config.even_batches if even_batches is None else even_batches
         return join_uneven_inputs(joinables, even, loaders=self._dataloaders, state=self.gradient_state)
 
