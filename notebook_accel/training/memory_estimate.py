@@ -22,10 +22,10 @@ from notebook_accel.training import fsdp
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.model_files import size_bytes
+from notebook_accel.training.precision import DTYPES
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
 
-_DTYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DOUBLINGS = 9  # how often the number of ranks is doubled to find one that fits
 _GATHERED_BLOCKS = 2  # fully_shard gathers the next block while one computes
 _FOLLOWED_STEPS = 2  # the steps after which the memory is reported
@@ -115,8 +115,8 @@ def estimate_memory(
     Raises:
         ConfigError: An argument has a value that can't be used.
     """
-    if mixed_precision not in _DTYPES:
-        raise ConfigError(f"mixed_precision is {mixed_precision!r}.", fix=f"one of {', '.join(map(repr, _DTYPES))}")
+    if mixed_precision not in DTYPES:
+        raise ConfigError(f"mixed_precision is {mixed_precision!r}.", fix=f"one of {', '.join(map(repr, DTYPES))}")
     if num_processes < 1:
         raise ConfigError(f"num_processes is {num_processes}.", fix="1 or more")
     if not isinstance(model, torch.nn.Module):
@@ -131,7 +131,7 @@ def estimate_memory(
         gradient_bytes=_bytes(trained),
         optimizer_bytes=_state_bytes(optimizer, trained),
         gathered_bytes=_GATHERED_BLOCKS
-        * _largest_block_bytes(model, _DTYPES[mixed_precision], fsdp_plugin or FullyShardedDataParallelPlugin()),
+        * _largest_block_bytes(model, DTYPES[mixed_precision], fsdp_plugin or FullyShardedDataParallelPlugin()),
     )
     device_bytes = None if device_memory is None else size_bytes(device_memory, "device_memory")
     estimate = dataclasses.replace(whole.on_rank(num_processes, sharded=sharded), device_bytes=device_bytes)
