@@ -44,7 +44,7 @@ class LocalSGD:
     ) -> None:
         if type(local_sgd_steps) is not int or local_sgd_steps < 1:
             raise ConfigError(f"local_sgd_steps is {local_sgd_steps!r}.", fix="a whole number from 1")
-        fsdp.refuse(
+        fsdp.refuse_sharded(
             [model], "LocalSGD", "train it without LocalSGD, with gradient_accumulation_steps to sync less often"
         )
         self._accelerator = accelerator

@@ -60,7 +60,7 @@ class AccelerateCheckpoint:
         models and of some wrapped ones.
         """
         safe = (self._folder / model_files.weights_file(number, safe=True)).is_file()
-        read = model_files.read_weights(self._folder / model_files.weights_file(number, safe), safe=safe)
+        read = model_files.read_weights(self._folder / model_files.weights_file(number, safe))
         saved = {_plain_name(key, own): value for key, value in read.items()}
         kept = {model_files.place_of(own[key]): key for key in saved if key in own}
         places = {key: model_files.place_of(value) for key, value in own.items()}

@@ -269,7 +269,9 @@ class Accelerator(ProcessState):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         if self.gradient_state.is_in_window:
-            fsdp.refuse(self._all_prepared, "Another gradient_accumulation_steps within a window", "set it between two")
+            fsdp.refuse_sharded(
+                self._all_prepared, "Another gradient_accumulation_steps within a window", "set it between two"
+            )
         self.gradient_state.change_steps(steps)
 
     @property
@@ -309,14 +311,10 @@ class Accelerator(ProcessState):
             TrainingError: An optimizer is passed with a model and updates no parameter of any prepared model.
         """
         data.refuse_data(objects)
-        memory = self._backend.memory()
-        if memory is not None and self._sharding is not None and self.is_main_process:
+        if self._sharding is not None and self.is_main_process:
+            copies = (self.parallelism_config or ParallelismConfig()).copies
             memory_estimate.warn_of_large_models(
-                objects,
-                ranks=self.num_processes // (self.parallelism_config or ParallelismConfig()).copies,
-                plugin=self._sharding,
-                mixed_precision=self.mixed_precision,
-                device_bytes=memory()[1],
+                objects, self._backend, self._sharding, copies=copies, mixed_precision=self.mixed_precision
             )
         prepared, placed = objects, self._placements(objects, device_placement)
         in_order: tuple[tuple[type, Callable[[Any, bool], Any]], ...] = (
@@ -563,7 +561,7 @@ class Accelerator(ProcessState):
         if self.num_processes == 1:
             return contextlib.nullcontext()
         joinables = list(joinables)
-        fsdp.refuse(joinables, "join_uneven_inputs", "even_batches=True, or DataLoader(..., drop_last=True)")
+        fsdp.refuse_sharded(joinables, "join_uneven_inputs", "even_batches=True, or DataLoader(..., drop_last=True)")
         even = self.dataloader_config.even_batches if even_batches is None else even_batches
         return join_uneven_inputs(joinables, even, loaders=self._dataloaders, state=self.gradient_state)
 

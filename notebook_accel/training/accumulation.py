@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from notebook_accel import environment
-from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.errors import ConfigError
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import fsdp
 from notebook_accel.training.backends import group_recovery
@@ -302,12 +302,8 @@ class GradientState:
     def _refuse_missing(self, iteration: LoaderIteration | None, awaited: str, further_fix: str = "") -> None:
         current = self._seen(iteration)
         if current is not None and current.tail is not None and current.tail.missing:
-            raise TrainingError(
-                f"In the last round of this epoch {current.tail.missing} of the ranks have no batch, and this one "
-                f"would wait in vain for their {awaited}.",
-                why="With even_batches=False nothing is repeated to give every rank as many batches.",
-                fix=f"even_batches=True, or DataLoader(..., drop_last=True){further_fix}",
-            )
+            fix = f"even_batches=True, or DataLoader(..., drop_last=True){further_fix}"
+            raise current.tail.missing_error(f"this one would wait in vain for their {awaited}", fix)
 
 
 class _MicroBatch:
@@ -365,7 +361,7 @@ def sync_in_backward(model: Any) -> contextlib.AbstractContextManager[Any]:
     Raises:
         TrainingError: The model is sharded.
     """
-    fsdp.refuse([model], "trigger_sync_in_backward", "make the last forward pass outside of no_sync")
+    fsdp.refuse_sharded([model], "trigger_sync_in_backward", "make the last forward pass outside of no_sync")
     method = getattr(model, "sync_in_backward", None)  # a bare tensor's gradient always syncs outside of ``no_sync``
     return method() if callable(method) else contextlib.nullcontext()
 

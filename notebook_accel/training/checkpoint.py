@@ -90,7 +90,7 @@ def load(
     Raises:
         CheckpointError: There is no such checkpoint, it isn't whole, or it was saved from other objects.
     """
-    folder = choose_on_rank_0(backend, "find a checkpoint", choose, folders.recover)
+    folder: pathlib.Path = on_rank_0(backend, "find a checkpoint", lambda: folders.recover(choose()))
     parts: list[_RankPart] = []  # not the action's value, which would be sent to the other ranks
     read = functools.partial(_read, backend, state, hooks, folder, strict=strict, weights_only=weights_only)
     on_all_ranks(backend, "read a checkpoint", lambda: parts.append(read()))
@@ -179,7 +179,7 @@ class _Checkpoint:
             weights: dict[str, Any] = model_files.read_object(self._folder / sharded)
             return weights
         safe = model_files.weights_file(number, safe=True) in files
-        return model_files.read_weights(self._folder / model_files.weights_file(number, safe), safe=safe)
+        return model_files.read_weights(self._folder / model_files.weights_file(number, safe))
 
     def state(self, kind: str, number: int, *, weights_only: bool) -> Any:
         """Return the state of an object, with references to tensors that are sharded."""
@@ -263,20 +263,9 @@ def _apply(backend: Backend, state: CheckpointState, read: _RankPart, *, strict:
         random_state.restore(read.own["random"], backend)
 
 
-def choose_on_rank_0(
-    backend: Backend, what: str, choose: Callable[[], pathlib.Path], prepare: Callable[[pathlib.Path], None]
-) -> pathlib.Path:
-    """Return the folder that rank 0 chooses and prepares. All ranks call this."""
-
-    def begin() -> pathlib.Path | None:
-        if backend.place.rank != 0:
-            return None
-        folder = choose()
-        prepare(folder)
-        return folder
-
-    folder: pathlib.Path = on_all_ranks(backend, what, begin)[0]
-    return folder
+def on_rank_0(backend: Backend, what: str, action: Callable[[], Any]) -> Any:
+    """Run an action on rank 0, and return its value on all ranks, which call this together."""
+    return on_all_ranks(backend, what, lambda: action() if backend.place.rank == 0 else None)[0]
 
 
 def on_all_ranks(backend: Backend, what: str, action: Callable[[], Any]) -> list[Any]:

@@ -126,11 +126,12 @@ def draft_of(folder: pathlib.Path) -> pathlib.Path:
     return _sibling(folder, "saving")
 
 
-def start_draft(folder: pathlib.Path) -> None:
-    """Create an empty draft to write to, in place of a killed process's draft."""
+def start_draft(folder: pathlib.Path) -> pathlib.Path:
+    """Create an empty draft to write to, in place of a killed process's draft; return ``folder``."""
     recover(folder)
     abandon(folder)
     draft_of(folder).mkdir(parents=True)
+    return folder
 
 
 def abandon(folder: pathlib.Path) -> None:
@@ -161,8 +162,8 @@ def publish(folder: pathlib.Path, manifest: dict[str, Any]) -> None:
     recover(folder)
 
 
-def recover(folder: pathlib.Path) -> None:
-    """Finish or undo the renames of a killed process, so that there is one folder of that name, or none."""
+def recover(folder: pathlib.Path) -> pathlib.Path:
+    """Finish or undo the renames of a killed process, so that there is one ``folder`` or none; return its path."""
     previous = _sibling(folder, "previous")
     if previous.exists() and not folder.exists():
         previous.rename(folder)
@@ -175,6 +176,7 @@ def recover(folder: pathlib.Path) -> None:
             if entry.name not in own and not (folder / entry.name).exists():
                 entry.rename(folder / entry.name)
         _delete(previous)
+    return folder
 
 
 def read_manifest(folder: pathlib.Path) -> dict[str, Any]:

@@ -33,12 +33,13 @@ from notebook_accel.training.checkpoint import (
     SHARDED_MODEL,
     CheckpointState,
     agreed,
-    choose_on_rank_0,
     fingerprint_of,
     gradients_of,
     on_all_ranks,
+    on_rank_0,
     state_of,
 )
+from notebook_accel.training.compiling import uncompiled
 from notebook_accel.training.trees import map_leaves
 
 _Hooks = Sequence[Callable[[list[Any], list[Any], str], None]]
@@ -105,39 +106,25 @@ def save(
         CheckpointError: A rank couldn't write its part. An earlier checkpoint of that name is kept.
     """
     rank = backend.place.rank
-    folder = choose_on_rank_0(backend, "begin a checkpoint", choose, folders.start_draft)
+    folder: pathlib.Path = on_rank_0(backend, "begin a checkpoint", lambda: folders.start_draft(choose()))
     draft = folders.draft_of(folder)
+    with _abandoned_on_failure(folder, rank):
+        parts = _collect_on_all_ranks(backend, state, hooks, draft, copies=in_background)
     counts = {kind: len(items) for kind, items in state.states.items()}
-    manifest = {"world_size": backend.place.world_size, "counts": counts}
-    parts: list[_Parts] = []  # not the action's value, which would be sent to the other ranks
-
-    def collect() -> tuple[dict[str, float], set[int]]:
-        collected = _collect(backend, state, hooks, draft)
-        parts.append(collected.copied(rank) if in_background else collected)
-        return _norms_of_copies(state.models), collected.sharded_models
+    manifest = {"world_size": backend.place.world_size, "counts": counts, "models": parts.fingerprints}
 
     def complete() -> None:
         if rank == 0:
-            folders.publish(folder, {**manifest, "models": parts[0].fingerprints})
+            folders.publish(folder, manifest)
             completed(folder)
             reporter().report_checkpoint(str(folder))
 
     def write(on_all: Callable[[str, Callable[[], Any]], list[Any]], group: Any = None) -> None:
         """Write this rank's part, and on rank 0 complete the checkpoint. ``on_all`` runs an action on all ranks."""
         with _abandoned_on_failure(folder, rank):
-            on_all("write its part of a checkpoint", lambda: parts[0].write(draft, rank, safe=safe, group=group))
+            on_all("write its part of a checkpoint", lambda: parts.write(draft, rank, safe=safe, group=group))
             on_all("complete a checkpoint", complete)
 
-    with _abandoned_on_failure(folder, rank):
-        collected = on_all_ranks(backend, "write its part of a checkpoint", collect)
-        if any(sharded_models != collected[0][1] for _, sharded_models in collected):
-            raise CheckpointError(
-                "A hook has removed the weights of a sharded model on some ranks only.",
-                why="Each rank has a share of them, and writes it.",
-                fix="remove them on all ranks, not under `if accelerator.is_main_process:`",
-            )
-    if rank == 0:
-        _warn_of_differences([norms for norms, _ in collected])
     saving = Saving(folder)
     if in_background:
         group = backend.background_group()
@@ -159,9 +146,32 @@ def _abandoned_on_failure(folder: pathlib.Path, rank: int) -> Iterator[None]:
         raise
 
 
+def _collect_on_all_ranks(
+    backend: Backend, state: CheckpointState, hooks: _Hooks, draft: pathlib.Path, *, copies: bool
+) -> _Parts:
+    """Collect this rank's part of a checkpoint, with ``copies`` in host memory, and compare it with the others'."""
+    parts: list[_Parts] = []  # not the action's value, which would be sent to the other ranks
+
+    def collect() -> tuple[dict[str, float], set[int]]:
+        own = _collect(backend, state, hooks, draft)
+        parts.append(own.copied(backend.place.rank) if copies else own)
+        return _norms_of_copies(state.models), own.sharded_models
+
+    by_rank = on_all_ranks(backend, "write its part of a checkpoint", collect)
+    if any(sharded_models != by_rank[0][1] for _, sharded_models in by_rank):
+        raise CheckpointError(
+            "A hook has removed the weights of a sharded model on some ranks only.",
+            why="Each rank has a share of them, and writes it.",
+            fix="remove them on all ranks, not under `if accelerator.is_main_process:`",
+        )
+    if backend.place.rank == 0:
+        _warn_of_differences([norms for norms, _ in by_rank])
+    return parts[0]
+
+
 def _norms_of_copies(models: Sequence[torch.nn.Module]) -> dict[str, float]:
     """Return by name the norm of each parameter that should be equal on all ranks."""
-    copied: list[Any] = [model for model in map(fsdp.uncompiled, models) if isinstance(model, DistributedDataParallel)]
+    copied: list[Any] = [model for model in map(uncompiled, models) if isinstance(model, DistributedDataParallel)]
     return {
         f"{type(model.module).__name__}.{name}": _norm(parameter.detach())
         for model in copied
@@ -187,7 +197,7 @@ def _warn_of_differences(norms: Sequence[dict[str, float]]) -> None:
             f"Each rank has trained a model of its own: {shown} differ between the ranks, and rank 0's are saved. "
             "Fix: prepare the optimizer, call what prepare returned, and "
             "change no weight under `if accelerator.is_main_process:`",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

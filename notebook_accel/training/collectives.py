@@ -11,7 +11,7 @@ import contextlib
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -68,12 +68,8 @@ def gather_for_metrics(backend: Backend, tree: Any, tail: Tail | None, *, use_ga
     if backend.place.world_size == 1:
         return tree
     if tail is not None and tail.missing:
-        raise TrainingError(
-            f"In the last round of this epoch {tail.missing} of the ranks have no batch, and don't take part in "
-            "gather_for_metrics.",
-            why="With even_batches=False nothing is repeated to give every rank as many batches.",
-            fix="even_batches=True: gather_for_metrics leaves out what is repeated",
-        )
+        fix = "even_batches=True: gather_for_metrics leaves out what is repeated"
+        raise tail.missing_error("don't take part in gather_for_metrics", fix)
     are_tensors = all(isinstance(leaf, torch.Tensor) for leaf in leaves_of(tree))
     # An empty list counts as a list of objects, since other ranks may have some.
     if use_gather_object or not are_tensors or (isinstance(tree, list) and not tree):
@@ -210,12 +206,6 @@ def scatter_object(backend: Backend, values: Sequence[Any] | None) -> Any:
     return backend.scatter_object(values)
 
 
-def broadcast_object_list(backend: Backend, values: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the items of ``values`` by those of one rank, in place, and return the list."""
-    values[:] = broadcast_object(backend, values, from_process)
-    return values
-
-
 def wait_for_everyone(backend: Backend) -> None:
     """Block until every rank has called this function."""
     if backend.compares_calls:
@@ -310,47 +300,3 @@ def _only(details: Sequence[str], common: set[str]) -> str:
 
 def _kind_of(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def part_of(inputs: Any, rank: int, world_size: int, *, apply_padding: bool = False) -> Any:
-    """Return one rank's part of ``inputs``: consecutive items.
-
-    If the number of items isn't divisible by ``world_size``, the first ranks get one more.
-
-    Args:
-        inputs: A list, a tuple, a tensor ``(n, ...)``, an object with ``select`` such as a Hugging Face dataset, or a
-            mapping of these, all of one length.
-        rank: The rank that gets the part.
-        world_size: Number of parts.
-        apply_padding: Repeat the last item so that all parts have one length.
-
-    Raises:
-        TrainingError: ``inputs`` has another type, or its values have different lengths.
-    """
-    if world_size == 1:
-        return inputs
-    if isinstance(inputs, Mapping):
-        lengths = {key: len(value) for key, value in inputs.items() if hasattr(value, "__len__")}
-        if len(set(lengths.values())) > 1:
-            shown = ", ".join(f"{key!r} has {length}" for key, length in lengths.items())
-            raise TrainingError(
-                f"split_between_processes was given values of different lengths: {shown}.",
-                why="Each rank gets the same items of all of them.",
-                fix="make them equally long",
-            )
-        return {key: part_of(value, rank, world_size, apply_padding=apply_padding) for key, value in inputs.items()}
-    if not isinstance(inputs, (list, tuple, torch.Tensor)) and not hasattr(inputs, "select"):
-        raise TrainingError(
-            f"split_between_processes can't cut {type(inputs).__name__} into parts.",
-            fix="give it a list, a tuple, a tensor, or a dict of such",
-        )
-    each, extra = divmod(len(inputs), world_size)
-    start = rank * each + min(rank, extra)
-    end = start + each + (rank < extra)
-    missing = each + bool(extra) - (end - start) if apply_padding and len(inputs) else 0
-    if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):
-        return inputs.select([*range(start, end), *[len(inputs) - 1] * missing])
-    part, last = inputs[start:end], inputs[-1:]
-    if isinstance(inputs, torch.Tensor):
-        return torch.cat([part, *[last] * missing]) if missing else part
-    return part + last * missing

@@ -106,6 +106,25 @@ def resolve(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin
 _compiled_here: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
+def compiled_from(model: object) -> torch.nn.Module | None:
+    """Return the model in a wrapper of ``torch.compile``; ``None`` for any other object."""
+    # By name, since importing the wrapper's class is slow.
+    modules = getattr(model, "_modules", {})  # a bare tensor has none, and a scripted model's have no ``get``
+    return modules["_orig_mod"] if "_orig_mod" in modules else None  # noqa: SIM401
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Return whether a module was made by ``torch.compile``."""
+    return compiled_from(module) is not None
+
+
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside ``torch.compile`` wrappers, or the model itself."""
+    while (inner := compiled_from(model)) is not None:
+        model = inner
+    return model
+
+
 def without_own_wrapper(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside a wrapper created here, any other model unchanged."""
     return cast(torch.nn.Module, model._orig_mod) if model in _compiled_here else model
@@ -127,8 +146,7 @@ def compile_prepared(prepared: torch.nn.Module, plugin: TorchDynamoPlugin) -> to
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    # By name, since importing the class is slow.
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    return is_compiled_module(module) or module._compiled_call_impl is not None
 
 
 def _is_repeated(module: torch.nn.Module) -> bool:

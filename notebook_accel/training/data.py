@@ -30,7 +30,6 @@ from notebook_accel.training.backends.backend import Backend, shares_samples
 from notebook_accel.training.dataset_views import EpochStream, LoaderStream, MarkedCollate, MarkedStream
 from notebook_accel.training.loader_position import EpochCounter, LoaderPosition
 from notebook_accel.training.loaders import (
-    CopyingFeed,
     DataLoaderDispatcher,
     DataLoaderShard,
     Feed,
@@ -184,7 +183,7 @@ def shard_dataloader(
 
 def _make_feed(backend: Backend, device: torch.device, *, non_blocking: bool) -> Feed:
     uploader = backend.uploader(non_blocking=non_blocking) if device == backend.device else None
-    return CopyingFeed(device, non_blocking=non_blocking) if uploader is None else UploadingFeed(uploader, device)
+    return Feed(device, non_blocking=non_blocking) if uploader is None else UploadingFeed(uploader, device)
 
 
 def refuse_data(objects: Iterable[Any]) -> None:

@@ -21,6 +21,7 @@ from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.payload.sharded_tensors import is_sharded_module, is_sharded_tensor
 from notebook_accel.training import collectives
 from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.compiling import uncompiled
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.trees import map_leaves
 
@@ -33,13 +34,6 @@ _sharded_models: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[torch.Ten
 def is_sharded(model: object) -> bool:
     """Return whether a model was prepared and is sharded by ``fully_shard``."""
     return isinstance(model, torch.nn.Module) and uncompiled(model) in _sharded_models
-
-
-def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside a ``torch.compile`` wrapper, or the model itself."""
-    while "_orig_mod" in model._modules:
-        model = cast(torch.nn.Module, model._modules["_orig_mod"])
-    return model
 
 
 def was_fully_sharded(model: torch.nn.Module) -> bool:
@@ -121,7 +115,7 @@ def shard(
         TrainingError: Some tensor-parallel parameters can't be sharded further.
     """
     collectives.verify_model(backend, model)
-    mesh = backend.mesh() if mesh is None else mesh
+    mesh = backend.mesh({"all_ranks": backend.place.world_size}, {}) if mesh is None else mesh
     named = list(model.named_parameters(remove_duplicate=False))
     ignored = _ignored(model, plugin)
     units = chosen_units(model, plugin)
@@ -458,7 +452,7 @@ def no_sync(model: torch.nn.Module) -> Iterator[None]:
             unit.set_requires_gradient_sync(True, recurse=False)
 
 
-def refuse(models: Iterable[Any], what: str, fix: str) -> None:
+def refuse_sharded(models: Iterable[Any], what: str, fix: str) -> None:
     """Raise ``TrainingError`` if one of the models is sharded."""
     for model in models:
         if is_sharded(model):

@@ -119,9 +119,8 @@ class TrainableParameters:
 
 def register(model: torch.nn.Module) -> None:
     """Register a wrapper whose gradients ``UncalledModels`` averages in steps in which the wrapper wasn't called."""
-    if hasattr(type(model), "_own_parameters"):  # XLA's wrapper averages even if it isn't called
-        UncalledModels.registered += 1
-        _averaging[UncalledModels.registered] = model
+    UncalledModels.registered += 1
+    _averaging[UncalledModels.registered] = model
 
 
 def register_frozen(model: torch.nn.Module, backend: Backend) -> None:

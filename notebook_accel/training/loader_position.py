@@ -69,7 +69,6 @@ class LoaderIteration:
         upload_next: A function that starts the transfer of the next batch to the device; ``None`` if there is none.
         moment: The value of ``ActiveIterations.moment`` when the current batch was handed out.
         loader: The loader.
-        undealt: Number of the sampler's batches skipped before the rest was dealt out to the ranks.
         before_next: A function to call when the loop asks for the next batch; ``None`` if there is none.
     """
 
@@ -81,7 +80,6 @@ class LoaderIteration:
     upload_next: Callable[[], None] | None = None
     moment: int = 0
     loader: Any = None
-    undealt: int = 0
     before_next: Callable[[], None] | None = None
 
 
@@ -172,9 +170,12 @@ class Deal:
     batch_samples: int | None = None
     workers: int = 1
 
-    def samples_after(self, batches: int, undealt: int) -> int:
-        """Return how many samples all ranks have taken when each has taken ``batches``; see ``ResumePoint``."""
-        return undealt * (self.batch_samples or 0) + (batches - self.rounds_of(undealt)) * self.round_samples
+    def samples_after(self, batches: int, skipped: int) -> int:
+        """Return how many samples all ranks have taken when each has taken ``batches``.
+
+        ``skipped`` is ``ResumePoint.sampler_skipped``.
+        """
+        return skipped * (self.batch_samples or 0) + (batches - self.rounds_of(skipped)) * self.round_samples
 
     def rounds_of(self, batches: int) -> int:
         """Return the number of rounds in which the ranks take this many batches of the sampler."""
@@ -193,15 +194,15 @@ class ResumePoint:
         generators: States of the loader's own generators when the epoch began, or at the checkpoint if it hadn't begun.
         ahead: A list with the prefetched batch, if reading it again could give another one.
         is_told: True once ``skip_first_batches`` has set the batch at which to resume.
-        samples: Number of samples of the epoch handed out on all ranks together; ``None`` in old checkpoints.
-        ranks: Number of ranks that shared these samples; 0 in old checkpoints.
+        samples: Number of samples of the epoch handed out on all ranks together; ``None`` for Accelerate's checkpoints.
+        ranks: Number of ranks that shared these samples; 0 for Accelerate's checkpoints.
         epoch_samples: Number of samples of the dataset, ``None`` if unknown.
-        undealt: Number of the sampler's batches that other ranks had taken, to skip before the rest is dealt out.
-        workers: ``Deal.workers``; 0 in old checkpoints.
+        sampler_skipped: Number of the sampler's batches that the saved ranks took, skipped before the rest is dealt.
+        workers: ``Deal.workers``; 0 for Accelerate's checkpoints.
         reuses_workers: True if the epoch reuses the worker processes of an earlier one. torch then draws no seed for
-            them from the generator that also draws the order. ``None`` in old checkpoints.
+            them from the generator that also draws the order. ``None`` for Accelerate's checkpoints.
         generators_now: States of the loader's own generators at the checkpoint, from which a program draws that goes on
-            with another epoch. Empty if the epoch hadn't begun, and in old checkpoints.
+            with another epoch. Empty if the epoch hadn't begun, and for Accelerate's checkpoints.
     """
 
     epoch: int
@@ -214,7 +215,7 @@ class ResumePoint:
     samples: int | None = None
     ranks: int = 0
     epoch_samples: int | None = None
-    undealt: int = 0
+    sampler_skipped: int = 0
     workers: int = 0
     reuses_workers: bool | None = None
     generators_now: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -270,10 +271,10 @@ class LoaderPosition:
                 self.epoch,
                 step,
                 running.total,
-                begun=random_state.to_loadable(self._begun),
+                begun=self._begun,
                 generators=self._generators,
                 ahead=[_plain(self.ahead)] if _is_plain(self.ahead) else [],
-                samples=deal.samples_after(step, running.undealt),
+                samples=deal.samples_after(step, running.loader.sampler_skipped),
                 reuses_workers=self._reused_workers,
                 generators_now=states,
                 **dealt,
@@ -334,20 +335,18 @@ class LoaderPosition:
         self._reused_workers = reuses_workers
         if self.reuses_workers is not None:  # the epochs after this one reuse its workers
             self.reuses_workers = True
-        if resume_point is None or resume_point.begun is None:
-            self._begun = random_state.snapshot()
-            self._generators = [generator.get_state() for generator in generators]
-            yield
-            return
-        now = random_state.snapshot()
-        random_state.restore(resume_point.begun)
-        _set_states(generators, resume_point.generators)
+        now: dict[str, Any] | None = None
+        if resume_point is not None and resume_point.begun is not None:
+            now = random_state.snapshot()
+            random_state.restore(resume_point.begun)
+            _set_states(generators, resume_point.generators)
         self._begun = random_state.snapshot()
-        self._generators = resume_point.generators
+        self._generators = [generator.get_state() for generator in generators]
         try:
             yield
         finally:
-            random_state.restore(random_state.to_loadable(now))
+            if now is not None:
+                random_state.restore(now)
 
     @contextlib.contextmanager
     def running(self, current: LoaderIteration) -> Iterator[None]:
@@ -384,8 +383,8 @@ def _dealt_anew(saved: ResumePoint, length: int | None, deal: Deal) -> ResumePoi
         return dataclasses.replace(here, batches=length, samples=deal.samples_after(length, 0))
     rounds, left = divmod(saved.samples, deal.round_samples)
     if left and deal.batch_samples is not None and not saved.samples % deal.batch_samples:
-        undealt = saved.samples // deal.batch_samples
-        return dataclasses.replace(here, batches=deal.rounds_of(undealt), undealt=undealt)
+        taken = saved.samples // deal.batch_samples
+        return dataclasses.replace(here, batches=deal.rounds_of(taken), sampler_skipped=taken)
     if left:
         _warn(
             f"{left} samples of epoch {saved.epoch} come a second time: {saved.samples} had come out when the loader "

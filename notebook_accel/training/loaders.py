@@ -20,7 +20,7 @@ from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends.backend import Backend, Uploader, all_ranks, shares_samples
 from notebook_accel.training.compiling import without_own_wrapper
 from notebook_accel.training.dataset_views import ReadRound, RoundDataset, RoundStream
-from notebook_accel.training.loader_position import ACTIVE_ITERATIONS, Deal, EpochCounter, LoaderPosition, ResumePoint
+from notebook_accel.training.loader_position import ACTIVE_ITERATIONS, Deal, LoaderPosition, ResumePoint
 from notebook_accel.training.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -54,13 +54,13 @@ class DataLoaderShard(DataLoader[Any]):
     Args:
         source: The user's loader. Its options apply where none are given here.
         dataset: The dataset to read.
+        position: The loader's position, shared with a loader that continues it.
         shard: The sampler or stream that deals out the batches; ``None`` for a single rank.
         feed: A function that creates the ``Feed`` of an iteration. By default batches stay where they are.
         before_epoch: Functions that are called on every rank when an epoch begins.
         is_marked: True if each batch comes with its round's ``Tail``, as a ``MarkedBatch``.
-        position: The loader's position, shared with a loader that continues it.
         skipped: Number of batches left out at the beginning of each epoch.
-        undealt: Number of the sampler's batches to skip before the rest is dealt out to the ranks.
+        sampler_skipped: Number of the sampler's batches to skip before the rest is dealt out to the ranks.
         options: Further arguments of ``torch.utils.data.DataLoader``.
 
     Attributes:
@@ -72,16 +72,15 @@ class DataLoaderShard(DataLoader[Any]):
         source: DataLoader[Any],
         dataset: Any,
         *,
+        position: LoaderPosition,
         shard: BatchSamplerShard | IterableDatasetShard | None = None,
         feed: Callable[[], Feed] | None = None,
         before_epoch: Sequence[Callable[[], None]] = (),
         is_marked: bool = False,
-        position: LoaderPosition | None = None,
         skipped: int = 0,
-        undealt: int = 0,
+        sampler_skipped: int = 0,
         **options: Any,
     ) -> None:
-        position = position or LoaderPosition(EpochCounter())
         self._arguments = {
             "shard": shard,
             "feed": feed,
@@ -99,7 +98,7 @@ class DataLoaderShard(DataLoader[Any]):
         self.source = source
         self.shard = shard
         self.skipped = skipped
-        self.undealt = undealt
+        self.sampler_skipped = sampler_skipped
         self.counter = Counter()
         self.position = position
         self._batches = options.get("batch_sampler", options.get("sampler"))
@@ -131,12 +130,12 @@ class DataLoaderShard(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch, the number of batches handed out, and the random states that drew them."""
         return self.position.state_dict(
-            self._generators(), self._total(), self._deal(), reuses_workers=self._reuses_workers
+            self._generators(), self._total(), self._deal, reuses_workers=self._reuses_workers
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration resume where ``state_dict`` was taken."""
-        self.position.load_state_dict(state, self._generators(), self._total(), self._deal())
+        self.position.load_state_dict(state, self._generators(), self._total(), self._deal)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the next epoch of the sampler and the dataset, from 0. By default epochs count up."""
@@ -148,19 +147,19 @@ class DataLoaderShard(DataLoader[Any]):
         arguments: dict[str, Any] = {**self._arguments, "skipped": self.skipped + num_batches}
         return type(self)(self.source, self.dataset, **arguments)
 
-    def _dealing_after(self, undealt: int) -> Self:
-        """Return a loader that deals out the sampler's batches after the first ``undealt``."""
+    def _dealing_after(self, skipped: int) -> Self:
+        """Return a loader that deals out the sampler's batches after the first ``skipped``."""
         shard: Any = self.shard
-        shard = dataclasses.replace(shard, batch_sampler=SkipBatchSampler(shard.batch_sampler, undealt))
+        shard = dataclasses.replace(shard, batch_sampler=SkipBatchSampler(shard.batch_sampler, skipped))
         arguments = {name: shard if value is self.shard else value for name, value in self._arguments.items()}
-        return type(self)(self.source, self.dataset, **{**arguments, "undealt": undealt})
+        return type(self)(self.source, self.dataset, **{**arguments, "sampler_skipped": skipped})
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator here
         resume_point = self.position.take_resume_point()
         if resume_point is None or resume_point.is_told:
             return self._iterate(resume_point)
-        if resume_point.undealt:
-            return self._dealing_after(resume_point.undealt)._iterate(resume_point)
+        if resume_point.sampler_skipped:
+            return self._dealing_after(resume_point.sampler_skipped)._iterate(resume_point)
         return self.skipping(resume_point.batches)._iterate(resume_point)
 
     def _iterate(self, resume_point: ResumePoint | None) -> Iterator[Any]:
@@ -183,7 +182,6 @@ class DataLoaderShard(DataLoader[Any]):
             contextlib.closing(self._feed()) as feed,
         ):
             current.loader, current.upload_next = self, feed.begin
-            current.undealt = self.undealt
             following = _sent(feed, following)
             while following is not _END:
                 batch = feed.take(following)
@@ -258,10 +256,11 @@ class DataLoaderShard(DataLoader[Any]):
     @property
     def _rounds_before(self) -> int:
         """Number of the epoch's rounds that the ranks of the saved run have taken."""
-        return self._deal().rounds_of(self.undealt) if self.undealt else 0
+        return self._deal.rounds_of(self.sampler_skipped) if self.sampler_skipped else 0
 
+    @property
     def _deal(self) -> Deal:
-        """Return how samples are dealt out, to resume with another number of ranks."""
+        """How samples are dealt out, to resume with another number of ranks."""
         shard = self.shard
         is_whole = isinstance(shard, BatchSamplerShard) and not shard.split_batches
         try:
@@ -367,11 +366,18 @@ class _SkippingStreamLoader(DataLoader[Any]):
 
 
 class Feed:
-    """Transfers the batches of one iteration to the device, in the order of ``send``. This one leaves them in place."""
+    """Transfers the batches of one iteration to a device, in the order of ``send``.
+
+    This one copies each batch when it is sent, one step before its use. Without a device batches stay in place.
+    """
+
+    def __init__(self, device: torch.device | None = None, *, non_blocking: bool = False) -> None:
+        self._device = device
+        self._non_blocking = non_blocking
 
     def send(self, batch: Any) -> Any:
         """Accept a batch, and return the object to pass to ``take`` later."""
-        return batch
+        return batch if self._device is None else send_to_device(batch, self._device, non_blocking=self._non_blocking)
 
     def begin(self) -> None:
         """Start the transfer of the sent batch unless it has started. ``take`` also does this."""
@@ -384,23 +390,12 @@ class Feed:
         """End the iteration."""
 
 
-class CopyingFeed(Feed):
-    """A feed that copies each batch when it is sent, one step before its use."""
-
-    def __init__(self, device: torch.device, *, non_blocking: bool) -> None:
-        self._device = device
-        self._non_blocking = non_blocking
-
-    def send(self, batch: Any) -> Any:
-        return send_to_device(batch, self._device, non_blocking=self._non_blocking)
-
-
 class UploadingFeed(Feed):
     """A feed that sends the tensors of each batch through a backend's uploader."""
 
     def __init__(self, uploader: Uploader, device: torch.device) -> None:
+        super().__init__(device)
         self._uploader = uploader
-        self._device = device
 
     def send(self, batch: Any) -> Any:
         self._uploader.send([leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)])

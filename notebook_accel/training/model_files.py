@@ -99,20 +99,20 @@ def save(value: Any, path: str | os.PathLike[str], *, safe: bool) -> None:
     write_weights(value, target, safe=True) if safe else write_object(value, target)
 
 
-def read_weights(path: pathlib.Path, *, safe: bool) -> dict[str, torch.Tensor]:
+def read_weights(path: pathlib.Path) -> dict[str, torch.Tensor]:
     """Return the state dict that ``write_weights`` has written, on the CPU.
 
     Raises:
         CheckpointError: The file can't be read.
     """
+    if path.suffix != ".safetensors":
+        state: dict[str, torch.Tensor] = read_object(path)
+        return state
     try:
-        if not safe:
-            state: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-            return state
         with safe_open(path, framework="pt") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it isn't a mapping
             aliases = {name: kept for name, kept in (file.metadata() or {}).items() if kept in state}
-    except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{path} can't be read: {error}", fix="use another checkpoint") from error
     return {**state, **{name: state[kept] for name, kept in aliases.items()}}
 

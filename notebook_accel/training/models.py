@@ -11,7 +11,6 @@ import importlib
 import inspect
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
@@ -24,15 +23,12 @@ from notebook_accel.training import collectives, fsdp, gradients
 from notebook_accel.training.accumulation import is_left_local
 from notebook_accel.training.backends.backend import Backend, all_ranks
 from notebook_accel.training.collectives import verify_model
-from notebook_accel.training.compiling import without_own_wrapper
+from notebook_accel.training.compiling import compiled_from, uncompiled, without_own_wrapper
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
-from notebook_accel.training.gradients import TrainableParameters
+from notebook_accel.training.gradients import AveragingWrapper, TrainableParameters
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.trees import to_float32
-
-# The gradient-averaging wrappers created here. Wrappers of the user's code are left as they are.
-_made_here: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def is_leaf(item: object) -> bool:
@@ -128,7 +124,7 @@ def _without_wrappers(model: torch.nn.Module, backend: Backend) -> torch.nn.Modu
     Another Accelerator may have prepared it, with another precision, or in a group that has ended since.
     """
     model = without_own_wrapper(model)
-    while model in _made_here:
+    while isinstance(model, AveragingWrapper):
         model = cast(torch.nn.Module, model.module)
     if isinstance(model, torch.nn.DataParallel) and backend.place.world_size > 1:
         warnings.warn(
@@ -148,7 +144,7 @@ def _sharded(
     assert plugin is not None
     _refuse_other_mesh(model, parallelism.mesh)
     later = _LateAveraging(model, backend, parallelism.before_sharded_pass)
-    for parameter in fsdp.shard(fsdp.uncompiled(model), backend, plugin, precision.dtype, later, parallelism.mesh):
+    for parameter in fsdp.shard(uncompiled(model), backend, plugin, precision.dtype, later, parallelism.mesh):
         if parameter.requires_grad:
             _average(parameter, backend)
     later.begin()
@@ -162,8 +158,6 @@ def _data_parallel(model: torch.nn.Module, backend: Backend, parallelism: DataPa
         return model
     verify_model(backend, model)
     distributed = backend.data_parallel(model, parallelism.ddp)
-    _made_here.add(distributed)
-    gradients.register(distributed)
     # The backward pass checks too, but a forward pass can also wait for the other ranks.
     distributed.register_forward_pre_hook(functools.partial(_before_forward, parallelism.before_training_pass))
     return distributed
@@ -195,7 +189,7 @@ def _sharded_before(
                 stacklevel=2,
             )
         later = _LateAveraging(model, backend, before_sharded_pass)
-        fsdp.register(fsdp.uncompiled(model), later)
+        fsdp.register(uncompiled(model), later)
         for parameter in model.parameters():
             if parameter.requires_grad and not is_sharded_tensor(parameter):
                 prepare_leaf(parameter, backend)
@@ -214,7 +208,7 @@ def _tensor_parallel(model: torch.nn.Module, backend: Backend, before_pass: Call
         )
     verify_model(all_ranks(backend), model)
     fsdp.share_weights(model, all_ranks(backend))
-    fsdp.register(fsdp.uncompiled(model), before_pass)
+    fsdp.register(uncompiled(model), before_pass)
     return model
 
 
@@ -287,23 +281,12 @@ def unwrap_model(
     """
     unwrap = functools.partial(unwrap_model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
     model = without_own_wrapper(model)
-    compiled = _compiled_from(model)
+    compiled = compiled_from(model)
     if compiled is not None and (not keep_torch_compile or unwrap(compiled) is not compiled):
         return unwrap(compiled)
-    if isinstance(model, (DistributedDataParallel, torch.nn.DataParallel)) or model in _made_here:
+    if isinstance(model, (AveragingWrapper, DistributedDataParallel, torch.nn.DataParallel)):
         return unwrap(cast(torch.nn.Module, model.module))
     return model if keep_fp32_wrapper or not isinstance(model, _Autocasting) else model._plain()
-
-
-def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Return whether a module was made by ``torch.compile``."""
-    return _compiled_from(module) is not None
-
-
-def _compiled_from(model: torch.nn.Module) -> torch.nn.Module | None:
-    # By name, since importing the wrapper's class is slow.
-    modules = getattr(model, "_modules", {})  # a bare tensor has none, and a scripted model's have no ``get``
-    return modules["_orig_mod"] if "_orig_mod" in modules else None  # noqa: SIM401
 
 
 class _Autocasting:

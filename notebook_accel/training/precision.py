@@ -20,7 +20,7 @@ from notebook_accel.errors import ConfigError
 from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.handlers import AutocastKwargs, GradScalerKwargs
 
-_DTYPES: dict[str, torch.dtype | None] = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[str, torch.dtype | None] = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PrecisionType(str, enum.Enum):
@@ -64,9 +64,9 @@ class Precision:
         computes_in: Callable[..., bool] | None = None,
     ) -> None:
         name = str(getattr(name, "value", name) or environ.get(environment.MIXED_PRECISION) or "no")
-        if name not in _DTYPES:
+        if name not in DTYPES:
             why = "There is no arithmetic in 8 bits here." if name == "fp8" else ""
-            known = ", ".join(repr(known) for known in _DTYPES)
+            known = ", ".join(repr(known) for known in DTYPES)
             raise ConfigError(f"mixed_precision is {name!r}.", why=why, fix=f"one of {known}")
         if name == "fp16" and device.type != "cuda":
             raise ConfigError(
@@ -75,7 +75,7 @@ class Precision:
                 fix="mixed_precision='bf16', or 'no'",
             )
         self.name = name
-        dtype = _DTYPES[name]
+        dtype = DTYPES[name]
         is_lowered = dtype is not None and computes_in is not None and computes_in(dtype, downcast=downcast_bf16)
         self.dtype = None if is_lowered else dtype
         scaler = scaler or GradScalerKwargs()

@@ -57,17 +57,17 @@ def _seed_host(seed: int) -> None:
 
 
 def snapshot() -> dict[str, Any]:
-    """Return the state of this process's generators on the host, in their own forms."""
+    """Return the state of this process's generators on the host, in the form of ``to_loadable``."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:  # otherwise no number was drawn from it
         import numpy
 
         state["numpy"] = numpy.random.get_state(legacy=True)
-    return state
+    return to_loadable(state)
 
 
 def to_loadable(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a snapshot in a form that ``torch.load(weights_only=True)`` reads."""
+    """Return the generators' own states in a form that ``torch.load(weights_only=True)`` reads."""
     version, words, gauss = state["python"]
     made = {**state, "python": (version, torch.tensor(words, dtype=torch.int64), gauss)}
     if "numpy" in state:
@@ -77,12 +77,12 @@ def to_loadable(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def capture(backend: Backend) -> dict[str, Any]:
-    """Return the state of this rank's generators, including its device's, in the form of ``to_loadable``."""
-    return {**to_loadable(snapshot()), **backend.generator_state()}
+    """Return the state of this rank's generators, including its device's."""
+    return {**snapshot(), **backend.generator_state()}
 
 
 def restore(state: dict[str, Any], backend: Backend | None = None) -> None:
-    """Set the generators, with ``backend`` also the device's, to a state from ``capture`` or ``to_loadable``."""
+    """Set the generators, with ``backend`` also the device's, to a state from ``capture`` or ``snapshot``."""
     torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
@@ -143,7 +143,7 @@ def of_rank_0(from_rank_0: Callable[[Any], Any]) -> Iterator[None]:
 
     ``from_rank_0`` broadcasts rank 0's argument.
     """
-    own = to_loadable(snapshot())
+    own = snapshot()
     state = from_rank_0(own)
     if _numbers_of(state) == _numbers_of(own):
         yield
@@ -156,22 +156,22 @@ def of_rank_0(from_rank_0: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def _numbers_of(state: dict[str, Any]) -> list[Any]:
-    """Return a state from ``to_loadable`` in a form that can be compared."""
+    """Return a snapshot in a form that can be compared."""
     return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_of(state)]
 
 
 def drawn_apart(items: Iterable[_T]) -> Iterator[_T]:
     """Yield items that draw random numbers when they are created, without a change of the generators outside."""
-    iterator, state = iter(items), to_loadable(snapshot())
+    iterator, state = iter(items), snapshot()
     while True:
-        outside = to_loadable(snapshot())
+        outside = snapshot()
         restore(state)
         try:
             item = next(iterator)
         except StopIteration:
             return
         finally:
-            state = to_loadable(snapshot())
+            state = snapshot()
             restore({**state, **outside})
         yield item
 

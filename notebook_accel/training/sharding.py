@@ -11,7 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -44,6 +44,14 @@ class Tail(NamedTuple):
         """
         rows_each, left_over = divmod(gathered, self.total)
         return gathered if left_over else self.real * rows_each
+
+    def missing_error(self, consequence: str, fix: str) -> TrainingError:
+        """Return the error for a call in which ranks without a batch don't take part."""
+        return TrainingError(
+            f"In the last round of this epoch {self.missing} of the ranks have no batch, and {consequence}.",
+            why="With even_batches=False nothing is repeated to give every rank as many batches.",
+            fix=fix,
+        )
 
 
 class MarkedBatch(NamedTuple):
@@ -411,3 +419,47 @@ def chain_of(sampler: Any) -> Iterator[Any]:
         yield sampler
         inner = getattr(sampler, "batch_sampler", None)
         sampler = getattr(sampler, "sampler", None) if inner is None else inner
+
+
+def part_of(inputs: Any, rank: int, world_size: int, *, apply_padding: bool = False) -> Any:
+    """Return one rank's part of ``inputs``: consecutive items.
+
+    If the number of items isn't divisible by ``world_size``, the first ranks get one more.
+
+    Args:
+        inputs: A list, a tuple, a tensor ``(n, ...)``, an object with ``select`` such as a Hugging Face dataset, or a
+            mapping of these, all of one length.
+        rank: The rank that gets the part.
+        world_size: Number of parts.
+        apply_padding: Repeat the last item so that all parts have one length.
+
+    Raises:
+        TrainingError: ``inputs`` has another type, or its values have different lengths.
+    """
+    if world_size == 1:
+        return inputs
+    if isinstance(inputs, Mapping):
+        lengths = {key: len(value) for key, value in inputs.items() if hasattr(value, "__len__")}
+        if len(set(lengths.values())) > 1:
+            shown = ", ".join(f"{key!r} has {length}" for key, length in lengths.items())
+            raise TrainingError(
+                f"split_between_processes was given values of different lengths: {shown}.",
+                why="Each rank gets the same items of all of them.",
+                fix="make them equally long",
+            )
+        return {key: part_of(value, rank, world_size, apply_padding=apply_padding) for key, value in inputs.items()}
+    if not isinstance(inputs, (list, tuple, torch.Tensor)) and not hasattr(inputs, "select"):
+        raise TrainingError(
+            f"split_between_processes can't cut {type(inputs).__name__} into parts.",
+            fix="give it a list, a tuple, a tensor, or a dict of such",
+        )
+    each, extra = divmod(len(inputs), world_size)
+    start = rank * each + min(rank, extra)
+    end = start + each + (rank < extra)
+    missing = each + bool(extra) - (end - start) if apply_padding and len(inputs) else 0
+    if hasattr(inputs, "select") and not isinstance(inputs, torch.Tensor):
+        return inputs.select([*range(start, end), *[len(inputs) - 1] * missing])
+    part, last = inputs[start:end], inputs[-1:]
+    if isinstance(inputs, torch.Tensor):
+        return torch.cat([part, *[last] * missing]) if missing else part
+    return part + last * missing

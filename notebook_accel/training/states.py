@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.payload.unpicklable import STAYING, StaysError
-from notebook_accel.training import collectives, process_group
+from notebook_accel.training import collectives, process_group, sharding
 from notebook_accel.training.backends.backend import Backend, sharing
 from notebook_accel.training.compiling import TorchDynamoPlugin
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -215,7 +215,7 @@ class ProcessState:
             TrainingError: ``inputs`` has another type, or its values have different lengths.
         """
         place = self._data_backend.place
-        yield collectives.part_of(inputs, place.rank, place.world_size, apply_padding=apply_padding)
+        yield sharding.part_of(inputs, place.rank, place.world_size, apply_padding=apply_padding)
 
     # One rank alone
 

@@ -112,7 +112,49 @@ class Table:
     step: int | None
 
 
-class LibraryTracker(GeneralTracker):
+class _TableTracker(GeneralTracker):
+    """A tracker with the methods for images and tables, which warn unless a subclass can write them."""
+
+    def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:  # noqa: ARG002
+        """Write lists of images, as arrays of shape ``(height, width, channels)`` or as PIL's images.
+
+        Args:
+            values: The lists by name.
+            step: The step.
+            kwargs: Further arguments of the library's function.
+        """
+        self._lacks("images")
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a table.
+
+        Args:
+            table_name: The table's name.
+            columns: The names of the columns.
+            data: The rows.
+            dataframe: A pandas data frame in place of ``columns`` and ``data``.
+            step: The step.
+            kwargs: Further arguments of the library's function.
+        """
+        self._write_table(Table(table_name, columns, data, dataframe, step), **kwargs)
+
+    def _write_table(self, table: Table, **kwargs: Any) -> None:  # noqa: ARG002
+        self._lacks("tables")
+
+    def _lacks(self, kind: str) -> None:
+        if not isinstance(self.tracker, Idle):  # only the rank that writes warns
+            warn_once(self, f"log_{kind}", NotImplementedError(f"it has no {kind}"))
+
+
+class LibraryTracker(_TableTracker):
     """A tracker that writes through a library, which ``start`` imports. The library's errors become warnings.
 
     Args:
@@ -151,40 +193,6 @@ class LibraryTracker(GeneralTracker):
         """Start the run and return the library's object."""
         raise NotImplementedError
 
-    def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:  # noqa: ARG002
-        """Write lists of images, as arrays of shape ``(height, width, channels)`` or as PIL's images.
-
-        Args:
-            values: The lists by name.
-            step: The step.
-            kwargs: Further arguments of the library's function.
-        """
-        self._lacks("images")
-
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Write a table.
-
-        Args:
-            table_name: The table's name.
-            columns: The names of the columns.
-            data: The rows.
-            dataframe: A pandas data frame in place of ``columns`` and ``data``.
-            step: The step.
-            kwargs: Further arguments of the library's function.
-        """
-        self._write_table(Table(table_name, columns, data, dataframe, step), **kwargs)
-
-    def _write_table(self, table: Table, **kwargs: Any) -> None:  # noqa: ARG002
-        self._lacks("tables")
-
     def _log_each(self, values: Mapping[str, Any], log_one: Callable[[str, Any], Any]) -> None:
         """Log each value by itself, so that the others aren't lost if the library refuses one."""
         for name, value in values.items():
@@ -193,12 +201,8 @@ class LibraryTracker(GeneralTracker):
             except Exception as error:  # noqa: BLE001  whatever the library raises, it is no reason to end training
                 warn_once(self, f"log({{{name!r}: ...}})", error)
 
-    def _lacks(self, kind: str) -> None:
-        if not isinstance(self.run, Idle):  # only the rank that writes warns
-            warn_once(self, f"log_{kind}", NotImplementedError(f"it has no {kind}"))
 
-
-class JSONLinesTracker(GeneralTracker):
+class JSONLinesTracker(_TableTracker):
     """A tracker that writes one line of JSON to ``metrics.jsonl`` for each ``log``. It needs no other package.
 
     Args:
@@ -232,23 +236,11 @@ class JSONLinesTracker(GeneralTracker):
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json_text(line, default=plain) + "\n")
 
-    def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:  # noqa: ARG002
-        """Warn, since JSON has no images."""
-        warn_once(self, "log_images", NotImplementedError("it has no images"))
-
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Write a line with the ``columns`` and rows (``data``) of a table, or with those of a pandas data frame."""
-        if dataframe is not None:
-            columns, data = list(dataframe.columns), dataframe.to_numpy().tolist()
-        self.log({table_name: {"columns": columns, "data": data}}, step, **kwargs)
+    def _write_table(self, table: Table, **kwargs: Any) -> None:
+        columns, data = table.columns, table.rows
+        if table.dataframe is not None:
+            columns, data = list(table.dataframe.columns), table.dataframe.to_numpy().tolist()
+        self.log({table.name: {"columns": columns, "data": data}}, table.step, **kwargs)
 
 
 def plain(value: Any) -> Any:

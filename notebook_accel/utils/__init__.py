@@ -28,16 +28,10 @@ from notebook_accel.utils.tqdm import tqdm
 from notebook_accel.utils.versions import *
 
 __all__ = ["tqdm"]
-__all__ += constants.__all__
-__all__ += dataclasses.__all__
-__all__ += environment.__all__
-__all__ += imports.__all__
-__all__ += memory.__all__
-__all__ += modeling.__all__
-__all__ += operations.__all__
-__all__ += other.__all__
-__all__ += random.__all__
-__all__ += versions.__all__
+for _module in (
+    constants, dataclasses, environment, imports, memory, modeling, operations, other, random, versions,
+):  # fmt: skip
+    __all__ += _module.__all__
 
 if not TYPE_CHECKING:  # so that a type checker still finds unknown names
     __getattr__ = names_elsewhere(__name__)

@@ -81,7 +81,8 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Replace the items of a list by those of one rank, in place, and return the list."""
-    return collectives.broadcast_object_list(process_group.current(), object_list, from_process)
+    object_list[:] = collectives.broadcast_object(process_group.current(), object_list, from_process)
+    return object_list
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:

@@ -11,8 +11,7 @@ import torch
 
 from notebook_accel.launching.kernel.config_draft import write_basic_config
 from notebook_accel.training import collectives, model_files, models, process_group
-from notebook_accel.training.compiling import compile_regions
-from notebook_accel.training.models import is_compiled_module
+from notebook_accel.training.compiling import compile_regions, is_compiled_module
 from notebook_accel.training.states import PartialState
 
 __all__ = [

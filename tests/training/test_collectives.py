@@ -12,6 +12,7 @@ from notebook_accel.training import collectives, process_group
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.sharding import Tail
+from notebook_accel.utils import operations
 from tests.training.ranks import Ranks
 
 
@@ -118,8 +119,7 @@ def objects() -> Any:
     backend = process_group.join()
     rank = backend.place.rank
     values = [rank, {"rank": rank}]
-    received = collectives.broadcast_object_list(backend, values, from_process=1)
-    assert received is values
+    assert operations.broadcast_object_list(values, from_process=1) is values
     return collectives.gather_object(backend, [f"rank {rank}"] * rank), values
 
 
@@ -187,7 +187,7 @@ def test_one_process_gets_back_what_it_gave() -> None:
     assert collectives.broadcast(backend, tree) is tree
     assert collectives.pad_across_processes(backend, tree) is tree
     assert collectives.gather_object(backend, [1]) == [1]
-    assert collectives.broadcast_object_list(backend, [1]) == [1]
+    assert operations.broadcast_object_list([1]) == [1]
     collectives.wait_for_everyone(backend)
 
 

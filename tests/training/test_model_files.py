@@ -28,7 +28,7 @@ def test_weights_of_one_memory_are_written_once_and_load_whole(tmp_path: pathlib
     path = tmp_path / "model.safetensors"
     model_files.write_weights(model.state_dict(), path, safe=True)
     assert sorted(safetensors.torch.load_file(path)) == ["embed.weight", "norm.bias", "norm.weight", "part"]
-    again = model_files.read_weights(path, safe=True)
+    again = model_files.read_weights(path)
     assert again.keys() == model.state_dict().keys()
     assert all(torch.equal(again[name], value) for name, value in model.state_dict().items())
     assert safetensors.torch.load_model(Tied(), path, strict=False)[0] == set()
@@ -45,9 +45,7 @@ def test_shards(tmp_path: pathlib.Path, safe: bool) -> None:
     assert index["metadata"]["total_size"] == 4 * 330
     files = sorted(set(index["weight_map"].values()))
     assert files == [f"{stem}-0000{number}-of-00003.{suffix}" for number in (1, 2, 3)]
-    read = {
-        name: value for file in files for name, value in model_files.read_weights(tmp_path / file, safe=safe).items()
-    }
+    read = {name: value for file in files for name, value in model_files.read_weights(tmp_path / file).items()}
     assert all(torch.equal(read[name], value) for name, value in model.state_dict().items())
     accelerator.save_model(net, tmp_path, safe_serialization=safe)
     assert os.listdir(tmp_path) == [f"{stem}.{suffix}"]

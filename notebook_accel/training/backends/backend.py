@@ -129,11 +129,11 @@ class Backend(Protocol):
         local; in ``sync_in_backward`` they are averaged although the forward pass was in ``no_sync``.
         """
 
-    def mesh(self, sizes: Mapping[str, int] | None = None, joint: Mapping[str, tuple[str, ...]] | None = None) -> Any:
+    def mesh(self, sizes: Mapping[str, int], joint: Mapping[str, tuple[str, ...]]) -> Any:
         """Return a ``DeviceMesh`` of all ranks, for sharded models. All ranks call this.
 
         Args:
-            sizes: The sizes of its dimensions, by name. By default it has one dimension.
+            sizes: The sizes of its dimensions, by name.
             joint: Further names, each for one or more of the dimensions joined to one.
 
         Raises:

@@ -129,19 +129,31 @@ def local_device(place: RankPlace, *, cpu: bool, shared: bool = False) -> torch.
 
 
 def utilisation_of(device: torch.device) -> Callable[[], float | None] | None:
-    """Return a function that returns a GPU's utilisation in per cent; ``None`` for other devices.
-
-    The function returns ``None`` where NVML doesn't know the utilisation, as for a part of a GPU.
-    """
-    return functools.partial(_gpu_utilisation, device) if device.type == "cuda" else None
+    """Return a function that returns a GPU's utilisation in per cent; see ``_asking_nvml``."""
+    return _asking_nvml(device, lambda: float(torch.cuda.utilization(device)))
 
 
 def clock_of(device: torch.device) -> Callable[[], float | None] | None:
-    """Return a function that returns a GPU's clock in per cent of its highest; ``None`` for other devices.
+    """Return a function that returns a GPU's clock in per cent of its highest; see ``_asking_nvml``."""
 
-    The function returns ``None`` where NVML doesn't know the clock.
-    """
-    return functools.partial(_gpu_clock, device) if device.type == "cuda" else None
+    def clock() -> float:
+        nvml = importlib.import_module("pynvml")
+        handle, kind = torch.cuda._get_pynvml_handler(device), nvml.NVML_CLOCK_SM
+        return 100 * float(nvml.nvmlDeviceGetClockInfo(handle, kind) / nvml.nvmlDeviceGetMaxClockInfo(handle, kind))
+
+    return _asking_nvml(device, clock)
+
+
+def _asking_nvml(device: torch.device, ask: Callable[[], float]) -> Callable[[], float | None] | None:
+    """Return ``ask``, made to return ``None`` where NVML has no answer, as for a part of a GPU; ``None`` for a CPU."""
+
+    def answer() -> float | None:
+        try:
+            return ask()
+        except Exception:  # noqa: BLE001 - NVML's error classes can't be imported without NVML
+            return None
+
+    return answer if device.type == "cuda" else None
 
 
 def _gpu_memory(device: torch.device, total_bytes: int) -> tuple[int, int]:
@@ -153,23 +165,5 @@ def _gpu_memory(device: torch.device, total_bytes: int) -> tuple[int, int]:
         nvml = importlib.import_module("pynvml")
         memory = nvml.nvmlDeviceGetMemoryInfo(torch.cuda._get_pynvml_handler(device))
         return int(memory.used), int(memory.total)
-    except Exception:  # noqa: BLE001 - as below. For a part of a GPU, or without NVML: report this process's memory
+    except Exception:  # noqa: BLE001 - as above. For a part of a GPU, or without NVML: report this process's memory
         return torch.cuda.memory_reserved(device), total_bytes
-
-
-def _gpu_clock(device: torch.device) -> float | None:
-    try:
-        nvml = importlib.import_module("pynvml")
-        handle, kind = torch.cuda._get_pynvml_handler(device), nvml.NVML_CLOCK_SM
-        return (
-            100 * float(nvml.nvmlDeviceGetClockInfo(handle, kind)) / float(nvml.nvmlDeviceGetMaxClockInfo(handle, kind))
-        )
-    except Exception:  # noqa: BLE001 - as below
-        return None
-
-
-def _gpu_utilisation(device: torch.device) -> float | None:
-    try:
-        return float(torch.cuda.utilization(device))
-    except Exception:  # noqa: BLE001 - NVML's error classes can't be imported without NVML
-        return None

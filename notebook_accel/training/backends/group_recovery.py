@@ -14,7 +14,7 @@ import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,16 +30,6 @@ if TYPE_CHECKING:
 
 _Key = tuple[int, int]
 _COUNTS = ("_calls", "_local_calls", "_has_said_uncalled")
-
-
-class Stateful(Protocol):
-    """An object whose state changes in training. Its optional method ``abandon_step`` forgets an unfinished step."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Restore a state."""
 
 
 def collective_counts() -> list[int] | None:
@@ -209,8 +199,12 @@ def _temporarily_unfrozen(model: torch.nn.Module, unfrozen: Iterable[torch.nn.Pa
             parameter.requires_grad_(False)
 
 
-def track_state(stateful: Stateful) -> None:
-    """Track an object whose state has to be equal on all ranks. All ranks call this in the same order."""
+def track_state(stateful: Any) -> None:
+    """Track an object whose state has to be equal on all ranks. All ranks call this in the same order.
+
+    The object has ``state_dict`` and ``load_state_dict``. Its optional method ``abandon_step`` forgets an unfinished
+    step.
+    """
     _states.add(stateful, type(stateful).__name__)
 
 

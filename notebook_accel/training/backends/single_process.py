@@ -58,7 +58,7 @@ class SingleProcess(_Alone):
     def data_parallel(self, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> torch.nn.Module:  # noqa: ARG002
         return model
 
-    def mesh(self, sizes: Any = None, joint: Any = None) -> Any:  # noqa: ARG002  # the seam's signature
+    def mesh(self, sizes: Any, joint: Any) -> Any:  # noqa: ARG002  # the seam's signature
         raise ConfigError("A model can't be sharded over one rank.", fix="num_processes=2 or more")
 
     def background_group(self) -> Any:

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from notebook_accel import environment
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.training import gradients
 from notebook_accel.training.backends import group_recovery, torch_group
 from notebook_accel.training.backends.devices import TorchDevice
-from notebook_accel.training.gradients import AveragingWrapper, TrainableParameters, average
 from notebook_accel.training.handlers import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -123,6 +123,7 @@ class TorchDistributed(TorchDevice):
         parallel = _DataParallel.__new__(_DataParallel)
         self._connect(parallel, model, options)
         group_recovery.track_parallel(parallel)
+        gradients.register(parallel)
         return parallel
 
     def _connect(
@@ -144,13 +145,13 @@ class TorchDistributed(TorchDevice):
                 **options.options(),
             )
         parallel._explain = self.explain
-        parallel._watched = TrainableParameters(model)
+        parallel._watched = gradients.TrainableParameters(model)
         parallel._connect = functools.partial(self._connect, options=options)
         if not again:
             _register_hook(parallel, options)
 
-    def mesh(self, sizes: Mapping[str, int] | None = None, joint: Mapping[str, tuple[str, ...]] | None = None) -> Any:
-        return self._group.mesh(self.device) if sizes is None else self._group.mesh_of(self.device, sizes, joint or {})
+    def mesh(self, sizes: Mapping[str, int], joint: Mapping[str, tuple[str, ...]]) -> Any:
+        return self._group.mesh(self.device, sizes, joint)
 
     def background_group(self) -> Any:
         return self._group.for_background()
@@ -168,7 +169,7 @@ class TorchDistributed(TorchDevice):
             raise
 
 
-class _DataParallel(AveragingWrapper, DistributedDataParallel):
+class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
     """torch's ``DistributedDataParallel``, with errors that say what every rank was doing.
 
     A forward pass waits for other ranks where it broadcasts buffers, so it explains errors too. torch fixes the set of
@@ -178,7 +179,7 @@ class _DataParallel(AveragingWrapper, DistributedDataParallel):
 
     _explain: Callable[[RuntimeError], None]
     _connect: Callable[..., None]
-    _watched: TrainableParameters
+    _watched: gradients.TrainableParameters
     _calls: int = 0  # -1 if ``torch.compile`` runs the forward passes
     _local_calls: int = 0
     _has_said_uncalled: bool = False
@@ -255,7 +256,7 @@ class _DataParallel(AveragingWrapper, DistributedDataParallel):
         self._follow_changes()  # to share the weights of added layers
         ranks = dist.get_world_size(self.process_group)
         try:
-            average(parameters, functools.partial(dist.all_reduce, group=self.process_group), ranks)
+            gradients.average(parameters, functools.partial(dist.all_reduce, group=self.process_group), ranks)
         except RuntimeError as error:
             self._explain(error)
             raise

@@ -39,7 +39,6 @@ JOIN_DEADLINE_S = 600.0
 _CLOSED = ("Failed to recv", "reset by peer", "Broken pipe")  # torch's errors when a store has ended
 _RETRY_PERIOD = datetime.timedelta(seconds=0.2)
 _COLLECTIVE_DEADLINE_S = {"cpu": 1800.0, "cuda": 600.0}  # torch's defaults for gloo and NCCL
-_mesh_numbers = itertools.count()
 BACKGROUND = "notebook_accel: in the background"  # the description of the group that background threads use
 _MAX_GRADIENT_GROUPS = 4  # each has connections and threads of its own
 
@@ -75,7 +74,6 @@ class Group:
         self.gradient_groups: list[dist.ProcessGroup] = []
         self.mesh_groups = 0
         self._background: dist.ProcessGroup | None = None
-        self._mesh: Any = None
         self._meshes: dict[tuple[tuple[str, int], ...], Any] = {}
         self._sockets = sockets
         self._deadline = deadline
@@ -150,34 +148,25 @@ class Group:
             self.gradient_groups.append(self._new_gloo_group())
         return self.gradient_groups[number]
 
-    def mesh(self, device: torch.device) -> Any:
-        """Return the ``DeviceMesh`` of all ranks, for sharded models. All ranks call this.
-
-        Its dimension's name is unique to this group, since torch caches results by mesh and considers meshes with the
-        same ranks and names equal, even if the group of one of them was destroyed.
-        """
-        if self._mesh is None:
-            from torch.distributed.device_mesh import DeviceMesh
-
-            group = self.for_gradients(device) or self.process_group
-            assert group is not None
-            name = f"all_ranks_{next(_mesh_numbers)}"
-            self._mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
-        return self._mesh
-
-    def mesh_of(self, device: torch.device, sizes: Mapping[str, int], joint: Mapping[str, tuple[str, ...]]) -> Any:
+    def mesh(self, device: torch.device, sizes: Mapping[str, int], joint: Mapping[str, tuple[str, ...]]) -> Any:
         """Return the ``DeviceMesh`` of all ranks with these named dimensions. All ranks call this.
 
-        The meshes of a later group have the same names, so torch's caches for earlier meshes are cleared.
+        torch caches results by mesh, and considers meshes with the same ranks and names equal, even if the group of one
+        of them was destroyed. So its caches for earlier meshes are cleared.
         """
         key = tuple(sizes.items())
         if key not in self._meshes:
-            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
             _forget_earlier_meshes()
+            names = tuple(sizes)
+            group = self.for_gradients(device) or self.process_group if len(sizes) == 1 else None
             before = len(dist.distributed_c10d._world.pg_map)
             with self._sockets.opened_inside():
-                mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes.keys()))
+                if group is not None:  # torch itself would use the default group
+                    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=names)
+                else:
+                    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=names)
                 for name, dimensions in joint.items():
                     mesh[dimensions]._flatten(name)  # private, and what Accelerate calls
             self._meshes[key] = mesh

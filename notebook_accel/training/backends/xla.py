@@ -226,7 +226,7 @@ class XlaDevice:
         self._compute()
         return xla_collectives.XlaDataParallel(model, self.place.world_size, self._collectives)
 
-    def mesh(self, sizes: Any = None, joint: Any = None) -> Any:  # noqa: ARG002  # the seam's signature
+    def mesh(self, sizes: Any, joint: Any) -> Any:  # noqa: ARG002  # the seam's signature
         raise ConfigError(
             "A model can't be sharded on an XLA device.",
             why="torch's fully_shard is for GPUs and CPUs.",
