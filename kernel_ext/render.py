@@ -28,10 +28,10 @@ from notebook_accel.formatting import (
     rank_spans,
 )
 from notebook_accel.launching.state.diagnosis import Diagnosis
-from notebook_accel.launching.state.phases import Phases, mean_of
 from notebook_accel.launching.state.profiles import Profile
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
+from notebook_accel.launching.state.step_times import Phases, mean_of
 from notebook_accel.protocol import events
 
 MOST_ROWS = 16

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from kernel_ext.charts import stacked_html
 from notebook_accel.formatting import format_milliseconds
 from notebook_accel.launching.state.diagnosis import Diagnosis
-from notebook_accel.launching.state.phases import Phases, mean_of, shown_ranks
+from notebook_accel.launching.state.step_times import Phases, mean_of, shown_ranks
 from notebook_accel.protocol.events import PHASES
 
 _LEAST_SHARE = 0.01

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.formatting import format_count, format_duration, format_milliseconds, format_size
-from notebook_accel.launching.state.phases import (
+from notebook_accel.launching.state.rank import RankState
+from notebook_accel.launching.state.run import RunState
+from notebook_accel.launching.state.step_times import (
     Moment,
     Phases,
     mean_of,
@@ -23,8 +25,6 @@ from notebook_accel.launching.state.phases import (
     split_waiting,
     steps_between,
 )
-from notebook_accel.launching.state.rank import RankState
-from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 
 _WORTH = 0.1  # least share of the time for a verdict
