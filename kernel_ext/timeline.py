@@ -6,9 +6,9 @@ Pure functions of a ``Profile``. The text is complete without the style sheet, a
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterable, Sequence
 
+from kernel_ext.charts import ticks
 from kernel_ext.front_end import STYLE
 from notebook_accel.formatting import format_milliseconds
 from notebook_accel.launching.state.profiles import Profile, RankProfile
@@ -90,15 +90,11 @@ def _key_html(ranks: Iterable[RankProfile], kinds: Sequence[SpanKind]) -> str:
 
 def _ticks_html(end_us: float) -> str:
     """Return the labels of the time axis, at round times."""
-    raw = end_us / _TICKS
-    size = 10 ** math.floor(math.log10(raw))
-    apart_us = next(factor * size for factor in (1, 2, 5, 10) if factor * size >= raw)
-    times = [number * apart_us for number in range(int(end_us / apart_us) + 1)]
-    digits = max(0, -math.floor(math.log10(apart_us / 1000)))
+    end_ms = end_us / 1000
     return "".join(
-        f'<span style="left:{time_us / end_us:.2%}">{time_us / 1000:,.{digits}f}{" ms" if time_us else ""}</span>'
-        for time_us in times
-        if time_us < 0.95 * end_us
+        f'<span style="left:{time_ms / end_ms:.2%}">{time_ms:,.12g}{" ms" if time_ms else ""}</span>'
+        for time_ms in ticks(0.0, end_ms, _TICKS)
+        if time_ms < 0.95 * end_ms
     )
 
 
