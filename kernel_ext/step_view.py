@@ -86,20 +86,19 @@ def _over_time_html(diagnosis: Diagnosis) -> str:
     """Return a chart over time for each column, all on one scale; empty until there are measurements."""
     moments = diagnosis.over_time
     shown = shown_ranks(diagnosis.steps)
-    charts = {f"rank {rank}": [moment.ranks.get(rank) for moment in moments] for rank in shown}
+    charts = {
+        f"rank {rank}": [(moment.begin_s, moment.end_s, moment.ranks.get(rank)) for moment in moments] for rank in shown
+    }
     if len(shown) < len(diagnosis.steps):
-        charts = {f"mean of {len(diagnosis.steps)} ranks": [moment.mean for moment in moments], **charts}
-    totals = sorted(sum(phases.values()) for chart in charts.values() for phases in chart if phases)
+        means = [(moment.begin_s, moment.end_s, moment.mean) for moment in moments]
+        charts = {f"mean of {len(diagnosis.steps)} ranks": means, **charts}
+    totals = sorted(sum(phases.values()) for chart in charts.values() for *_, phases in chart if phases)
     if not totals or not totals[-1]:
         return ""
     usual_s, highest_s = totals[int(_USUAL_SHARE * (len(totals) - 1))], totals[-1]
     is_cut = highest_s > _HIGHEST * usual_s > 0
     limit_s = _ABOVE_USUAL * usual_s if is_cut else highest_s
-    parts = {
-        name: [(moment.begin_s, moment.end_s, phases) for moment, phases in zip(moments, chart, strict=True)]
-        for name, chart in charts.items()
-    }
-    drawn = "".join(stacked_html(name, PHASES, chart, limit_s) for name, chart in parts.items())
+    drawn = "".join(stacked_html(name, PHASES, chart, limit_s) for name, chart in charts.items())
     cut = f", cut off at the top: the highest is {format_milliseconds(highest_s)}" if is_cut else ""
     return f'<div class="nba-course"><p>A step in the course of the run{cut}</p>{drawn}</div>'
 
