@@ -19,7 +19,7 @@ from notebook_accel.formatting import aligned, format_count, format_duration, fo
 from notebook_accel.launching import logs
 from notebook_accel.launching.kernel import detached, launcher, registry
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.state.comparison import Side, compare_sides
+from notebook_accel.launching.state.comparison import Comparison, Side
 from notebook_accel.launching.state.diagnosis import Diagnosis
 from notebook_accel.launching.state.profiles import DEFAULT_STEPS, Profile
 from notebook_accel.launching.state.rank import RankState
@@ -228,7 +228,7 @@ def _compare(given: argparse.Namespace) -> None:
         entries = [*others[-missing:], *entries]
     if len(entries) < _COMPARED:
         raise NotebookAccelError("There are no two runs to compare.", fix="run the cell with -n 1, and with -n 2")
-    print(compare_sides(*(Side(entry.name, _diagnosis(entry)) for entry in entries)))
+    print(Comparison(*(Side(entry.name, _diagnosis(entry)) for entry in entries)))
 
 
 def _detach(given: argparse.Namespace) -> Job:
