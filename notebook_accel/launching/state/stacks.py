@@ -6,12 +6,9 @@ Printed stacks begin with the user's own lines, with the notebook's labels of it
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import linecache
-import os
 import re
-import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 
 from notebook_accel import code_places
@@ -228,15 +225,8 @@ def _frame(file: str, line: int, function: str, sources: Mapping[str, Source]) -
         lines = source.text.splitlines()
         text = lines[line - 1].strip() if line <= len(lines) else ""
         return Frame(source.label, line, function, text, is_user=True)
-    is_user = not file.startswith((*_library_folders(), code_places.OURS, "<"))
+    is_user = code_places.is_the_users(file)
     return Frame(file, line, function, linecache.getline(file, line).strip() if is_user else "", is_user)
-
-
-@functools.cache
-def _library_folders() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return tuple(sorted(folder + os.sep for folder in folders | {os.path.realpath(folder) for folder in folders}))
 
 
 def _without_ours(frames: Sequence[Frame]) -> list[Frame]:
@@ -253,7 +243,7 @@ def _is_ours(thread: Sequence[Frame]) -> bool:
 
 
 def _short(frame: Frame) -> str:
-    for folder in sorted(_library_folders(), key=len, reverse=True):
+    for folder in sorted(code_places.LIBRARIES, key=len, reverse=True):
         if frame.file.startswith(folder):
             return f"{frame.file.removeprefix(folder)}, line {frame.line} in {frame.function}"
     return str(frame)
