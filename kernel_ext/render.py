@@ -239,15 +239,15 @@ class _TableColumn:
 
 
 def _number_column(
-    head: str, value: Callable[[RankState], float | None], written: Callable[[float | None], str], kind: str = ""
+    head: str, value: Callable[[RankState], float | None], written: Callable[[float], str], kind: str = ""
 ) -> _TableColumn:
     """Make a column of numbers, of which ranks that share a row show the mean."""
 
     def mean(ranks: Sequence[RankState]) -> str:
         known = [number for rank in ranks if (number := value(rank)) is not None]
-        return written(statistics.fmean(known) if known else None)
+        return written(statistics.fmean(known)) if known else _UNKNOWN
 
-    return _TableColumn(head, lambda rank: written(value(rank)), f"nba-number {kind}".strip(), together=mean)
+    return _TableColumn(head, lambda rank: mean([rank]), f"nba-number {kind}".strip(), together=mean)
 
 
 class _Table:
@@ -319,7 +319,7 @@ class _Table:
         if any(rank.memory_used_bytes is not None for rank in ranks):
             columns.append(_TableColumn("memory", _memory_text, html=_memory_html, together=_memories_html))
         if any(rank.utilisation is not None for rank in ranks):
-            columns.append(_number_column("busy", lambda rank: rank.utilisation, _percent))
+            columns.append(_number_column("busy", lambda rank: rank.utilisation, "{:.0f} %".format))
         if not all(rank.has_ended or rank.last_event_s is None for rank in ranks):
             columns.append(_TableColumn("seen", self._seen, "nba-seen", together=self._seen_longest_ago))
         # The last column takes the remaining width. It is there from the start, so that other columns don't move when
@@ -407,29 +407,21 @@ def _bar(value: float, total: float, attributes: str, kind: str = "") -> str:
     )
 
 
-def _rate(steps_per_s: float | None) -> str:
+def _rate(steps_per_s: float) -> str:
     """Return steps a second with about three digits."""
-    if steps_per_s is None:
-        return _UNKNOWN
     if steps_per_s >= 1:
         return f"{steps_per_s:,.0f}" if steps_per_s >= 100 else f"{steps_per_s:.1f}"
     return f"{steps_per_s:.2g}"
 
 
-def _in_digits(value: float | None) -> str:
+def _in_digits(value: float) -> str:
     """Format a metric in about 8 characters. Counts are exact, and large readable numbers get no exponent."""
-    if value is None:
-        return _UNKNOWN
     if value.is_integer() and abs(value) < _LARGEST_COUNT:
         return f"{int(value):,}"
     if 1e3 <= abs(value) < 1e6:
         return f"{value:,.0f}"
     text = f"{value:.4g}"
     return f"{value:.2g}" if "e" in text else text
-
-
-def _percent(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value:.0f} %"
 
 
 def _metric(name: str) -> Callable[[RankState], float | None]:
