@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal
 
 from notebook_accel.errors import signal_name
@@ -384,3 +385,9 @@ class RankState:
             self.state, self.reason = "killed", f"killed by {signal_name(event.signal)}"
         else:
             self.state, self.reason = "failed", f"exited with status {event.exit_code} before its end"
+
+
+def metric_names(ranks: Iterable[RankState]) -> list[str]:
+    """Return the names of the metrics that ranks have reported, losses first, then in the order of arrival."""
+    names = dict.fromkeys(name for rank in ranks for name in rank.metrics)
+    return sorted(names, key=lambda name: "loss" not in name.lower())

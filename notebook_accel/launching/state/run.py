@@ -17,7 +17,7 @@ from typing import Literal
 from notebook_accel import time_limit
 from notebook_accel.formatting import clipped, plain_text
 from notebook_accel.launching.state.curves import Curves
-from notebook_accel.launching.state.rank import RankState
+from notebook_accel.launching.state.rank import RankState, metric_names
 from notebook_accel.protocol import events
 
 _MOST_RESTARTS = 100
@@ -160,8 +160,7 @@ class RunState:
     @property
     def metric_names(self) -> list[str]:
         """Names of the reported metrics, losses first, then in the order of arrival."""
-        names = dict.fromkeys(name for rank in self.ranks for name in rank.metrics)
-        return sorted(names, key=lambda name: "loss" not in name.lower())
+        return metric_names(self.ranks)
 
     @property
     def chart_names(self) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from notebook_accel.formatting import aligned, format_clock, format_size, rank_spans
-from notebook_accel.launching.state.rank import RankState
+from notebook_accel.launching.state.rank import RankState, metric_names
 from notebook_accel.protocol import events
 
 _Line = TypeVar("_Line")
@@ -81,9 +81,7 @@ def _columns(ranks: Sequence[RankState], now_s: float) -> list[_RankValue]:
     ]
     if not any(rank.silent for rank in ranks):  # the wait for a silent rank may take any time
         columns.append(_RankValue(lambda rank: rank.left_s(now_s), format_clock, "", " left"))
-    names = dict.fromkeys(name for rank in ranks for name in rank.metrics)
-    shown = sorted(names, key=lambda name: "loss" not in name.lower())[:_MOST_METRICS]
-    columns += [_RankValue(_metric(name), "{:.4g}".format, f"{name} ") for name in shown]
+    columns += [_RankValue(_metric(name), "{:.4g}".format, f"{name} ") for name in metric_names(ranks)[:_MOST_METRICS]]
     columns.append(_RankValue(lambda rank: rank.memory_used_bytes, lambda size: format_size(int(size)), "memory "))
     return columns
 
