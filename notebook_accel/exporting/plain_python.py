@@ -9,7 +9,6 @@ import ast
 import builtins
 import collections
 import dataclasses
-import dis
 import functools
 import io
 import tokenize
@@ -113,9 +112,7 @@ def plain(source: str, label: str, known: Collection[str], first_line: int = 1) 
     lines = [line.encode() for line in source.splitlines(keepends=True)]
     needed: set[str] = set()
     tree = ast.parse(source)
-    calls = {
-        node: top for top in tree.body for node in ast.walk(top) if isinstance(node, ast.Call) and _is_of_shell(node)
-    }
+    calls = {call: top for top in tree.body for call, _ in cells.calls_of_shell(top)}
     whole = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset), reverse=True):
         assert isinstance(call.func, ast.Attribute) and call.end_lineno is not None
@@ -127,12 +124,6 @@ def plain(source: str, label: str, known: Collection[str], first_line: int = 1) 
         text = lines[first][: call.col_offset] + python.encode() + lines[last][call.end_col_offset :]
         lines[first : last + 1] = [text]
     return b"".join(lines).decode(), frozenset(needed)
-
-
-def _is_of_shell(call: ast.Call) -> bool:
-    """Return whether a call is ``get_ipython().something(...)``."""
-    shell = call.func.value if isinstance(call.func, ast.Attribute) else None
-    return isinstance(shell, ast.Call) and getattr(shell.func, "id", "") == "get_ipython"
 
 
 def _local_names(statement: ast.stmt) -> set[str]:
@@ -276,8 +267,7 @@ def _can_stand_first(node: ast.stmt, assigned: set[str], read: set[str], *, is_f
 
 def _binds(statement: Statement) -> set[str]:
     code = compile(ast.Module(list(statement.nodes), []), "<cell>", "exec", dont_inherit=True)
-    changing = ("STORE_NAME", "STORE_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL")
-    return {item.argval for item in dis.get_instructions(code) if item.opname in changing}
+    return cells.arguments_of(code, "STORE_NAME", "STORE_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL")
 
 
 def _arguments(expression: str | None) -> list[ast.expr]:
