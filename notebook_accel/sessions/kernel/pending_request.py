@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 from notebook_accel.errors import NotebookAccelError, RunError
 from notebook_accel.formatting import ranks_in_words
@@ -23,44 +24,23 @@ _STACKS_DEADLINE_S = 2.0
 _PATIENCE_S = 60.0  # after which an interrupted rank is killed; until then it may end a long call of C++ code
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class PendingRequest(RankRequest):
-    """A request to several ranks, and the wait for their answers.
+    """A request to several ranks, and the wait for their answers."""
 
-    Args:
-        number: As for ``RankRequest``.
-        outgoing: As for ``RankRequest``.
-        connections: The connections to the ranks.
-        grace_s: Seconds that an interrupted rank may take to end before a message reports it.
-        output: Shows the ranks' output and displays meanwhile; ``None`` to show nothing.
-        console: Answers a rank's debugger.
-        stacks: Function that takes a deadline in seconds and returns the ranks' stacks, to report ranks that wait in
-            vain.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        outgoing: Mapping[int, tuple[bytes, Sequence[int]]],
-        connections: RankConnections,
-        grace_s: float,
-        *,
-        output: CellOutput | None = None,
-        console: Console | None = None,
-        stacks: Callable[[float], Stacks] | None = None,
-    ) -> None:
-        super().__init__(number, outgoing)
-        self.output = output
-        self._connections = connections
-        self._grace_s = grace_s
-        self._console = console
-        self._stacks = stacks  # ``None`` once ranks that wait in vain were reported
-        self._alone_s: float | None = None  # time since which only some ranks are busy
-        self._inspection_s = _ALONE_S  # seconds from then to the next inspection of their stacks
-        self._interrupt_s: float | None = None
-        self._is_reported = False
-        self.interrupted: list[int] = []  # ranks, by the kernel or because another rank failed
-        self.killed: list[int] = []  # ranks that ignored the interrupt
-        self.interrupt: BaseException | None = None  # the first one, or another exception that ended the wait
+    connections: RankConnections
+    grace_s: float  # that an interrupted rank may take to end before a message reports it
+    output: CellOutput | None  # shows the ranks' output and displays meanwhile; ``None`` shows nothing
+    console: Console | None  # answers a rank's debugger
+    # Takes a deadline in seconds and returns the ranks' stacks; ``None`` once ranks that wait in vain were reported.
+    stacks: Callable[[float], Stacks] | None
+    interrupted: list[int] = dataclasses.field(default_factory=list)  # by the kernel or because another rank failed
+    killed: list[int] = dataclasses.field(default_factory=list)  # ranks that ignored the interrupt
+    interrupt: BaseException | None = None  # the first one, or another exception that ended the wait
+    _interrupt_s: float | None = None
+    _is_reported: bool = False
+    _alone_s: float | None = None  # time since which only some ranks are busy
+    _inspection_s: float = _ALONE_S  # seconds from then to the next inspection of their stacks
 
     def send_and_wait(self) -> None:
         """Send the request and wait until every rank has answered or died.
@@ -74,7 +54,7 @@ class PendingRequest(RankRequest):
             while not is_over:
                 try:
                     if not self.was_queued:
-                        self._connections.send(self)
+                        self.connections.send(self)
                     self._wait(interrupts)
                     is_over = True
                 except BaseException as error:  # noqa: BLE001 - a signal handler of the user's may raise anything
@@ -102,7 +82,7 @@ class PendingRequest(RankRequest):
                 self._interrupt(pending, now_s)
             if self._interrupt_s is not None:
                 self._escalate(now_s - self._interrupt_s)
-            elif len(pending) < len(self._connections.ranks):
+            elif len(pending) < len(self.connections.ranks):
                 self._look_for_waiting(now_s)
             self.wait(_TICK_S)
             self._take_messages()
@@ -117,22 +97,22 @@ class PendingRequest(RankRequest):
             assert self.output is not None  # only user code sends these
             if isinstance(message, messages.Displayed):
                 self.output.display(rank, message.display)
-            elif self._console is not None:
+            elif self.console is not None:
                 self.output.show_until(rank, message.log_bytes)
-                line = self._console.answer(message.text) if self.interrupt is None else ""
-                self._connections.tell(rank, messages.Input(number=self.number, line=line))
+                line = self.console.answer(message.text) if self.interrupt is None else ""
+                self.connections.tell(rank, messages.Input(number=self.number, line=line))
 
     def _interrupt(self, ranks: list[int], now_s: float) -> None:
         self._interrupt_s = now_s
         self.interrupted = ranks
         for rank in ranks:
-            self._connections.signal(rank, signal.SIGINT)
+            self.connections.signal(rank, signal.SIGINT)
 
     def _escalate(self, since_s: float) -> None:
         """Report ranks that go on after an interrupt, and finally kill them."""
         if since_s > _PATIENCE_S:
             self._kill()
-        elif since_s > max(self._grace_s, 1.0) and not self._is_reported:
+        elif since_s > max(self.grace_s, 1.0) and not self._is_reported:
             self._is_reported = True
             pending = self.pending
             go_on = "goes on although it was" if len(pending) == 1 else "go on although they were"
@@ -144,23 +124,23 @@ class PendingRequest(RankRequest):
     def _look_for_waiting(self, now_s: float) -> None:
         """Report ranks that wait in a collective while the other ranks are idle."""
         self._alone_s = self._alone_s or now_s
-        if self._stacks is None or now_s - self._alone_s < self._inspection_s:
+        if self.stacks is None or now_s - self._alone_s < self._inspection_s:
             return
         self._inspection_s *= 2
         with contextlib.suppress(NotebookAccelError):  # no stacks in time, or the session is over
-            stacks, pending = self._stacks(_STACKS_DEADLINE_S), self.pending
+            stacks, pending = self.stacks(_STACKS_DEADLINE_S), self.pending
             waiting = [stack for stack in stacks if stack.rank in pending and stack.waits_in not in ("", "backward")]
             lines = [f"rank {stack.rank} waits for others at {stack.user_line}" for stack in waiting]
             if lines:
-                self._stacks = None
-                others = ranks_in_words([rank for rank in self._connections.ranks if rank not in pending])
+                self.stacks = None
+                others = ranks_in_words([rank for rank in self.connections.ranks if rank not in pending])
                 sys.stderr.write(f"[{', '.join(lines)}, and nothing runs on {others}: an interrupt ends that]\n")
 
     def _kill(self) -> None:
         for rank in self.pending:
             if rank not in self.killed:
                 self.killed.append(rank)
-                self._connections.signal(rank, signal.SIGKILL)
+                self.connections.signal(rank, signal.SIGKILL)
 
 
 class Console:

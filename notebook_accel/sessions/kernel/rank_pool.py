@@ -387,8 +387,8 @@ class RankPool:
         return PendingRequest(
             number,
             dict(sorted(outgoing.items())),
-            self._connections,
-            self.job.config.grace_s,
+            connections=self._connections,
+            grace_s=self.job.config.grace_s,
             output=self._output if is_users else None,
             console=console,
             stacks=self.job.stacks if is_users and console is None else None,
