@@ -87,7 +87,7 @@ class NamespaceSync:
 
     # State of the ranks ---------------------------------------------------------------------------------------------
 
-    def note(self, rank: int, own: Iterable[str], deleted: Iterable[str], released: Iterable[int]) -> None:
+    def record(self, rank: int, own: Iterable[str], deleted: Iterable[str], released: Iterable[int]) -> None:
         """Record the names that a rank has bound itself, and the sent names and objects that it no longer has."""
         state = self._ranks[rank]
         state.own = set(own)

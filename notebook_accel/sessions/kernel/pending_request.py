@@ -58,7 +58,7 @@ class PendingRequest(RankRequest):
                     self._wait(interrupts)
                     is_over = True
                 except BaseException as error:  # noqa: BLE001 - a signal handler of the user's may raise anything
-                    interrupts.note(error)
+                    interrupts.add(error)
             self._act_on(interrupts)
 
     def _act_on(self, interrupts: Interrupts) -> None:

@@ -30,18 +30,22 @@ class RequestQueue:
 
     @contextlib.contextmanager
     def turn(
-        self, title: str, check: Callable[[], None] = lambda: None, *, note: Callable[[Status], object] | None = None
+        self,
+        title: str,
+        check: Callable[[], None] = lambda: None,
+        *,
+        on_status: Callable[[Status], object] | None = None,
     ) -> Iterator[None]:
         """Wait until the ranks are free, and reserve them for the body.
 
-        ``check`` is called repeatedly during the wait; an exception that it raises ends only the wait. ``note`` is
-        called with ``waiting`` if the request must wait; without ``note``, a message names the request in front.
+        ``check`` is called repeatedly during the wait; an exception that it raises ends only the wait. ``on_status`` is
+        called with ``waiting`` if the request must wait; without ``on_status``, a message names the request in front.
         """
         mine = title, Latch()
         try:
             busy_with = self._join(mine)
-            if busy_with and note is not None:
-                note("waiting")
+            if busy_with and on_status is not None:
+                on_status("waiting")
             elif busy_with:
                 sys.stderr.write(f"[{title} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
             while not mine[1].is_set:

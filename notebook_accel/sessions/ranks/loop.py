@@ -121,7 +121,7 @@ class _SessionRank:
         own, sent = self._tracker.hand_over()
         return msgspec.structs.replace(self._kept, own=own, sent=sent)
 
-    def _note(self, request: Any, fields: dict[str, Any]) -> None:
+    def _record(self, request: Any, fields: dict[str, Any]) -> None:
         """Record a request's outcome for the next kernel, in case the present one dies before the reply arrives."""
         assert self._kept is not None
         group = self._kept.group
@@ -131,7 +131,7 @@ class _SessionRank:
             group = "broken" if group == "broken" or fields["breaks_group"] else "unchecked"
         renewals = getattr(request, "renewals", self._kept.renewals)
         self._kept = msgspec.structs.replace(self._kept, requests=request.number, renewals=renewals, group=group)
-        if type(request) in _USERS:
+        if type(request) in _USER_CODE:
             failed = fields.get("failed")
             if failed is not None:
                 failed = msgspec.structs.replace(failed, exception=b"")  # the exception may have large values
@@ -149,7 +149,7 @@ class _SessionRank:
                 reporting.reporter().forget_unread()
             if "values" in fields:
                 fields, descriptors = self._sealed(fields, opened)
-            self._note(request, fields)
+            self._record(request, fields)
             streams.flush()
             reply = messages.Reply(
                 number=request.number,
@@ -166,7 +166,7 @@ class _SessionRank:
     @contextlib.contextmanager
     def _serving(self, request: Any) -> Iterator[None]:
         """Report the request that a rank of a detached session serves, for readers of the journal."""
-        if not self.is_detached or type(request) not in _USERS:
+        if not self.is_detached or type(request) not in _USER_CODE:
             yield
             return
         reporting.reporter().send(events.Serving(cell=_title(request)))
@@ -361,8 +361,8 @@ _HANDLERS: dict[type, Any] = {
     messages.Detach: _SessionRank._detach,
 }
 
-_USERS = {messages.Execute, messages.Call, messages.Pull, messages.Debug}
-_INTERRUPTIBLE = {*_USERS, messages.RenewGroup}
+_USER_CODE = {messages.Execute, messages.Call, messages.Pull, messages.Debug}
+_INTERRUPTIBLE = {*_USER_CODE, messages.RenewGroup}
 _FRESH = messages.RetainedState(own=[], sent=[], requests=0, renewals=0, group="sound", failed=None, title="")
 
 
