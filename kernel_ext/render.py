@@ -50,33 +50,20 @@ _ALARMING = ("failed", "killed", "lost", "silent", "behind")
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """Facts about a run that aren't in its ranks' state.
-
-    Attributes:
-        devices: The devices that it runs on, such as ``2 CPUs``.
-        precision: The mixed precision, ``no`` if there is none.
-        status: ``starting``, ``running``, ``succeeded``, ``failed``, ``stopped`` or ``detached``.
-        elapsed_s: The running time so far, or in all.
-        hint: A hint for the reader, such as how to stop the run; may be empty.
-        failed_rank: The rank that failed first.
-        traceback: That rank's traceback; empty if there is none.
-        is_background: Whether no cell waits for the run, so that only the panel reports a failure.
-        log_folder: Folder of the ranks' whole output, empty if there is none.
-        profile: The latest profile that was made with the panel's button.
-    """
+    """Facts about a run that aren't in its ranks' state."""
 
     name: str
-    devices: str
-    precision: str
-    status: str
-    elapsed_s: float
-    hint: str = ""
-    failed_rank: int | None = None
-    traceback: str = ""
-    is_background: bool = False
-    log_folder: str = ""
+    devices: str  # that it runs on, such as ``2 CPUs``
+    precision: str  # the mixed precision, ``no`` if there is none
+    status: str  # ``starting``, ``running``, ``succeeded``, ``failed``, ``stopped`` or ``detached``
+    elapsed_s: float  # the running time so far, or in all
+    hint: str = ""  # for the reader, such as how to stop the run
+    failed_rank: int | None = None  # the rank that failed first
+    traceback: str = ""  # that rank's; empty if there is none
+    is_background: bool = False  # whether no cell waits for the run, so that only the panel reports a failure
+    log_folder: str = ""  # of the ranks' whole output, empty if there is none
     diagnosis: Diagnosis = dataclasses.field(default_factory=Diagnosis)
-    profile: Profile | None = None
+    profile: Profile | None = None  # the latest that was made with the panel's button
 
     @property
     def has_ended(self) -> bool:
@@ -217,19 +204,13 @@ def table_html(state: RunState, now_s: float, steps: Mapping[int, Phases] = {}, 
 
 @dataclasses.dataclass(frozen=True)
 class _TableColumn:
-    """A column of the table.
-
-    Attributes:
-        text: Returns a rank's cell as text.
-        kind: The CSS class of the cells.
-        html: Returns a rank's cell as HTML, where that is more than its text.
-        together: Returns several ranks' common cell as HTML; empty if they have nothing in common.
-    """
+    """A column of the table."""
 
     head: str
-    text: Callable[[RankState], str]
-    kind: str = ""
-    html: Callable[[RankState], str] | None = None
+    text: Callable[[RankState], str]  # returns a rank's cell as text
+    kind: str = ""  # the CSS class of the cells
+    html: Callable[[RankState], str] | None = None  # returns a rank's cell as HTML, where that is more than its text
+    # Returns several ranks' common cell as HTML; empty if they have nothing in common.
     together: Callable[[Sequence[RankState]], str] = lambda _: ""
 
     def cell(self, ranks: Sequence[RankState]) -> str:

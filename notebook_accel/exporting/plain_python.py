@@ -211,18 +211,13 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 class Body:
     """A cell's statements, sorted into imports, definitions and the main program.
 
-    Attributes:
-        imports: The imports at the beginning.
-        definitions: The texts of functions and classes that can come before the main program.
-        defines: The names of these functions and classes.
-        guarded: The text of the main program, not indented.
-        arguments: The arguments, from ``args``, of the function that the cell ends by defining, if it ``calls`` one.
+    ``calls`` is the name of the function that the cell ends by defining, if it does, and ``args`` has its arguments.
     """
 
     def __init__(self, source: str, calls: str = "", args: str | None = None) -> None:
-        self.imports: list[str] = []
-        self.definitions: list[str] = []
-        self.defines: set[str] = set()
+        self.imports: list[str] = []  # those at the beginning
+        self.definitions: list[str] = []  # texts of functions and classes that can come before the main program
+        self.defines: set[str] = set()  # the names of these functions and classes
         self.arguments = [ast.copy_location(ast.Expr(node), node) for node in _arguments(args)]
         parsed = statements(source)
         kept = self._part(parsed)
@@ -233,7 +228,7 @@ class Body:
         elif kept and kept[-1] is parsed[-1]:
             parts[-1] = f"{kept[-1].above}{_with_value_shown(kept[-1], names)}"
         after = source.splitlines()[parsed[-1].last_line :]
-        self.guarded = "\n".join([*parts, *after]).strip("\n")
+        self.guarded = "\n".join([*parts, *after]).strip("\n")  # the main program, not indented
 
     def _part(self, statements: Sequence[Statement]) -> list[Statement]:
         """Move the imports and definitions that can safely come first, and return the other statements."""

@@ -38,17 +38,11 @@ def in_a_line(state: RunState) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RunErrors:
-    """Builds errors from the state of a run.
+    """Builds errors from the state of a run."""
 
-    Attributes:
-        start_method: The ranks' start method.
-        unsent: Names that couldn't be sent, with the reason.
-        by_value: Functions and classes that were sent by value, to which exceptions may refer.
-    """
-
-    start_method: str
-    unsent: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    by_value: Sequence[Any] = ()
+    start_method: str  # the ranks'
+    unsent: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names that couldn't be sent, with the reason
+    by_value: Sequence[Any] = ()  # functions and classes that were sent by value, to which exceptions may refer
 
     def first(self, state: RunState) -> RankFailedError | None:
         """Return the error of the rank that failed first, ``None`` if no rank has failed."""

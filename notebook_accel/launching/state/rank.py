@@ -37,12 +37,9 @@ class LastSteps:
     """The times of a rank's last steps, for its rate and for noticing that it has stalled.
 
     Times are seconds of ``time.monotonic()``.
-
-    Attributes:
-        stepped_s: Time of the last step, ``None`` before the first.
     """
 
-    stepped_s: float | None = None
+    stepped_s: float | None = None  # time of the last step
     _count: int = 0
     _samples: collections.deque[tuple[float, int]] = dataclasses.field(default_factory=collections.deque)
     _step_times_s: collections.deque[float] = dataclasses.field(

@@ -26,15 +26,11 @@ Sums = tuple[float, ...]
 
 @dataclasses.dataclass
 class StepHistory:
-    """The times of one rank's steps.
+    """The times of one rank's steps."""
 
-    Attributes:
-        total: The steps of the whole run as one event, ``None`` before the first.
-        sums: Running sums over the whole run, by the milliseconds of the events' clock. The difference between any two
-            points is exact, also where points between them were left out.
-    """
-
-    total: events.StepTimes | None = None
+    total: events.StepTimes | None = None  # the steps of the whole run as one event
+    # Running sums over the whole run, by the milliseconds of the events' clock. The difference between any two points
+    # is exact, also where points between them were left out.
     sums: Series[Sums] = dataclasses.field(default_factory=lambda: Series(_MOST_POINTS))
     _kept: collections.deque[events.StepTimes] = dataclasses.field(default_factory=collections.deque)
     _counted_ms: int = 0  # the last point's time
@@ -135,21 +131,13 @@ _SHORTEST_MS = 2000  # ranks report about once a second
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """The phases of the steps in an interval of a run.
+    """The phases of the steps in an interval of a run."""
 
-    Attributes:
-        begin_s: Its start, in seconds since the first steps of the run were measured.
-        end_s: Its end.
-        mean: The mean over all ranks of the seconds of a step by phase; ``None`` if no rank has done a step.
-        ranks: The seconds of a step by phase, for each rank that is shown by itself and has done a step.
-        first_step: The number of steps that a rank had done before the interval.
-    """
-
-    begin_s: float
+    begin_s: float  # since the first steps of the run were measured
     end_s: float
-    mean: Phases | None
-    ranks: Mapping[int, Phases]
-    first_step: int = 0
+    mean: Phases | None  # over all ranks; ``None`` if no rank has done a step
+    ranks: Mapping[int, Phases]  # of each rank that is shown by itself and has done a step
+    first_step: int = 0  # number of steps that a rank had done before the interval
 
 
 def split_waiting(steps: Mapping[int, Phases]) -> dict[int, Phases]:

@@ -144,19 +144,13 @@ def _label(ranks: Iterable[int]) -> str:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RankLine:
-    """One shown line, and the ranks that printed it, by their numbers on this node.
-
-    Attributes:
-        came_s: Time at which the first rank printed it.
-        due_s: Time after which no other rank can join it.
-        number: Its position among the unsettled lines.
-    """
+    """One shown line, and the ranks that printed it, by their numbers on this node."""
 
     ranks: set[int]
     text: str
-    came_s: float
-    due_s: float
-    number: int
+    came_s: float  # time at which the first rank printed it
+    due_s: float  # time after which no other rank can join it
+    number: int  # its position among the unsettled lines
 
 
 class AlikeLines:
