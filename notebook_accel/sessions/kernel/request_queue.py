@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +14,14 @@ from notebook_accel.uninterruptible import Latch
 _POLL_PERIOD_S = 0.1
 
 
+@dataclasses.dataclass(eq=False)
+class _Turn:
+    """The turn of a request."""
+
+    title: str  # the request in words
+    has_come: Latch = dataclasses.field(default_factory=Latch)
+
+
 class RequestQueue:
     """Gives the ranks to one request at a time, in order of arrival.
 
@@ -21,12 +30,12 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queue: list[tuple[str, Latch]] = []  # each request in words, and a latch that is set when its turn comes
+        self._queue: list[_Turn] = []  # first that of the request that has the ranks
 
     @property
     def titles(self) -> list[str]:
         """The requests in words: first the one that has the ranks, then those that wait."""
-        return [title for title, _ in list(self._queue)]
+        return [turn.title for turn in list(self._queue)]
 
     @contextlib.contextmanager
     def turn(
@@ -41,16 +50,16 @@ class RequestQueue:
         ``check`` is called repeatedly during the wait; an exception that it raises ends only the wait. ``on_status`` is
         called with ``waiting`` if the request must wait; without ``on_status``, a message names the request in front.
         """
-        mine = title, Latch()
+        mine = _Turn(title)
         try:
             busy_with = self._join(mine)
             if busy_with and on_status is not None:
                 on_status("waiting")
             elif busy_with:
                 sys.stderr.write(f"[{title} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
-            while not mine[1].is_set:
+            while not mine.has_come.is_set:
                 check()
-                mine[1].wait(_POLL_PERIOD_S)
+                mine.has_come.wait(_POLL_PERIOD_S)
             yield
         finally:
             self._leave(mine)
@@ -58,7 +67,7 @@ class RequestQueue:
     @contextlib.contextmanager
     def if_free(self, title: str) -> Iterator[bool]:
         """Reserve the ranks for the body if they are free now. Yield whether they are."""
-        mine = title, Latch()
+        mine = _Turn(title)
         with self._lock:
             is_free = not self._queue
             if is_free:
@@ -68,17 +77,17 @@ class RequestQueue:
         finally:
             self._leave(mine)
 
-    def _join(self, turn: tuple[str, Latch]) -> str:
+    def _join(self, turn: _Turn) -> str:
         """Join the queue. Return the title of the request that has the ranks; empty if they were free."""
         with self._lock:
             self._queue.append(turn)
             first = self._queue[0]
-            first[1].set()
-            return "" if first is turn else first[0]  # read under the lock: soon the caller itself may be first
+            first.has_come.set()
+            return "" if first is turn else first.title  # read under the lock: soon the caller itself may be first
 
-    def _leave(self, turn: tuple[str, Latch]) -> None:
+    def _leave(self, turn: _Turn) -> None:
         with self._lock:
             if turn in self._queue:
                 self._queue.remove(turn)
             if self._queue:
-                self._queue[0][1].set()
+                self._queue[0].has_come.set()
