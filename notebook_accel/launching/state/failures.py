@@ -184,21 +184,9 @@ _KILLED = "notebook-accel didn't send the signal."
 _CRASHED = "Native code has crashed. The lines of Python that had called it are shown here, the innermost first."
 _OURS = f'  File "{code_places.OURS}'
 _LESS_MEMORY = "fewer ranks, fewer DataLoader workers or smaller batches: each rank holds all the data that it loads"
-_MORE_ADDRESSES = "ulimit -v unlimited, where Jupyter or the shell's command is started; or smaller batches"
-_LESS_DEVICE_MEMORY = "smaller batches with more gradient_accumulation_steps, or mixed_precision='bf16'"
-_NO_SHARED_MEMORY = "Most often there is no room left in /dev/shm, through which DataLoader workers send their batches."
-_MORE_SHARED_MEMORY = "fewer DataLoader workers, or a larger /dev/shm (docker run --shm-size=8g)"
-_BUILT_IN_THE_FUNCTION = "Or memory was short: under fork, each rank may have built a model for itself"
-_EACH_ITS_OWN = "{ranks} ranks each built their own model, if the function builds it."
 _BUILD_OUTSIDE = (
     "if the function builds the model, build it in another cell and pass it as an argument: ranks then share it"
 )
-_NO_DEBUGGER = "A rank has no keyboard, so a debugger that waits for input in it ends at once."
-_OF_EARLIER_RANKS = (
-    "an earlier cell assigned {name!r} in its ranks, which have ended, and each launch has ranks of its own. Add "
-    "--pull {name} to that cell to get it into the notebook, or keep ranks between cells with %distributed start"
-)
-_DEBUG_ELSEWHERE = "--start_method inline, in which pdb works; in a session, %distributed debug after an error"
 # torch's messages about a GPU where it has none, as in the first cells of a notebook that was written on a GPU.
 _NO_CUDA = re.compile(
     r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available|"
@@ -206,33 +194,31 @@ _NO_CUDA = re.compile(
 )
 _NO_NCCL = re.compile(r"doesn't have NCCL built in|ProcessGroupNCCL is only supported with GPUs")
 _NO_GPU = "The rank has no GPU that its PyTorch can use."
-_ANY_DEVICE = "accelerator.device, or 'cuda' only if torch.cuda.is_available()"
-_GLOO = "init_process_group() without a backend, which takes gloo on a CPU and nccl on GPUs"
 # The message of torch's DataLoader about a worker that was killed.
 _LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)", re.DOTALL)
 
 
 def explain_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, str, str]:
     """Return an addition to the description of a rank's death, its likely reason, and advice."""
-    if end.signal == signal.SIGKILL:
-        if end.shortage is None:
-            return "", f"{_KILLED}{_after_limit()}", ""
-        used = f"The rank had used up to {format_size(end.peak_bytes)}. " if end.peak_bytes else ""
+    peak = f"had used up to {format_size(end.peak_bytes)}" if end.peak_bytes else ""
+    if end.signal == signal.SIGKILL and end.shortage is not None:
+        used = f"The rank {peak}. " if peak else ""
         fix = f"{_BUILD_OUTSIDE}; or {_LESS_MEMORY}" if start_method == "fork" else _LESS_MEMORY
         return ": out of host memory", used + describe_shortage(end.shortage), fix
-    if end.signal == signal.SIGXCPU:
+    if end.signal in (signal.SIGKILL, signal.SIGXCPU):
         return "", f"{_KILLED}{_after_limit()}", ""
     if end.signal == signal.SIGBUS:
-        return "", _NO_SHARED_MEMORY, _MORE_SHARED_MEMORY
+        why = "Most often there is no room left in /dev/shm, through which DataLoader workers send their batches."
+        return "", why, "fewer DataLoader workers, or a larger /dev/shm (docker run --shm-size=8g)"
     if end.signal == signal.SIGSEGV and start_method == "fork":
-        if end.shortage is None:
-            many = "is 1 rank" if ranks == 1 else f"are {ranks} ranks"
-            peak = f": this rank had used up to {format_size(end.peak_bytes)}, and there {many}"
-            used = peak if end.peak_bytes else ""
-            return "", f"{_CRASHED} {_BUILT_IN_THE_FUNCTION}{used}.", _BUILD_OUTSIDE
-        used = f"This rank had used up to {format_size(end.peak_bytes)}; " if end.peak_bytes else ""
-        why = used + _EACH_ITS_OWN.format(ranks=ranks)
-        return ": out of host memory", f"{describe_shortage(end.shortage)} {why}", _BUILD_OUTSIDE
+        if end.shortage is not None:
+            used = f"This rank {peak}; " if peak else ""
+            why = f"{used}{ranks} ranks each built their own model, if the function builds it."
+            return ": out of host memory", f"{describe_shortage(end.shortage)} {why}", _BUILD_OUTSIDE
+        many = "is 1 rank" if ranks == 1 else f"are {ranks} ranks"
+        used = f": this rank {peak}, and there {many}" if peak else ""
+        why = f"Or memory was short: under fork, each rank may have built a model for itself{used}."
+        return "", f"{_CRASHED} {why}", _BUILD_OUTSIDE
     if end.signal in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
         return "", _CRASHED, ""
     return "", "", ""
@@ -273,17 +259,20 @@ def explain_exception(
             + (" of the host's" if report.kind == "host" else "")
             for rank, report in sorted(memory.items())
         ]
-        return f"Memory in use then, {', '.join(used)}." if used else "", _LESS_DEVICE_MEMORY
+        fix = "smaller batches with more gradient_accumulation_steps, or mixed_precision='bf16'"
+        return f"Memory in use then, {', '.join(used)}." if used else "", fix
     if end is not None and end.shortage is not None and _LOST_WORKER.search(failed.message):
         return f"Out of host memory. {describe_shortage(end.shortage)}", _LESS_MEMORY
     if failed.kind == "MemoryError" and (limit_bytes := _limit("RLIMIT_AS")) is not None:
-        return f"A process may have {format_size(limit_bytes)} of addresses here (ulimit -v).", _MORE_ADDRESSES
+        fix = "ulimit -v unlimited, where Jupyter or the shell's command is started; or smaller batches"
+        return f"A process may have {format_size(limit_bytes)} of addresses here (ulimit -v).", fix
     if failed.kind == "BdbQuit":
-        return _NO_DEBUGGER, _DEBUG_ELSEWHERE
+        why = "A rank has no keyboard, so a debugger that waits for input in it ends at once."
+        return why, "--start_method inline, in which pdb works; in a session, %distributed debug after an error"
     if _NO_NCCL.search(failed.message):
-        return _NO_GPU, _GLOO
+        return _NO_GPU, "init_process_group() without a backend, which takes gloo on a CPU and nccl on GPUs"
     if _NO_CUDA.search(failed.message):
-        return _NO_GPU, _ANY_DEVICE
+        return _NO_GPU, "accelerator.device, or 'cuda' only if torch.cuda.is_available()"
     return "", _of_missing_name(failed, unsent)
 
 
@@ -293,11 +282,17 @@ def _of_missing_name(failed: Failed, unsent: Mapping[str, str]) -> str:
     found = re.fullmatch(r"name '(\w+)' is not defined", message) if failed.kind == "NameError" else None
     if found is None:
         return ""
-    if found[1] not in vars(sys.modules["__main__"]):
-        return _OF_EARLIER_RANKS.format(name=found[1]) if _was_assigned_in_ranks(found[1]) else ""
-    if found[1] in unsent:
-        return f"assign {found[1]!r} in the cell before it is used. The notebook's own {unsent[found[1]]}"
-    return f"the notebook has {found[1]!r}, but the launch couldn't see that the code uses it: --push {found[1]}"
+    name = found[1]
+    if name in unsent and name in vars(sys.modules["__main__"]):
+        return f"assign {name!r} in the cell before it is used. The notebook's own {unsent[name]}"
+    if name in vars(sys.modules["__main__"]):
+        return f"the notebook has {name!r}, but the launch couldn't see that the code uses it: --push {name}"
+    if not _was_assigned_in_ranks(name):
+        return ""
+    return (
+        f"an earlier cell assigned {name!r} in its ranks, which have ended, and each launch has ranks of its own. Add "
+        f"--pull {name} to that cell to get it into the notebook, or keep ranks between cells with %distributed start"
+    )
 
 
 def _was_assigned_in_ranks(name: str) -> bool:
