@@ -57,6 +57,8 @@ class Progress(_Event, frozen=True, kw_only=True):
 WAITING = "waiting"
 PHASES = ("data", "copy", "forward", "backward", "communication", WAITING, "optimizer", "evaluation", "other")
 """The phases of a step on one rank, in their order."""
+SPLIT_PHASES = tuple(name for name in PHASES if name not in ("backward", "evaluation"))
+"""The phases whose collectives and copies to the device count as phases of their own."""
 
 
 class SampledLine(msgspec.Struct, frozen=True):
