@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from notebook_accel.formatting import format_count, plain_lines
-from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, line_prefix
+from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, margin
 from notebook_accel.protocol import events
 
 _HEAD_LINES = 200
@@ -44,7 +44,7 @@ class OutputLog:
     """
 
     def __init__(self, world_size: int, prefix: Callable[[Iterable[int]], str] | None = None) -> None:
-        self.prefix = prefix or functools.partial(line_prefix, total=world_size)
+        self.prefix = prefix or functools.partial(margin, total=world_size)
         self.count = 0  # of lines in all
         self.error_count = 0  # of lines that looked like errors
         # The last of those that looked like errors, even if they are no longer in ``head`` or ``tail``.

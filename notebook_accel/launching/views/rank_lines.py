@@ -120,7 +120,7 @@ _MOST_SPANS = 5  # in the margin
 _ROLE = "default_role"  # torch elastic's name of the role
 
 
-def line_prefix(ranks: Iterable[int], total: int, *, first: int = 0, template: str = "") -> str:
+def margin(ranks: Iterable[int], total: int, *, first: int = 0, template: str = "") -> str:
     """Return the prefix of a line that these ranks print.
 
     Args:
@@ -153,27 +153,22 @@ class RankLine:
     number: int  # its position among the unsettled lines
 
 
+@dataclasses.dataclass
 class AlikeLines:
     """Orders the ranks' lines for showing, and joins equal lines of several ranks into one.
 
     A rank's line joins an equal line of other ranks that came a moment before. No line is lost, and each rank's lines
     keep their order. Otherwise lines of different ranks keep their order of arrival, unless they arrived so close
     together that this order means nothing.
-
-    Args:
-        world_size: Number of ranks on this node.
-        moment_s: Seconds in which other ranks may still join a line.
-        settle: A function that takes each line in order, once no rank can join it any more.
     """
 
-    def __init__(self, world_size: int, moment_s: float, settle: Callable[[RankLine], object]) -> None:
-        self._world_size = world_size
-        self._moment_s = moment_s
-        self._settle = settle
-        self._unsettled: collections.OrderedDict[int, RankLine] = collections.OrderedDict()
-        self._by_text: dict[str, list[RankLine]] = {}  # in order, as the numbers are
-        self._last: dict[int, int] = {}  # the number of each rank's last line
-        self._next = 0
+    _world_size: int  # number of ranks on this node
+    _moment_s: float  # in which other ranks may still join a line
+    _settle: Callable[[RankLine], object]  # takes each line in order, once no rank can join it any more
+    _unsettled: collections.OrderedDict[int, RankLine] = dataclasses.field(default_factory=collections.OrderedDict)
+    _by_text: dict[str, list[RankLine]] = dataclasses.field(default_factory=dict)  # in order, as the numbers are
+    _last: dict[int, int] = dataclasses.field(default_factory=dict)  # the number of each rank's last line
+    _next: int = 0
 
     @property
     def unsettled(self) -> list[RankLine]:

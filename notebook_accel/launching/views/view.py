@@ -90,7 +90,7 @@ class NoView:
 def line_prefix(job: Job, ranks: Iterable[int]) -> str:
     """Return the prefix of a line that these ranks print: the option's template filled in, or their numbers."""
     template = job.config.log_line_prefix_template or ""
-    return rank_lines.line_prefix(ranks, job.total_ranks, first=job.first_rank, template=template)
+    return rank_lines.margin(ranks, job.total_ranks, first=job.first_rank, template=template)
 
 
 def describe_interrupt(job: Job) -> str:
