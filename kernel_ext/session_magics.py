@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
+from kernel_ext import commands
 from kernel_ext.arguments import Parser, names, split
 from notebook_accel import config as configuration
 from notebook_accel.errors import CellError, ResultError, RunError
@@ -62,9 +63,6 @@ class SessionMagics:
         configuration.add_flags(self._start_parser)
         detach = "The ranks outlive the kernel. %%distributed attach NAME finds them again."
         self._start_parser.add_argument("--detach", action="store_true", help=detach)
-        self._leave_parser = Parser("%distributed detach")
-        self._leave_parser.add_argument("name", nargs="?", default="")
-        self._leave_parser.add_argument("--run", default="", metavar="NAME")
         self._names_parsers = {magic: _names_parser(magic) for magic in ("%push", "%pull")}
         self.session: Session | None = None
         self.help = _CellHelp(shell, lambda: self.session)
@@ -94,16 +92,13 @@ class SessionMagics:
         mine = next((entry for entry in running if entry.job is self.session.job), None)
         if mine is None:  # the session has already ended
             return not arguments
+        names_of_mine = (str(mine.number), mine.name)
         if command == "detach":
-            given = self._leave_parser.parse(arguments)
-            return (
-                given.run in (str(mine.number), mine.name)
-                if given.run
-                else given.name == mine.name or running == [mine]
-            )
+            given = commands.COMMANDS["detach"].parse(arguments)
+            return given.run in names_of_mine if given.run else given.name == mine.name or running == [mine]
         if not arguments:
             return running == [mine]
-        return arguments[-1].removeprefix("--run=") in (str(mine.number), mine.name)
+        return arguments[-1].removeprefix("--run=") in names_of_mine
 
     def run(self, line: str) -> None:
         """Run ``%distributed start``, ``stop``, ``restart``, ``debug``, ``attach`` or ``detach``."""
@@ -114,7 +109,7 @@ class SessionMagics:
         elif command == "attach":
             self._attach(*shlex.split(rest))
         elif command == "detach":
-            self._leave(self._leave_parser.parse(split(rest, "%distributed detach")).name)
+            self._leave(commands.COMMANDS["detach"].parse(split(rest, "%distributed detach")).name)
         elif command == "restart":
             self._restart(rest.split())
         elif command == "debug":
