@@ -16,7 +16,7 @@ import pytest
 
 from notebook_accel.sessions.kernel import interrupts as interrupts_module
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
-from notebook_accel.sessions.kernel.request_queue import RequestQueue
+from notebook_accel.sessions.kernel.pending_request import RequestQueue
 from notebook_accel.sessions.kernel.session import Session
 from tests import processes
 from tests.sessions.conftest import interrupted, runs

@@ -1,4 +1,7 @@
-"""The kernel's wait for the ranks' answers to a request, during which ranks may die and interrupts may come."""
+"""A request's waits in the kernel: for its turn, and for the ranks' answers.
+
+Meanwhile ranks may die and interrupts may come.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,104 @@ import contextlib
 import dataclasses
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from notebook_accel.errors import NotebookAccelError, RunError
 from notebook_accel.formatting import ranks_in_words
+from notebook_accel.launching.kernel.job import Status
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.output import CellOutput
 from notebook_accel.sessions.kernel.rank_connections import RankConnections, RankRequest
+from notebook_accel.uninterruptible import Latch
 
 _TICK_S = 0.1
 _HEAD_START_S = 0.2  # for other ranks to fail by themselves after a first failure
 _ALONE_S = 3.0  # that some ranks may take longer than others before their stacks are inspected
 _STACKS_DEADLINE_S = 2.0
 _PATIENCE_S = 60.0  # after which an interrupted rank is killed; until then it may end a long call of C++ code
+
+
+@dataclasses.dataclass(eq=False)
+class _Turn:
+    """The turn of a request."""
+
+    title: str  # the request in words
+    has_come: Latch = dataclasses.field(default_factory=Latch)
+
+
+class RequestQueue:
+    """Gives the ranks to one request at a time, in order of arrival.
+
+    Each request waits in its own thread, with interrupts held.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: list[_Turn] = []  # first that of the request that has the ranks
+
+    @property
+    def titles(self) -> list[str]:
+        """The requests in words: first the one that has the ranks, then those that wait."""
+        return [turn.title for turn in list(self._queue)]
+
+    @contextlib.contextmanager
+    def turn(
+        self,
+        title: str,
+        check: Callable[[], None] = lambda: None,
+        *,
+        on_status: Callable[[Status], object] | None = None,
+    ) -> Iterator[None]:
+        """Wait until the ranks are free, and reserve them for the body.
+
+        ``check`` is called repeatedly during the wait; an exception that it raises ends only the wait. ``on_status`` is
+        called with ``waiting`` if the request must wait; without ``on_status``, a message names the request in front.
+        """
+        mine = _Turn(title)
+        try:
+            busy_with = self._join(mine)
+            if busy_with and on_status is not None:
+                on_status("waiting")
+            elif busy_with:
+                sys.stderr.write(f"[{title} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
+            while not mine.has_come.is_set:
+                check()
+                mine.has_come.wait(_TICK_S)
+            yield
+        finally:
+            self._leave(mine)
+
+    @contextlib.contextmanager
+    def if_free(self, title: str) -> Iterator[bool]:
+        """Reserve the ranks for the body if they are free now. Yield whether they are."""
+        mine = _Turn(title)
+        with self._lock:
+            is_free = not self._queue
+            if is_free:
+                self._queue.append(mine)
+        try:
+            yield is_free
+        finally:
+            self._leave(mine)
+
+    def _join(self, turn: _Turn) -> str:
+        """Join the queue. Return the title of the request that has the ranks; empty if they were free."""
+        with self._lock:
+            self._queue.append(turn)
+            first = self._queue[0]
+            first.has_come.set()
+            return "" if first is turn else first.title  # read under the lock: soon the caller itself may be first
+
+    def _leave(self, turn: _Turn) -> None:
+        with self._lock:
+            if turn in self._queue:
+                self._queue.remove(turn)
+            if self._queue:
+                self._queue[0].has_come.set()
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -40,7 +125,7 @@ class PendingRequest(RankRequest):
     _interrupt_s: float | None = None
     _is_reported: bool = False
     _alone_s: float | None = None  # time since which only some ranks are busy
-    _inspection_s: float = _ALONE_S  # seconds from then to the next inspection of their stacks
+    _inspections: int = 0  # of their stacks so far; each comes after twice the time of the one before
 
     def send_and_wait(self) -> None:
         """Send the request and wait until every rank has answered or died.
@@ -124,9 +209,9 @@ class PendingRequest(RankRequest):
     def _look_for_waiting(self, now_s: float) -> None:
         """Report ranks that wait in a collective while the other ranks are idle."""
         self._alone_s = self._alone_s or now_s
-        if self.stacks is None or now_s - self._alone_s < self._inspection_s:
+        if self.stacks is None or now_s - self._alone_s < _ALONE_S * 2**self._inspections:
             return
-        self._inspection_s *= 2
+        self._inspections += 1
         with contextlib.suppress(NotebookAccelError):  # no stacks in time, or the session is over
             stacks, pending = self.stacks(_STACKS_DEADLINE_S), self.pending
             waiting = [stack for stack in stacks if stack.rank in pending and stack.waits_in not in ("", "backward")]

@@ -29,9 +29,8 @@ from notebook_accel.sessions.kernel.failures import GroupRecovery
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.namespace_sync import Inputs, NamespaceSync, Parcel
 from notebook_accel.sessions.kernel.output import CellOutput
-from notebook_accel.sessions.kernel.pending_request import Console, PendingRequest
+from notebook_accel.sessions.kernel.pending_request import Console, PendingRequest, RequestQueue
 from notebook_accel.sessions.kernel.rank_connections import RankConnections
-from notebook_accel.sessions.kernel.request_queue import RequestQueue
 from notebook_accel.sessions.listener import JoinedRank, Listener
 from notebook_accel.sessions.ranks import loop
 
