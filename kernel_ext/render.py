@@ -209,14 +209,13 @@ class _TableColumn:
     head: str
     text: Callable[[RankState], str]  # returns a rank's cell as text
     kind: str = ""  # the CSS class of the cells
-    html: Callable[[RankState], str] | None = None  # returns a rank's cell as HTML, where that is more than its text
-    # Returns several ranks' common cell as HTML; empty if they have nothing in common.
-    together: Callable[[Sequence[RankState]], str] = lambda _: ""
+    # Returns the cell of one rank, or of several that share a row, as HTML. Without it, only one rank's has its text.
+    html: Callable[[Sequence[RankState]], str] | None = None
 
     def cell(self, ranks: Sequence[RankState]) -> str:
-        if len(ranks) > 1:
-            return self.together(ranks)
-        return self.html(ranks[0]) if self.html is not None else html.escape(self.text(ranks[0]))
+        if self.html is not None:
+            return self.html(ranks)
+        return html.escape(self.text(ranks[0])) if len(ranks) == 1 else ""
 
 
 def _number_column(
@@ -228,7 +227,7 @@ def _number_column(
         known = [number for rank in ranks if (number := value(rank)) is not None]
         return written(statistics.fmean(known)) if known else _UNKNOWN
 
-    return _TableColumn(head, lambda rank: mean([rank]), f"nba-number {kind}".strip(), together=mean)
+    return _TableColumn(head, lambda rank: mean([rank]), f"nba-number {kind}".strip(), mean)
 
 
 class _Table:
@@ -284,25 +283,21 @@ class _Table:
     def _columns(self) -> list[_TableColumn]:
         """Return the columns for which some rank has a value."""
         ranks, names = self._state.ranks, self._state.metric_names
-
-        def badge_of(rank: RankState) -> str:
-            return _badge(self._word(rank))
-
-        columns = [_TableColumn("state", self._word, html=badge_of, together=lambda ranks: badge_of(ranks[0]))]
+        columns = [_TableColumn("state", self._word, html=lambda ranks: _badge(self._word(ranks[0])))]
         if any(rank.step is not None for rank in ranks):
-            columns.append(_TableColumn("step", _step_text, html=_step_html, together=_steps_html))
+            columns.append(_TableColumn("step", _step_text, html=_steps_html))
             columns.append(_number_column("steps/s", lambda rank: rank.steps_per_s(self._now_s), _rate))
         if self._steps:
-            columns.append(self._phases_column())
+            columns.append(_TableColumn("time of a step", self._phases_text, html=self._phases_html))
         for name in names[:_MOST_METRIC_COLUMNS]:
             head = shortened(name, _MOST_NAME_CHARACTERS)
             columns.append(_number_column(head, _metric(name), _in_digits, "nba-metric"))
         if any(rank.memory_used_bytes is not None for rank in ranks):
-            columns.append(_TableColumn("memory", _memory_text, html=_memory_html, together=_memories_html))
+            columns.append(_TableColumn("memory", _memory_text, html=_memory_html))
         if any(rank.utilisation is not None for rank in ranks):
             columns.append(_number_column("busy", lambda rank: rank.utilisation, "{:.0f} %".format))
         if not all(rank.has_ended or rank.last_event_s is None for rank in ranks):
-            columns.append(_TableColumn("seen", self._seen, "nba-seen", together=self._seen_longest_ago))
+            columns.append(_TableColumn("seen", self._seen, "nba-seen", self._seen_longest_ago))
         # The last column takes the remaining width. It is there from the start, so that other columns don't move when
         # one is added.
         if others := names[_MOST_METRIC_COLUMNS:]:
@@ -311,28 +306,22 @@ class _Table:
             columns.append(_TableColumn("last output", lambda rank: rank.last_line, "nba-last"))
         return columns
 
-    def _phases_column(self) -> _TableColumn:
-        """Make a column with a thin bar of the phases of a step."""
-        steps = self._steps
+    def _phases_text(self, rank: RankState) -> str:
+        return step_text(self._steps.get(rank.number))
 
-        def together(ranks: Sequence[RankState]) -> str:
-            return bar_html(mean_of([steps[rank.number] for rank in ranks if rank.number in steps]))
-
-        return _TableColumn(
-            "time of a step",
-            lambda rank: step_text(steps.get(rank.number)),
-            html=lambda rank: bar_html(steps.get(rank.number)),
-            together=together,
-        )
+    def _phases_html(self, ranks: Sequence[RankState]) -> str:
+        """Draw the phases of the ranks' mean step as a thin bar."""
+        return bar_html(mean_of([self._steps[rank.number] for rank in ranks if rank.number in self._steps]))
 
     def _other_metrics_column(self, names: Sequence[str]) -> _TableColumn:
         def text(rank: RankState) -> str:
             return _metrics_text(rank, names)
 
-        def titled(rank: RankState) -> str:  # the end may be cut off
-            return f'<span title="{html.escape(text(rank))}">{html.escape(text(rank))}</span>'
+        def titled(ranks: Sequence[RankState]) -> str:  # the end may be cut off
+            shown = html.escape(text(ranks[0]))
+            return f'<span title="{shown}">{shown}</span>' if len(ranks) == 1 else ""
 
-        return _TableColumn("other metrics", text, "nba-last nba-others", html=titled)
+        return _TableColumn("other metrics", text, "nba-last nba-others", titled)
 
     def _word(self, rank: RankState) -> str:
         return "behind" if rank.silent is None and rank.rank in self._behind else rank.word
@@ -435,7 +424,9 @@ def _step_html(rank: RankState) -> str:
 
 
 def _steps_html(ranks: Sequence[RankState]) -> str:
-    """Return the slowest and the fastest rank's step, with the slowest rank's bar."""
+    """Return a rank's step with a bar, or the slowest and the fastest rank's with the slowest rank's bar."""
+    if len(ranks) == 1:
+        return _step_html(ranks[0])
     slowest, fastest = (choose(ranks, key=lambda rank: rank.step or 0) for choose in (min, max))
     if slowest.step is None or fastest.step is None:
         return html.escape(_step_text(fastest))
@@ -459,7 +450,9 @@ def _memory_text(rank: RankState) -> str:
     return _UNKNOWN if rank.memory_used_bytes is None else " / ".join(_memory_sizes(rank))
 
 
-def _memory_html(rank: RankState) -> str:
+def _memory_html(ranks: Sequence[RankState]) -> str:
+    """Return the memory of the rank that uses most."""
+    rank = max(ranks, key=lambda rank: rank.memory_used_bytes or 0)
     if rank.memory_used_bytes is None or not rank.memory_total_bytes:
         return html.escape(_memory_text(rank))
     of = "Host memory" if rank.memory is None or rank.memory.kind == "host" else "Device memory"
@@ -467,9 +460,3 @@ def _memory_html(rank: RankState) -> str:
     attributes = f'role="meter" aria-label="{of} of rank {rank.number}" aria-valuetext="{_memory_text(rank)}"'
     used, total = _memory_sizes(rank)
     return f"{_bar(percent, 100, attributes, 'nba-memory')}{used} {faint(f'/ {total}')}"
-
-
-def _memories_html(ranks: Sequence[RankState]) -> str:
-    """Return the memory of the rank that uses most."""
-    known = [rank for rank in ranks if rank.memory_used_bytes is not None]
-    return _memory_html(max(known, key=lambda rank: rank.memory_used_bytes or 0)) if known else _UNKNOWN
