@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kernel_ext.charts import chart_html, shortened
 from kernel_ext.front_end import STYLE
@@ -315,7 +315,8 @@ class _Table:
 
     def _other_metrics_column(self, names: Sequence[str]) -> _TableColumn:
         def text(rank: RankState) -> str:
-            return _metrics_text(rank, names)
+            known = ((shortened(name, _MOST_NAME_CHARACTERS), rank.metrics.get(name)) for name in names)
+            return ", ".join(f"{name} {_in_digits(value)}" for name, value in known if value is not None)
 
         def titled(ranks: Sequence[RankState]) -> str:  # the end may be cut off
             shown = html.escape(text(ranks[0]))
@@ -396,11 +397,6 @@ def _in_digits(value: float) -> str:
 
 def _metric(name: str) -> Callable[[RankState], float | None]:
     return lambda rank: rank.metrics.get(name)
-
-
-def _metrics_text(rank: RankState, names: Iterable[str]) -> str:
-    known = (name for name in names if name in rank.metrics)
-    return ", ".join(f"{shortened(name, _MOST_NAME_CHARACTERS)} {_in_digits(rank.metrics[name])}" for name in known)
 
 
 def _step_text(rank: RankState) -> str:

@@ -27,9 +27,13 @@ class Statement:
 
     nodes: tuple[ast.stmt, ...]
     text: str  # with the comments that stand directly above
-    first_line: int  # the line on which the first one begins, decorators included; from 1
-    last_line: int  # the line on which the last one ends
+    lines: range  # from the line on which the first one begins, decorators included, to that on which the last one ends
     above: str  # blank lines and comments between the previous statement and the text
+
+    @property
+    def only(self) -> ast.stmt | None:
+        """The statement; ``None`` if several share the line."""
+        return self.nodes[0] if len(self.nodes) == 1 else None
 
 
 def statements(source: str) -> list[Statement]:
@@ -45,7 +49,7 @@ def statements(source: str) -> list[Statement]:
             begin -= 1
         above = "".join(f"{line}\n" for line in lines[end : begin - 1])
         if not all(isinstance(node, ast.Pass) for node in nodes):
-            found.append(Statement(tuple(nodes), "\n".join(lines[begin - 1 : last]), first, last, above))
+            found.append(Statement(tuple(nodes), "\n".join(lines[begin - 1 : last]), range(first, last + 1), above))
         end = last
     return found
 
@@ -227,7 +231,7 @@ class Body:
             parts.append(_shown(f"{calls}({', '.join(map(ast.unparse, self.arguments))})", names, may_be_none=True))
         elif kept and kept[-1] is parsed[-1]:
             parts[-1] = f"{kept[-1].above}{_with_value_shown(kept[-1], names)}"
-        after = source.splitlines()[parsed[-1].last_line :]
+        after = source.splitlines()[parsed[-1].lines[-1] :]
         self.guarded = "\n".join([*parts, *after]).strip("\n")  # the main program, not indented
 
     def _part(self, statements: Sequence[Statement]) -> list[Statement]:
@@ -237,13 +241,12 @@ class Body:
         assigned: set[str] = set()
         read: set[str] = set()
         for statement in statements:
-            node = statement.nodes[0]
             is_once = all(bound[name] == 1 for name in _binds(statement))
             if all(isinstance(part, (ast.Import, ast.ImportFrom)) for part in statement.nodes) and (
-                (is_once and not kept) or getattr(node, "module", "") == "__future__"
+                (is_once and not kept) or getattr(statement.nodes[0], "module", "") == "__future__"
             ):
                 self.imports += [ast.unparse(part) for part in statement.nodes]
-            elif is_once and len(statement.nodes) == 1 and _can_stand_first(node, assigned, read, is_first=not kept):
+            elif is_once and _can_stand_first(statement.only, assigned, read, is_first=not kept):
                 self.definitions.append(statement.text)
                 self.defines |= _binds(statement)
             else:
@@ -253,7 +256,7 @@ class Body:
         return kept
 
 
-def _can_stand_first(node: ast.stmt, assigned: set[str], read: set[str], *, is_first: bool) -> bool:
+def _can_stand_first(node: ast.stmt | None, assigned: set[str], read: set[str], *, is_first: bool) -> bool:
     """Return whether a definition is independent of the statements before it, and they of it."""
     if not isinstance(node, _DEFINITIONS) or node.name in read or assigned.intersection(reads_at_once(node)):
         return False
