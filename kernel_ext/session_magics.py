@@ -376,11 +376,11 @@ class _CellHelp:
         """Answer a completion request, with rank 0's names first."""
         reply = self._complete(code, cursor_pos)
         session = self._session_of(code, cursor_pos)
-        found = _BEFORE.search(code[:cursor_pos])
-        matches = [] if session is None or found is None else session.complete(found[0])
-        if not matches or found is None or not isinstance(reply, dict):
+        begun = _BEFORE.findall(code[:cursor_pos])[0]
+        matches = [] if session is None else session.complete(begun)
+        if not matches or not isinstance(reply, dict):
             return reply
-        start = cursor_pos - len(found[0])
+        start = cursor_pos - len(begun)
         others = reply["matches"] if reply.get("cursor_start") == start else []
         shown = {"matches": list(dict.fromkeys([*matches, *others])), "cursor_start": start, "cursor_end": cursor_pos}
         return {**shown, "metadata": {}, "status": "ok"}
@@ -388,8 +388,7 @@ class _CellHelp:
     def inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
         """Answer an inspection request, from rank 0 if it knows the name."""
         session = self._session_of(code, cursor_pos)
-        before, after = _BEFORE.search(code[:cursor_pos]), _AFTER.match(code, cursor_pos)
-        name = (before[0] if before else "") + (after[0] if after else "")
+        name = _BEFORE.findall(code[:cursor_pos])[0] + _AFTER.findall(code, cursor_pos)[0]
         lines = None if session is None or not name else session.describe(name)
         if lines:
             return {"status": "ok", "found": True, "data": {"text/plain": "\n".join(lines)}, "metadata": {}}
