@@ -63,20 +63,14 @@ def _timeline_html(profile: Profile) -> str:
     if not strips or not end_us:
         return ""
     are_few = len(ranks) <= _MOST_TITLED
-    rows = "".join(
-        _lane_html(rank, end_us, strips, _label(index, ranks), is_titled=are_few) for index, rank in enumerate(ranks)
-    )
+    labels = [f"rank {rank.rank}" if are_few or not index % _LABELLED_EVERY else "" for index, rank in enumerate(ranks)]
+    lanes = zip(ranks, labels, strict=True)
+    rows = "".join(_lane_html(rank, end_us, strips, label, is_titled=are_few) for rank, label in lanes)
     dense = "" if are_few else " nba-dense"
     return (
         f'{_key_html(ranks, [kind for kind, _ in strips])}<div class="nba-lanes{dense}">'
         f'<span></span><div class="nba-ticks">{_ticks_html(end_us)}</div>{rows}</div>'
     )
-
-
-def _label(index: int, ranks: Sequence[RankProfile]) -> str:
-    """Return a lane's label; empty for most lanes if there are many."""
-    is_labelled = len(ranks) <= _MOST_TITLED or index % _LABELLED_EVERY == 0
-    return f"rank {ranks[index].rank}" if is_labelled else ""
 
 
 def _key_html(ranks: Iterable[RankProfile], kinds: Sequence[SpanKind]) -> str:
