@@ -418,8 +418,9 @@ class RankPool:
     def _conclude(self, request: PendingRequest, parcels: list[Parcel], *, is_pull: bool) -> dict[int, Answer]:
         """Record the ranks' variables, show their output, and return their answers or raise their failure."""
         replies = dict(sorted(request.replies.items()))
+        lacking = [rank for rank, reply in replies.items() if reply.lacks_delivery]
         for parcel in parcels:
-            self.namespace_sync.sent(parcel, lacking=[rank for rank, reply in replies.items() if reply.lacks_delivery])
+            self.namespace_sync.record_sent(parcel, lacking=lacking)
         self._finish(replies)
         if request.lost or any(reply.failed is not None for reply in replies.values()):
             if self._is_closed:
@@ -468,7 +469,7 @@ class RankPool:
         """Let values that were pulled count as the ranks' values of these names, so that they aren't sent again."""
         numbers = self.namespace_sync.number_pulled(values)
         replies = self._ask(messages.CountAsPulled, self.alive, numbers=numbers)
-        self.namespace_sync.pulled(values, {rank: reply.lines for rank, reply in replies.items()})
+        self.namespace_sync.record_pulled(values, {rank: reply.lines for rank, reply in replies.items()})
 
     @property
     def _closed_text(self) -> str:
