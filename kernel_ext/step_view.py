@@ -9,6 +9,7 @@ import html
 from collections.abc import Mapping
 
 from kernel_ext.charts import stacked_html
+from kernel_ext.output import faint
 from notebook_accel.formatting import format_milliseconds
 from notebook_accel.launching.state.diagnosis import Diagnosis
 from notebook_accel.launching.state.step_times import Phases, mean_of, shown_ranks
@@ -50,8 +51,7 @@ def verdict_html(diagnosis: Diagnosis) -> str:
     if not diagnosis.verdicts:
         return ""
     first = diagnosis.verdicts[0]
-    cost = f" {html.escape(diagnosis.cost)}" if diagnosis.cost else ""
-    fix = f'<span class="nba-faint">{html.escape(first.fix)}{cost}</span>'
+    fix = faint(f"{first.fix} {diagnosis.cost}".rstrip())
     return f'<p class="nba-said nba-why"><b>Why slow</b> {html.escape(first.what)} {fix}</p>'
 
 
@@ -59,10 +59,7 @@ def step_html(diagnosis: Diagnosis) -> str:
     """Return the tab: the reasons, and the phases of a step of each rank, or of the mean and the last to arrive."""
     if not diagnosis.steps:
         return '<p class="nba-empty">Too few steps have been measured yet.</p>'
-    verdicts = "".join(
-        f"<li>{html.escape(verdict.what)} <span class='nba-faint'>{html.escape(verdict.fix)}</span></li>"
-        for verdict in diagnosis.verdicts
-    )
+    verdicts = "".join(f"<li>{html.escape(each.what)} {faint(each.fix)}</li>" for each in diagnosis.verdicts)
     said = f'<ul class="nba-verdicts">{verdicts}</ul>' if verdicts else f'<p class="nba-empty">{diagnosis.nothing}</p>'
     columns = _columns(diagnosis.steps)
     heads = "".join(f'<th scope="col" class="nba-number">{html.escape(name)}</th>' for name in columns)

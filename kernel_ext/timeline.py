@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from kernel_ext.charts import ticks
 from kernel_ext.front_end import STYLE
+from kernel_ext.output import faint
 from notebook_accel.formatting import format_milliseconds
 from notebook_accel.launching.state.profiles import Profile, RankProfile
 from notebook_accel.protocol.events import PHASES, Span, SpanKind
@@ -34,7 +35,7 @@ def profile_html(profile: Profile) -> str:
     took = f"{format_milliseconds(profile.step_s)} each" if profile.step_s else ""
     head = (
         f'<div class="nba-top"><div class="nba-header"><span class="nba-name">{html.escape(profile.title)}</span> '
-        f'<span class="nba-faint">{took}</span></div></div>'
+        f"{faint(took)}</div></div>"
     )
     return f'<div class="nba-panel"><style>{STYLE}</style>{head}{body_html(profile)}</div>'
 
