@@ -167,21 +167,16 @@ class StackRequest:
         self._sources = sources
         self._asked = Latch()  # set at the next answer, or at the end
         self._answer: Stacks | None = None
-        self._is_over = False
+        self.is_over = False  # whether the run has ended, so that no answer will come
 
-    @property
-    def is_over(self) -> bool:
-        """True once the run has ended, so that no answer will come."""
-        return self._is_over
-
-    def ask(self, ask: Callable[[], None], timeout_s: float) -> Stacks | None:
-        """Call ``ask`` and wait for the answer; return ``None`` if it isn't there in time or the run ends."""
+    def ask(self, send: Callable[[], None], timeout_s: float) -> Stacks | None:
+        """Call ``send`` and wait for the answer; return ``None`` if it isn't there in time or the run ends."""
         asked = self._asked
-        if self._is_over:
+        if self.is_over:
             return None
-        ask()
+        send()
         is_answered = asked.wait(timeout_s)
-        return self._answer if is_answered and not self._is_over else None
+        return self._answer if is_answered and not self.is_over else None
 
     def answer(self, dumps: Sequence[RankDump], first_rank: int = 0) -> Stacks:
         """Return the stacks of this node's ranks from their answers, and wake the callers of ``ask``.
@@ -197,7 +192,7 @@ class StackRequest:
 
     def end(self) -> None:
         """Release all waiting callers, since the run has ended."""
-        self._is_over = True
+        self.is_over = True
         self._asked.set()
 
 
