@@ -31,7 +31,7 @@ def in_a_line(state: RunState) -> str:
         return ""
     failed = rank.failed
     if failed is not None:
-        return f"rank {rank.number}: {raised_in_words(failed)}" + (f" at {failed.line}" if failed.line else "")
+        return f"rank {rank.number}: {failed.in_words}" + (f" at {failed.line}" if failed.line else "")
     assert rank.ended is not None, "a rank that failed has raised or ended"
     return f"rank {rank.number} {_how_it_died(rank.ended)}"
 
@@ -109,7 +109,7 @@ def _others(state: RunState, reported: RankState | None) -> tuple[RankEnd, ...]:
 
 
 def _end_of(rank: RankState, end: Ended) -> RankEnd:
-    raised = "" if rank.failed is None else f"{rank.failed.kind}: {first_line(rank.failed.message)}"
+    raised = "" if rank.failed is None else rank.failed.in_words
     # A rank may fail by itself in the moment after it was told to end. Then its exception counts.
     return RankEnd(rank.number, end.exit_code, end.signal, end.stopped and not raised, raised, rank.has_result)
 
@@ -130,11 +130,6 @@ def _shown(traceback: str) -> str:
     return "\n".join([*first, f"  [{unsent:,} lines left out]", *lines[unsent + len(first) :]])
 
 
-def raised_in_words(failed: Failed) -> str:
-    """Return a rank's exception in a line, such as ``ValueError: no images in data/``."""
-    return f"{failed.kind}: {first_line(failed.message)}" if failed.message else failed.kind
-
-
 def raised_error(
     failed: Failed,
     rank: int,
@@ -153,7 +148,7 @@ def raised_error(
     why, fix = explain_exception(failed, end, memory, unsent)
     where = f" at {failed.line}" if failed.line else ""
     error = RankFailedError(
-        f"rank {rank} of {world_size} failed{where}: {raised_in_words(failed)}",
+        f"rank {rank} of {world_size} failed{where}: {failed.in_words}",
         rank=rank,
         world_size=world_size,
         why=why,

@@ -368,9 +368,7 @@ class RankState:
             self.state = "stopped"
             self.reason = ("another rank has gone" if event.lost_peer else "interrupted") + where
             return
-        self.state = "failed"
-        message = plain_text(event.message.strip().split("\n", 1)[0])
-        self.reason = clipped(f"{event.kind}: {message}" if message else event.kind) + where
+        self.state, self.reason = "failed", event.in_words + where
 
     def _end(self, event: events.Ended) -> None:
         self.ended = event

@@ -30,7 +30,7 @@ def lines(ranks: Sequence[RankState], now_s: float) -> list[str]:
     if len(ranks) > _MOST_LINES:
         return [folded(ranks, now_s)]
     columns = [[f"rank {rank.number}" for rank in ranks], [_activity(rank) for rank in ranks]]
-    columns += [[column.of_rank(rank) for rank in ranks] for column in _columns(ranks, now_s)]
+    columns += [[column.text([rank]) for rank in ranks] for column in _columns(ranks, now_s)]
     return aligned(list(zip(*filter(any, columns), strict=True)))
 
 
@@ -38,7 +38,7 @@ def folded(ranks: Sequence[RankState], now_s: float) -> str:
     """Return one line for all ranks, with the range of each value, and the slowest rank."""
     states = collections.Counter(word for rank in ranks if (word := _activity(rank)))
     words = [f"{len(ranks)} ranks", ", ".join(f"{count} {state}" for state, count in states.items())]
-    words += [column.of_all(ranks) for column in _columns(ranks, now_s)]
+    words += [column.text(ranks) for column in _columns(ranks, now_s)]
     behind = min(ranks, key=_place)
     if not _word(behind) and _place(behind) < max(map(_place, ranks)):
         words.append(f"slowest: rank {behind.number}")
@@ -55,22 +55,15 @@ class _RankValue:
     after: str = ""
     total: Callable[[RankState], int | None] = lambda _: None
 
-    def of_rank(self, rank: RankState) -> str:
-        value = self.value(rank)
-        return "" if value is None else f"{self.before}{self.written(value)}{self._of_total([rank])}{self.after}"
-
-    def of_all(self, ranks: Sequence[RankState]) -> str:
+    def text(self, ranks: Sequence[RankState]) -> str:
+        """Return a rank's value, or the least and the largest of several ranks'; empty if it isn't known."""
         values = [value for rank in ranks if (value := self.value(rank)) is not None]
         if not values:
             return ""
         least, most = self.written(min(values)), self.written(max(values))
         span = least if least == most else f"{least}..{most}"
-        return f"{self.before}{span}{self._of_total(ranks)}{self.after}"
-
-    def _of_total(self, ranks: Sequence[RankState]) -> str:
-        """Return the largest total, such as ``/50``; empty if no rank knows it."""
-        known = [total for total in map(self.total, ranks) if total]
-        return f"/{max(known)}" if known else ""
+        totals = [total for total in map(self.total, ranks) if total]
+        return f"{self.before}{span}{f'/{max(totals)}' if totals else ''}{self.after}"
 
 
 def _columns(ranks: Sequence[RankState], now_s: float) -> list[_RankValue]:

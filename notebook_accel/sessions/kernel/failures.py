@@ -11,7 +11,7 @@ from typing import Any
 from notebook_accel.errors import RankEnd, RankFailedError, RunError
 from notebook_accel.formatting import ranks_in_words
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.state.failures import raised_error, raised_in_words, where_ranks_stood
+from notebook_accel.launching.state.failures import raised_error, where_ranks_stood
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.session_messages import Reply
 
@@ -30,7 +30,7 @@ def first_failure(
     error = raised_error(failed[first], first, world_size, origins)
     error.fix = _of_missing_name(replies[first].missing, replies) or error.fix
     error.others = tuple(
-        RankEnd(rank, stopped=rank in interrupted, error=raised_in_words(other))
+        RankEnd(rank, stopped=rank in interrupted, error=other.in_words)
         for rank, other in failed.items()
         if rank != first
     )
