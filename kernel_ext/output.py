@@ -9,7 +9,6 @@ import collections
 import dataclasses
 import functools
 import html
-import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -96,10 +95,8 @@ class OutputLog:
 
     def last(self, count: int) -> list[RankLine]:
         """Return the last ``count`` lines that were kept without a gap."""
-        from_tail = list(itertools.islice(reversed(self.tail), count))
-        missing = count - len(from_tail)
-        from_head = self.head[-missing:] if missing > 0 and self.left_out == 0 else []
-        return from_head + from_tail[::-1]
+        kept = self.tail if self.left_out else [*self.head, *self.tail]
+        return kept[-count:]
 
     def _keep(self, line: RankLine) -> None:
         """Keep a line that no other rank can join any more."""
