@@ -90,7 +90,7 @@ def split(line: str, magic: str) -> list[str]:
     return [word for word in [*words, word] if word]
 
 
-def register(
+def add_completion(
     shell: InteractiveShell,
     magic: str,
     options_of: Callable[[str], Mapping[str, Sequence[str]]],
@@ -112,11 +112,11 @@ def register(
         first = [] if before else list(commands)
         return [*first, *options] if not last or last.startswith("-") else first
 
-    unregister(shell, magic)
+    remove_completion(shell, magic)
     shell.set_hook("complete_command", complete, str_key=magic)
 
 
-def unregister(shell: InteractiveShell, magic: str) -> None:
+def remove_completion(shell: InteractiveShell, magic: str) -> None:
     """Remove a magic's completion, for which IPython has no function."""
     dispatcher = shell.strdispatchers.get("complete_command")
     if dispatcher is not None:

@@ -15,7 +15,6 @@ from notebook_accel.launching.state.run import RunState
 
 _WIDTH, _HEIGHT = 280, 132
 _LEFT, _RIGHT, _TOP, _BOTTOM = 38, 8, 8, 20
-_MOST_INTERVALS = 4
 _MOST_TITLE_CHARACTERS = 40
 _MOST_LABELS = 8
 _LABEL_WIDTH, _LABEL_HEIGHT = 12, 10
@@ -126,15 +125,15 @@ def _grid(left: int, right: int, lines: Iterable[tuple[float, str]]) -> str:
     )
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """Return up to five round numbers that span most of ``low`` to ``high``, from 0 where the curve comes near it."""
+def ticks(low: float, high: float, most_intervals: int = 4) -> list[float]:
+    """Return a few round numbers that span most of ``low`` to ``high``, from 0 where the curve comes near it."""
     if low >= 0 and low < 0.4 * high:
         low = 0.0
     if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-90):  # a flat curve
         low, high = low - max(abs(low), 1.0) / 2, low + max(abs(low), 1.0) / 2
-    rough = (high - low) / _MOST_INTERVALS
+    rough = (high - low) / most_intervals
     unit = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * unit for factor in (1, 2, 5, 10, 20) if (high - low) / (factor * unit) <= _MOST_INTERVALS)
+    step = next(factor * unit for factor in (1, 2, 5, 10, 20) if (high - low) / (factor * unit) <= most_intervals)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     # Multiples of a step such as 0.1 aren't exact in binary.
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
@@ -190,38 +189,24 @@ def time_ticks(end_s: float) -> list[tuple[float, str]]:
 
 
 def _areas(names: Sequence[str], parts: Sequence[_Part], limit_s: float) -> str:
-    """Draw an area for each name that can be seen somewhere, each between its lower and its upper edge."""
+    """Draw an area for each name that can be seen somewhere: a rectangle for each part, on those of earlier names."""
     end_s = parts[-1][1]
     drawn = []
     for index, name in enumerate(names):
         if not any(seconds and seconds.get(name, 0.0) >= _LEAST_SHARE * limit_s for *_, seconds in parts):
             continue
-        outlines = []
-        for run in _without_gaps(parts):
-            lower, upper = [], []
-            for begin_s, part_end_s, seconds in run:
+        path = ""
+        for begin_s, part_end_s, seconds in parts:
+            if seconds:
                 below_s = sum(seconds.get(other, 0.0) for other in names[:index])
                 edges_s = (below_s, below_s + seconds.get(name, 0.0))
                 low, high = (_area_y(min(edge_s / limit_s, 1.0)) for edge_s in edges_s)
-                lower += [f"{_area_x(at_s / end_s)} {low}" for at_s in (begin_s, part_end_s)]
-                upper += [f"{_area_x(at_s / end_s)} {high}" for at_s in (begin_s, part_end_s)]
-            outlines.append("M" + "L".join([*upper, *reversed(lower)]) + "Z")
+                path += f"M{_area_x(begin_s / end_s)} {low}V{high}H{_area_x(part_end_s / end_s)}V{low}Z"
         drawn.append(
-            f'<path class="nba-p-{name}" shape-rendering="crispEdges" d="{"".join(outlines)}">'
+            f'<path class="nba-p-{name}" shape-rendering="crispEdges" d="{path}">'
             f"<title>{html.escape(name)}</title></path>"
         )
     return "".join(drawn)
-
-
-def _without_gaps(parts: Sequence[_Part]) -> list[list[tuple[float, float, Mapping[str, float]]]]:
-    """Return the runs of parts that follow each other without a gap."""
-    runs: list[list[tuple[float, float, Mapping[str, float]]]] = [[]]
-    for begin_s, end_s, seconds in parts:
-        if seconds is None:
-            runs.append([])
-        else:
-            runs[-1].append((begin_s, end_s, seconds))
-    return [run for run in runs if run]
 
 
 def _area_x(share: float) -> float:

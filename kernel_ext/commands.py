@@ -19,7 +19,7 @@ from notebook_accel.formatting import aligned, format_count, format_duration, fo
 from notebook_accel.launching import logs
 from notebook_accel.launching.kernel import detached, launcher, registry
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.state.comparison import Side, compare_sides
+from notebook_accel.launching.state.comparison import Comparison, Side
 from notebook_accel.launching.state.diagnosis import Diagnosis
 from notebook_accel.launching.state.profiles import DEFAULT_STEPS, Profile
 from notebook_accel.launching.state.rank import RankState
@@ -218,10 +218,6 @@ def _diagnosis(entry: registry.Entry) -> Diagnosis:
     return entry.ending.diagnosis if job is None else job.diagnosis()
 
 
-def _profile(given: argparse.Namespace) -> Profile:
-    return _running(given.run).profile(given.steps, memory=given.memory)
-
-
 def _compare(given: argparse.Namespace) -> None:
     if len(given.names) > _COMPARED:
         raise UsageError(f"%distributed compare: it compares two runs, and {len(given.names)} names were given.")
@@ -232,24 +228,12 @@ def _compare(given: argparse.Namespace) -> None:
         entries = [*others[-missing:], *entries]
     if len(entries) < _COMPARED:
         raise NotebookAccelError("There are no two runs to compare.", fix="run the cell with -n 1, and with -n 2")
-    print(compare_sides(*(Side(entry.name, _diagnosis(entry)) for entry in entries)))
-
-
-def _runs(given: argparse.Namespace) -> None:
-    runs_command.print_runs(clean=given.clean, as_json=given.json)
-
-
-def _attach(given: argparse.Namespace) -> Job:
-    return detached.attach_and_show(given.name, set_variables=_push)
+    print(Comparison(*(Side(entry.name, _diagnosis(entry)) for entry in entries)))
 
 
 def _detach(given: argparse.Namespace) -> Job:
     folder = detached.let_go(_running(given.run), given.name)
     return detached.attach_and_show(folder.id, set_variables=_push)
-
-
-def _again(given: argparse.Namespace) -> Job:
-    return detached.again(given.name, set_variables=_push)
 
 
 def _push(variables: dict[str, Any]) -> None:
@@ -270,12 +254,12 @@ _FUNCTIONS: dict[str, Callable[[argparse.Namespace], ConfigForm | Job | Profile 
     "logs": _logs,
     "stacks": _stacks,
     "why": _why,
-    "profile": _profile,
+    "profile": lambda given: _running(given.run).profile(given.steps, memory=given.memory),
     "compare": _compare,
-    "runs": _runs,
-    "attach": _attach,
+    "runs": lambda given: runs_command.print_runs(clean=given.clean, as_json=given.json),
+    "attach": lambda given: detached.attach_and_show(given.name, set_variables=_push),
     "detach": _detach,
-    "again": _again,
+    "again": lambda given: detached.again(given.name, set_variables=_push),
     "config": lambda _: ConfigForm(),
     "doctor": _doctor,
 }

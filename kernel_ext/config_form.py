@@ -12,6 +12,7 @@ from typing import Any
 
 from kernel_ext import front_end
 from kernel_ext.front_end import FORM_STYLE
+from kernel_ext.output import faint
 from notebook_accel import config, config_file
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError
@@ -92,10 +93,10 @@ class _FormWidgets:
         self._source_row = box(ipywidgets.HBox, "nba-field", self._source, self._problems)
         self._rare = box(ipywidgets.VBox, "nba-rare", *(row for name, row in rows.items() if name not in BASIC))
         style = box(ipywidgets.Box, "nba-style", ipywidgets.HTML(f"<style>{FORM_STYLE}</style>"))
-        facts = html.escape(" · ".join(text for _, text in self._draft.machine.facts()))
+        facts = faint(" · ".join(text for _, text in self._draft.machine.facts()))
         header = (
             '<div class="nba-header"><span class="nba-name" role="heading" aria-level="3">Configuration</span> '
-            f'<span class="nba-faint">{facts}</span></div>'
+            f"{facts}</div>"
         )
         top = box(ipywidgets.HBox, "nba-top", ipywidgets.HTML(header))
         basic = (rows[name] for name in BASIC)
@@ -162,7 +163,7 @@ class _FormWidgets:
         self._file.value = _file_html(draft, state, map(str, lines))
         self._overwrite.layout.display = "" if is_replacing else "none"
         self._button.disabled = bool(reason)
-        self._status.value = said or (f'<span class="nba-faint">{html.escape(reason)}</span>' if reason else "")
+        self._status.value = said or (faint(reason) if reason else "")
 
     def _on_write(self) -> None:
         try:
@@ -220,7 +221,7 @@ class _Field:
                 self.input.options = fitting
                 self.input.value = chosen
         note = " ".join([self._option.help, *(f"{choice} {reason}." for choice, reason in unfit.items())])
-        self.note.value = f'<span class="nba-faint">{html.escape(note)}</span>'
+        self.note.value = faint(note)
         return True
 
 
@@ -238,7 +239,7 @@ def _file_html(draft: Draft, state: str, lines: Iterable[str]) -> str:
     findings = [f"{finding.what} {finding.why} Fix: {finding.fix}" for finding in draft.findings()]
     return (
         f'<div class="nba-file"><div class="nba-file-head"><code>{html.escape(_short(draft.path))}</code> '
-        f'<span class="nba-faint">{html.escape(state)}</span></div>{body}'
+        f"{faint(state)}</div>{body}"
         f"{_list(findings, 'A launch with this file would report')}{_list(variables, 'Note')}</div>"
     )
 

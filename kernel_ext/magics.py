@@ -250,9 +250,9 @@ def register(shell: InteractiveShell) -> None:
         shell.magics_manager.register_function(magic, kind, name)
     choices = {f"--{option.name}": option.choices for option in configuration.fields()}
     flags = {flag: choices.get(flag, ()) for flag in sorted(magics._parser.flags)}
-    arguments.register(shell, f"%%{_NAME}", lambda _: flags)
+    arguments.add_completion(shell, f"%%{_NAME}", lambda _: flags)
     every = list(dict.fromkeys([*commands.COMMANDS, *session_magics.COMMANDS]))
-    arguments.register(shell, f"%{_NAME}", commands.options_of, every)
+    arguments.add_completion(shell, f"%{_NAME}", commands.options_of, every)
     if shell.display_formatter is not None:
         shell.display_formatter.formatters["text/html"].for_type(Profile, timeline.profile_html)
     magics.watch.start()
@@ -277,5 +277,5 @@ def unregister(shell: InteractiveShell) -> None:
         for kind, name, _ in owner.all():
             shell.magics_manager.magics[kind].pop(name, None)
     for magic in (f"%%{_NAME}", f"%{_NAME}"):
-        arguments.unregister(shell, magic)
+        arguments.remove_completion(shell, magic)
     local.engine().close()

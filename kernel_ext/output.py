@@ -9,12 +9,11 @@ import collections
 import dataclasses
 import functools
 import html
-import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 
 from notebook_accel.formatting import format_count, plain_lines
-from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, line_prefix
+from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, margin
 from notebook_accel.protocol import events
 
 _HEAD_LINES = 200
@@ -39,22 +38,17 @@ _MOST_OPEN_STACKS = 4
 class OutputLog:
     """The first and the last lines of all ranks, in order of arrival, and those that look like errors.
 
-    A line that several ranks print alike within a moment counts as one.
-
-    Attributes:
-        prefix: Returns the margin of a line of these ranks. Default: their numbers.
-        count: Number of lines in all.
-        error_count: Number of lines that looked like errors.
-        errors: The last of these lines, even if they are no longer in ``head`` or ``tail``.
-        head: The first lines. Later ones are in ``tail``.
+    A line that several ranks print alike within a moment counts as one. ``prefix`` returns the margin of a line of
+    these ranks, by default their numbers.
     """
 
     def __init__(self, world_size: int, prefix: Callable[[Iterable[int]], str] | None = None) -> None:
-        self.prefix = prefix or functools.partial(line_prefix, total=world_size)
-        self.count = 0
-        self.error_count = 0
+        self.prefix = prefix or functools.partial(margin, total=world_size)
+        self.count = 0  # of lines in all
+        self.error_count = 0  # of lines that looked like errors
+        # The last of those that looked like errors, even if they are no longer in ``head`` or ``tail``.
         self.errors: collections.deque[RankLine] = collections.deque(maxlen=_ERROR_LINES)
-        self.head: list[RankLine] = []
+        self.head: list[RankLine] = []  # the first lines; later ones are in ``tail``
         self._tail: collections.deque[RankLine] = collections.deque(maxlen=_TAIL_LINES)
         self._by_rank: dict[int, collections.deque[RankLine]] = {}
         self._has_gap = False
@@ -101,10 +95,8 @@ class OutputLog:
 
     def last(self, count: int) -> list[RankLine]:
         """Return the last ``count`` lines that were kept without a gap."""
-        from_tail = list(itertools.islice(reversed(self.tail), count))
-        missing = count - len(from_tail)
-        from_head = self.head[-missing:] if missing > 0 and self.left_out == 0 else []
-        return from_head + from_tail[::-1]
+        kept = self.tail if self.left_out else [*self.head, *self.tail]
+        return kept[-count:]
 
     def _keep(self, line: RankLine) -> None:
         """Keep a line that no other rank can join any more."""

@@ -24,6 +24,7 @@ from notebook_accel.launching.kernel import detached
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.state.diagnosis import Diagnosis
 from notebook_accel.launching.state.profiles import Profile
+from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.views.view import KERNEL_INTERRUPT, describe_interrupt, line_prefix
 from notebook_accel.protocol import events
 
@@ -179,9 +180,9 @@ class PanelView(_SummaryView):
         self._threads: dict[str, threading.Thread] = {}
         self._said = {"stacks": "not asked yet", "profile": "", "detach": ""}
         self._can_detach = not (isinstance(job, DetachedJob) or job.on_death == "keep" or detached.why_not(job.config))
-        # When parts were last drawn or may be drawn again, and whether output and metrics have arrived since.
+        # When parts were last drawn or may be drawn again, and whether there is something new for them since.
         self._second, self._body_s, self._chart_due_s = -1, -_SLOW_PERIOD_S, 0.0
-        self._has_output = self._has_metrics = False
+        self._is_body_stale = self._is_chart_stale = False
         self._widgets = widgets = _PanelWidgets(job.world_size)
         widgets.stop.on_click(lambda _: self._on_stop())
         widgets.interrupt.on_click(lambda _: self._on_interrupt())
@@ -221,26 +222,22 @@ class PanelView(_SummaryView):
         widgets.header.value = render.header_html(facts, state, now_s)
         steps = facts.diagnosis.steps
         widgets.table.value = render.table_html(state, now_s, steps, is_folded=not widgets.fold.value)
-        self._has_output |= events.Output in kinds
-        self._has_metrics |= events.Metrics in kinds
+        self._is_body_stale |= events.Output in kinds
+        self._is_chart_stale |= events.Metrics in kinds
         period_s = _SLOW_PERIOD_S if widgets.view.value == "Log file" else 0.0  # a log is read from a file
-        self._has_output |= events.StepTimes in kinds and widgets.view.value == "Step"
-        is_body_due = self._has_output and now_s - self._body_s >= period_s
+        self._is_body_stale |= events.StepTimes in kinds and widgets.view.value == "Step"
+        is_body_due = self._is_body_stale and now_s - self._body_s >= period_s
         if has_changed or is_body_due or not widgets.body.value:
-            self._has_output, self._body_s = False, now_s
+            self._is_body_stale, self._body_s = False, now_s
             widgets.errors.value = output.errors_html(self._output, widgets.choice)
             widgets.body.value = self._body_html()
-        is_chart_due = self._has_metrics and now_s >= self._chart_due_s
+        is_chart_due = self._is_chart_stale and now_s >= self._chart_due_s
+        has_chart = bool(widgets.chart.value) or is_chart_due
         widgets.show_controls(
-            are_live=self._is_clickable(),
-            can_detach=self._can_detach,
-            first_rank=state.first_rank,
-            metrics=tuple(state.chart_names),
-            clicked=self._clicked,
-            has_chart=bool(widgets.chart.value) or is_chart_due,
+            state, self._clicked, are_live=self._is_clickable(), can_detach=self._can_detach, has_chart=has_chart
         )
         if has_changed or is_chart_due:
-            self._has_metrics, began_s = False, time.thread_time()
+            self._is_chart_stale, began_s = False, time.thread_time()
             of_ranks, is_titled = widgets.curves.value == _EACH, not widgets.names_chart
             metric = widgets.metric.value or ""
             widgets.chart.value = charts.chart_html(state, metric, of_ranks=of_ranks, is_titled=is_titled)
@@ -375,8 +372,6 @@ class _PanelWidgets:
         self.curves = ipywidgets.ToggleButtons(options=[_MEAN, _EACH], tooltips=["Mean of the ranks", "A curve a rank"])
         self.buttons = (self.stop, self.interrupt, self.detach, self.ask_again, self.profile)
         self.choices = (self.fold, self.view, self.rank, self.search, self.metric, self.curves)
-        self._world_size = world_size
-        self._has_many, self._has_some = world_size > render.MOST_ROWS, world_size > 1
         self.root = self._laid_out()
 
     def _laid_out(self) -> Any:
@@ -416,27 +411,20 @@ class _PanelWidgets:
         return bool(self._chart_tools.layout.display == "")
 
     def show_controls(
-        self,
-        *,
-        are_live: bool,
-        can_detach: bool,
-        first_rank: int,
-        metrics: tuple[str, ...],
-        clicked: str,
-        has_chart: bool,
+        self, state: RunState, clicked: str, *, are_live: bool, can_detach: bool, has_chart: bool
     ) -> None:
         """Show the controls that have an effect now.
 
         Args:
+            state: The run's state.
+            clicked: ``stop`` or ``interrupt`` after such a click; else empty.
             are_live: Whether clicks arrive.
             can_detach: Whether the run may go on without the kernel.
-            first_rank: The number of this node's first rank among all, which several nodes agree on after the start.
-            metrics: The metrics that the chart can show.
-            clicked: ``stop`` or ``interrupt`` after such a click; else empty.
             has_chart: Whether there is a chart.
         """
-        ranks = (("all ranks", -1), *((f"rank {first_rank + rank}", rank) for rank in range(self._world_size)))
-        if self.rank.options != ranks:
+        ranks = (("all ranks", -1), *((f"rank {rank.number}", rank.rank) for rank in state.ranks))
+        metrics, are_several = tuple(state.chart_names), len(state.ranks) > 1
+        if self.rank.options != ranks:  # several nodes agree on the ranks' numbers after the start
             _set_options(self.rank, ranks, self.rank.value)
         if self.metric.options != metrics:
             chosen = self.metric.value
@@ -447,13 +435,13 @@ class _PanelWidgets:
             self.stop: are_live,
             self.interrupt: are_live,
             self.detach: are_live and can_detach and not clicked,
-            self.fold: are_live and self._has_many,
+            self.fold: are_live and len(state.ranks) > render.MOST_ROWS,
             self._tools: are_live,
-            self.rank: self._has_some,
+            self.rank: are_several,
             self.ask_again: self.view.value == "Stacks",
             self.profile: self.view.value == "Step",
-            self._chart_tools: are_live and has_chart and (len(metrics) > 1 or self._has_some),
-            self.curves: self._has_some,
+            self._chart_tools: are_live and has_chart and (len(metrics) > 1 or are_several),
+            self.curves: are_several,
         }
         for widget, is_shown in shown.items():
             widget.layout.display = "" if is_shown else "none"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kernel_ext.charts import chart_html, shortened
 from kernel_ext.front_end import STYLE
@@ -28,10 +28,10 @@ from notebook_accel.formatting import (
     rank_spans,
 )
 from notebook_accel.launching.state.diagnosis import Diagnosis
-from notebook_accel.launching.state.phases import Phases, mean_of
 from notebook_accel.launching.state.profiles import Profile
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
+from notebook_accel.launching.state.step_times import Phases, mean_of
 from notebook_accel.protocol import events
 
 MOST_ROWS = 16
@@ -50,33 +50,20 @@ _ALARMING = ("failed", "killed", "lost", "silent", "behind")
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """Facts about a run that aren't in its ranks' state.
-
-    Attributes:
-        devices: The devices that it runs on, such as ``2 CPUs``.
-        precision: The mixed precision, ``no`` if there is none.
-        status: ``starting``, ``running``, ``succeeded``, ``failed``, ``stopped`` or ``detached``.
-        elapsed_s: The running time so far, or in all.
-        hint: A hint for the reader, such as how to stop the run; may be empty.
-        failed_rank: The rank that failed first.
-        traceback: That rank's traceback; empty if there is none.
-        is_background: Whether no cell waits for the run, so that only the panel reports a failure.
-        log_folder: Folder of the ranks' whole output, empty if there is none.
-        profile: The latest profile that was made with the panel's button.
-    """
+    """Facts about a run that aren't in its ranks' state."""
 
     name: str
-    devices: str
-    precision: str
-    status: str
-    elapsed_s: float
-    hint: str = ""
-    failed_rank: int | None = None
-    traceback: str = ""
-    is_background: bool = False
-    log_folder: str = ""
+    devices: str  # that it runs on, such as ``2 CPUs``
+    precision: str  # the mixed precision, ``no`` if there is none
+    status: str  # ``starting``, ``running``, ``succeeded``, ``failed``, ``stopped`` or ``detached``
+    elapsed_s: float  # the running time so far, or in all
+    hint: str = ""  # for the reader, such as how to stop the run
+    failed_rank: int | None = None  # the rank that failed first
+    traceback: str = ""  # that rank's; empty if there is none
+    is_background: bool = False  # whether no cell waits for the run, so that only the panel reports a failure
+    log_folder: str = ""  # of the ranks' whole output, empty if there is none
     diagnosis: Diagnosis = dataclasses.field(default_factory=Diagnosis)
-    profile: Profile | None = None
+    profile: Profile | None = None  # the latest that was made with the panel's button
 
     @property
     def has_ended(self) -> bool:
@@ -217,37 +204,30 @@ def table_html(state: RunState, now_s: float, steps: Mapping[int, Phases] = {}, 
 
 @dataclasses.dataclass(frozen=True)
 class _TableColumn:
-    """A column of the table.
-
-    Attributes:
-        text: Returns a rank's cell as text.
-        kind: The CSS class of the cells.
-        html: Returns a rank's cell as HTML, where that is more than its text.
-        together: Returns several ranks' common cell as HTML; empty if they have nothing in common.
-    """
+    """A column of the table."""
 
     head: str
-    text: Callable[[RankState], str]
-    kind: str = ""
-    html: Callable[[RankState], str] | None = None
-    together: Callable[[Sequence[RankState]], str] = lambda _: ""
+    text: Callable[[RankState], str]  # returns a rank's cell as text
+    kind: str = ""  # the CSS class of the cells
+    # Returns the cell of one rank, or of several that share a row, as HTML. Without it, only one rank's has its text.
+    html: Callable[[Sequence[RankState]], str] | None = None
 
     def cell(self, ranks: Sequence[RankState]) -> str:
-        if len(ranks) > 1:
-            return self.together(ranks)
-        return self.html(ranks[0]) if self.html is not None else html.escape(self.text(ranks[0]))
+        if self.html is not None:
+            return self.html(ranks)
+        return html.escape(self.text(ranks[0])) if len(ranks) == 1 else ""
 
 
 def _number_column(
-    head: str, value: Callable[[RankState], float | None], written: Callable[[float | None], str], kind: str = ""
+    head: str, value: Callable[[RankState], float | None], written: Callable[[float], str], kind: str = ""
 ) -> _TableColumn:
     """Make a column of numbers, of which ranks that share a row show the mean."""
 
     def mean(ranks: Sequence[RankState]) -> str:
         known = [number for rank in ranks if (number := value(rank)) is not None]
-        return written(statistics.fmean(known) if known else None)
+        return written(statistics.fmean(known)) if known else _UNKNOWN
 
-    return _TableColumn(head, lambda rank: written(value(rank)), f"nba-number {kind}".strip(), together=mean)
+    return _TableColumn(head, lambda rank: mean([rank]), f"nba-number {kind}".strip(), mean)
 
 
 class _Table:
@@ -303,25 +283,21 @@ class _Table:
     def _columns(self) -> list[_TableColumn]:
         """Return the columns for which some rank has a value."""
         ranks, names = self._state.ranks, self._state.metric_names
-
-        def badge_of(rank: RankState) -> str:
-            return _badge(self._word(rank))
-
-        columns = [_TableColumn("state", self._word, html=badge_of, together=lambda ranks: badge_of(ranks[0]))]
+        columns = [_TableColumn("state", self._word, html=lambda ranks: _badge(self._word(ranks[0])))]
         if any(rank.step is not None for rank in ranks):
-            columns.append(_TableColumn("step", _step_text, html=_step_html, together=_steps_html))
+            columns.append(_TableColumn("step", _step_text, html=_steps_html))
             columns.append(_number_column("steps/s", lambda rank: rank.steps_per_s(self._now_s), _rate))
         if self._steps:
-            columns.append(self._phases_column())
+            columns.append(_TableColumn("time of a step", self._phases_text, html=self._phases_html))
         for name in names[:_MOST_METRIC_COLUMNS]:
             head = shortened(name, _MOST_NAME_CHARACTERS)
             columns.append(_number_column(head, _metric(name), _in_digits, "nba-metric"))
         if any(rank.memory_used_bytes is not None for rank in ranks):
-            columns.append(_TableColumn("memory", _memory_text, html=_memory_html, together=_memories_html))
+            columns.append(_TableColumn("memory", _memory_text, html=_memory_html))
         if any(rank.utilisation is not None for rank in ranks):
-            columns.append(_number_column("busy", lambda rank: rank.utilisation, _percent))
+            columns.append(_number_column("busy", lambda rank: rank.utilisation, "{:.0f} %".format))
         if not all(rank.has_ended or rank.last_event_s is None for rank in ranks):
-            columns.append(_TableColumn("seen", self._seen, "nba-seen", together=self._seen_longest_ago))
+            columns.append(_TableColumn("seen", self._seen, "nba-seen", self._seen_longest_ago))
         # The last column takes the remaining width. It is there from the start, so that other columns don't move when
         # one is added.
         if others := names[_MOST_METRIC_COLUMNS:]:
@@ -330,28 +306,23 @@ class _Table:
             columns.append(_TableColumn("last output", lambda rank: rank.last_line, "nba-last"))
         return columns
 
-    def _phases_column(self) -> _TableColumn:
-        """Make a column with a thin bar of the phases of a step."""
-        steps = self._steps
+    def _phases_text(self, rank: RankState) -> str:
+        return step_text(self._steps.get(rank.number))
 
-        def together(ranks: Sequence[RankState]) -> str:
-            return bar_html(mean_of([steps[rank.number] for rank in ranks if rank.number in steps]))
-
-        return _TableColumn(
-            "time of a step",
-            lambda rank: step_text(steps.get(rank.number)),
-            html=lambda rank: bar_html(steps.get(rank.number)),
-            together=together,
-        )
+    def _phases_html(self, ranks: Sequence[RankState]) -> str:
+        """Draw the phases of the ranks' mean step as a thin bar."""
+        return bar_html(mean_of([self._steps[rank.number] for rank in ranks if rank.number in self._steps]))
 
     def _other_metrics_column(self, names: Sequence[str]) -> _TableColumn:
         def text(rank: RankState) -> str:
-            return _metrics_text(rank, names)
+            known = ((shortened(name, _MOST_NAME_CHARACTERS), rank.metrics.get(name)) for name in names)
+            return ", ".join(f"{name} {_in_digits(value)}" for name, value in known if value is not None)
 
-        def titled(rank: RankState) -> str:  # the end may be cut off
-            return f'<span title="{html.escape(text(rank))}">{html.escape(text(rank))}</span>'
+        def titled(ranks: Sequence[RankState]) -> str:  # the end may be cut off
+            shown = html.escape(text(ranks[0]))
+            return f'<span title="{shown}">{shown}</span>' if len(ranks) == 1 else ""
 
-        return _TableColumn("other metrics", text, "nba-last nba-others", html=titled)
+        return _TableColumn("other metrics", text, "nba-last nba-others", titled)
 
     def _word(self, rank: RankState) -> str:
         return "behind" if rank.silent is None and rank.rank in self._behind else rank.word
@@ -407,19 +378,15 @@ def _bar(value: float, total: float, attributes: str, kind: str = "") -> str:
     )
 
 
-def _rate(steps_per_s: float | None) -> str:
+def _rate(steps_per_s: float) -> str:
     """Return steps a second with about three digits."""
-    if steps_per_s is None:
-        return _UNKNOWN
     if steps_per_s >= 1:
         return f"{steps_per_s:,.0f}" if steps_per_s >= 100 else f"{steps_per_s:.1f}"
     return f"{steps_per_s:.2g}"
 
 
-def _in_digits(value: float | None) -> str:
+def _in_digits(value: float) -> str:
     """Format a metric in about 8 characters. Counts are exact, and large readable numbers get no exponent."""
-    if value is None:
-        return _UNKNOWN
     if value.is_integer() and abs(value) < _LARGEST_COUNT:
         return f"{int(value):,}"
     if 1e3 <= abs(value) < 1e6:
@@ -428,17 +395,8 @@ def _in_digits(value: float | None) -> str:
     return f"{value:.2g}" if "e" in text else text
 
 
-def _percent(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value:.0f} %"
-
-
 def _metric(name: str) -> Callable[[RankState], float | None]:
     return lambda rank: rank.metrics.get(name)
-
-
-def _metrics_text(rank: RankState, names: Iterable[str]) -> str:
-    known = (name for name in names if name in rank.metrics)
-    return ", ".join(f"{shortened(name, _MOST_NAME_CHARACTERS)} {_in_digits(rank.metrics[name])}" for name in known)
 
 
 def _step_text(rank: RankState) -> str:
@@ -462,7 +420,9 @@ def _step_html(rank: RankState) -> str:
 
 
 def _steps_html(ranks: Sequence[RankState]) -> str:
-    """Return the slowest and the fastest rank's step, with the slowest rank's bar."""
+    """Return a rank's step with a bar, or the slowest and the fastest rank's with the slowest rank's bar."""
+    if len(ranks) == 1:
+        return _step_html(ranks[0])
     slowest, fastest = (choose(ranks, key=lambda rank: rank.step or 0) for choose in (min, max))
     if slowest.step is None or fastest.step is None:
         return html.escape(_step_text(fastest))
@@ -486,7 +446,9 @@ def _memory_text(rank: RankState) -> str:
     return _UNKNOWN if rank.memory_used_bytes is None else " / ".join(_memory_sizes(rank))
 
 
-def _memory_html(rank: RankState) -> str:
+def _memory_html(ranks: Sequence[RankState]) -> str:
+    """Return the memory of the rank that uses most."""
+    rank = max(ranks, key=lambda rank: rank.memory_used_bytes or 0)
     if rank.memory_used_bytes is None or not rank.memory_total_bytes:
         return html.escape(_memory_text(rank))
     of = "Host memory" if rank.memory is None or rank.memory.kind == "host" else "Device memory"
@@ -494,9 +456,3 @@ def _memory_html(rank: RankState) -> str:
     attributes = f'role="meter" aria-label="{of} of rank {rank.number}" aria-valuetext="{_memory_text(rank)}"'
     used, total = _memory_sizes(rank)
     return f"{_bar(percent, 100, attributes, 'nba-memory')}{used} {faint(f'/ {total}')}"
-
-
-def _memories_html(ranks: Sequence[RankState]) -> str:
-    """Return the memory of the rank that uses most."""
-    known = [rank for rank in ranks if rank.memory_used_bytes is not None]
-    return _memory_html(max(known, key=lambda rank: rank.memory_used_bytes or 0)) if known else _UNKNOWN

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
+from kernel_ext import commands
 from kernel_ext.arguments import Parser, names, split
 from notebook_accel import config as configuration
 from notebook_accel.errors import CellError, ResultError, RunError
@@ -62,9 +63,6 @@ class SessionMagics:
         configuration.add_flags(self._start_parser)
         detach = "The ranks outlive the kernel. %%distributed attach NAME finds them again."
         self._start_parser.add_argument("--detach", action="store_true", help=detach)
-        self._leave_parser = Parser("%distributed detach")
-        self._leave_parser.add_argument("name", nargs="?", default="")
-        self._leave_parser.add_argument("--run", default="", metavar="NAME")
         self._names_parsers = {magic: _names_parser(magic) for magic in ("%push", "%pull")}
         self.session: Session | None = None
         self.help = _CellHelp(shell, lambda: self.session)
@@ -94,16 +92,13 @@ class SessionMagics:
         mine = next((entry for entry in running if entry.job is self.session.job), None)
         if mine is None:  # the session has already ended
             return not arguments
+        names_of_mine = (str(mine.number), mine.name)
         if command == "detach":
-            given = self._leave_parser.parse(arguments)
-            return (
-                given.run in (str(mine.number), mine.name)
-                if given.run
-                else given.name == mine.name or running == [mine]
-            )
+            given = commands.COMMANDS["detach"].parse(arguments)
+            return given.run in names_of_mine if given.run else given.name == mine.name or running == [mine]
         if not arguments:
             return running == [mine]
-        return arguments[-1].removeprefix("--run=") in (str(mine.number), mine.name)
+        return arguments[-1].removeprefix("--run=") in names_of_mine
 
     def run(self, line: str) -> None:
         """Run ``%distributed start``, ``stop``, ``restart``, ``debug``, ``attach`` or ``detach``."""
@@ -114,7 +109,7 @@ class SessionMagics:
         elif command == "attach":
             self._attach(*shlex.split(rest))
         elif command == "detach":
-            self._leave(self._leave_parser.parse(split(rest, "%distributed detach")).name)
+            self._leave(commands.COMMANDS["detach"].parse(split(rest, "%distributed detach")).name)
         elif command == "restart":
             self._restart(rest.split())
         elif command == "debug":
@@ -381,11 +376,11 @@ class _CellHelp:
         """Answer a completion request, with rank 0's names first."""
         reply = self._complete(code, cursor_pos)
         session = self._session_of(code, cursor_pos)
-        found = _BEFORE.search(code[:cursor_pos])
-        matches = [] if session is None or found is None else session.complete(found[0])
-        if not matches or found is None or not isinstance(reply, dict):
+        begun = _BEFORE.findall(code[:cursor_pos])[0]
+        matches = [] if session is None else session.complete(begun)
+        if not matches or not isinstance(reply, dict):
             return reply
-        start = cursor_pos - len(found[0])
+        start = cursor_pos - len(begun)
         others = reply["matches"] if reply.get("cursor_start") == start else []
         shown = {"matches": list(dict.fromkeys([*matches, *others])), "cursor_start": start, "cursor_end": cursor_pos}
         return {**shown, "metadata": {}, "status": "ok"}
@@ -393,8 +388,7 @@ class _CellHelp:
     def inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
         """Answer an inspection request, from rank 0 if it knows the name."""
         session = self._session_of(code, cursor_pos)
-        before, after = _BEFORE.search(code[:cursor_pos]), _AFTER.match(code, cursor_pos)
-        name = (before[0] if before else "") + (after[0] if after else "")
+        name = _BEFORE.findall(code[:cursor_pos])[0] + _AFTER.findall(code, cursor_pos)[0]
         lines = None if session is None or not name else session.describe(name)
         if lines:
             return {"status": "ok", "found": True, "data": {"text/plain": "\n".join(lines)}, "metadata": {}}

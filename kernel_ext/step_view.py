@@ -9,9 +9,10 @@ import html
 from collections.abc import Mapping
 
 from kernel_ext.charts import stacked_html
+from kernel_ext.output import faint
 from notebook_accel.formatting import format_milliseconds
 from notebook_accel.launching.state.diagnosis import Diagnosis
-from notebook_accel.launching.state.phases import Phases, mean_of, shown_ranks
+from notebook_accel.launching.state.step_times import Phases, mean_of, shown_ranks
 from notebook_accel.protocol.events import PHASES
 
 _LEAST_SHARE = 0.01
@@ -50,8 +51,7 @@ def verdict_html(diagnosis: Diagnosis) -> str:
     if not diagnosis.verdicts:
         return ""
     first = diagnosis.verdicts[0]
-    cost = f" {html.escape(diagnosis.cost)}" if diagnosis.cost else ""
-    fix = f'<span class="nba-faint">{html.escape(first.fix)}{cost}</span>'
+    fix = faint(f"{first.fix} {diagnosis.cost}".rstrip())
     return f'<p class="nba-said nba-why"><b>Why slow</b> {html.escape(first.what)} {fix}</p>'
 
 
@@ -59,10 +59,7 @@ def step_html(diagnosis: Diagnosis) -> str:
     """Return the tab: the reasons, and the phases of a step of each rank, or of the mean and the last to arrive."""
     if not diagnosis.steps:
         return '<p class="nba-empty">Too few steps have been measured yet.</p>'
-    verdicts = "".join(
-        f"<li>{html.escape(verdict.what)} <span class='nba-faint'>{html.escape(verdict.fix)}</span></li>"
-        for verdict in diagnosis.verdicts
-    )
+    verdicts = "".join(f"<li>{html.escape(each.what)} {faint(each.fix)}</li>" for each in diagnosis.verdicts)
     said = f'<ul class="nba-verdicts">{verdicts}</ul>' if verdicts else f'<p class="nba-empty">{diagnosis.nothing}</p>'
     columns = _columns(diagnosis.steps)
     heads = "".join(f'<th scope="col" class="nba-number">{html.escape(name)}</th>' for name in columns)
@@ -86,20 +83,19 @@ def _over_time_html(diagnosis: Diagnosis) -> str:
     """Return a chart over time for each column, all on one scale; empty until there are measurements."""
     moments = diagnosis.over_time
     shown = shown_ranks(diagnosis.steps)
-    charts = {f"rank {rank}": [moment.ranks.get(rank) for moment in moments] for rank in shown}
+    charts = {
+        f"rank {rank}": [(moment.begin_s, moment.end_s, moment.ranks.get(rank)) for moment in moments] for rank in shown
+    }
     if len(shown) < len(diagnosis.steps):
-        charts = {f"mean of {len(diagnosis.steps)} ranks": [moment.mean for moment in moments], **charts}
-    totals = sorted(sum(phases.values()) for chart in charts.values() for phases in chart if phases)
+        means = [(moment.begin_s, moment.end_s, moment.mean) for moment in moments]
+        charts = {f"mean of {len(diagnosis.steps)} ranks": means, **charts}
+    totals = sorted(sum(phases.values()) for chart in charts.values() for *_, phases in chart if phases)
     if not totals or not totals[-1]:
         return ""
     usual_s, highest_s = totals[int(_USUAL_SHARE * (len(totals) - 1))], totals[-1]
     is_cut = highest_s > _HIGHEST * usual_s > 0
     limit_s = _ABOVE_USUAL * usual_s if is_cut else highest_s
-    parts = {
-        name: [(moment.begin_s, moment.end_s, phases) for moment, phases in zip(moments, chart, strict=True)]
-        for name, chart in charts.items()
-    }
-    drawn = "".join(stacked_html(name, PHASES, chart, limit_s) for name, chart in parts.items())
+    drawn = "".join(stacked_html(name, PHASES, chart, limit_s) for name, chart in charts.items())
     cut = f", cut off at the top: the highest is {format_milliseconds(highest_s)}" if is_cut else ""
     return f'<div class="nba-course"><p>A step in the course of the run{cut}</p>{drawn}</div>'
 

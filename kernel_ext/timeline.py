@@ -6,10 +6,11 @@ Pure functions of a ``Profile``. The text is complete without the style sheet, a
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterable, Sequence
 
+from kernel_ext.charts import ticks
 from kernel_ext.front_end import STYLE
+from kernel_ext.output import faint
 from notebook_accel.formatting import format_milliseconds
 from notebook_accel.launching.state.profiles import Profile, RankProfile
 from notebook_accel.protocol.events import PHASES, Span, SpanKind
@@ -34,7 +35,7 @@ def profile_html(profile: Profile) -> str:
     took = f"{format_milliseconds(profile.step_s)} each" if profile.step_s else ""
     head = (
         f'<div class="nba-top"><div class="nba-header"><span class="nba-name">{html.escape(profile.title)}</span> '
-        f'<span class="nba-faint">{took}</span></div></div>'
+        f"{faint(took)}</div></div>"
     )
     return f'<div class="nba-panel"><style>{STYLE}</style>{head}{body_html(profile)}</div>'
 
@@ -63,20 +64,14 @@ def _timeline_html(profile: Profile) -> str:
     if not strips or not end_us:
         return ""
     are_few = len(ranks) <= _MOST_TITLED
-    rows = "".join(
-        _lane_html(rank, end_us, strips, _label(index, ranks), is_titled=are_few) for index, rank in enumerate(ranks)
-    )
+    labels = [f"rank {rank.rank}" if are_few or not index % _LABELLED_EVERY else "" for index, rank in enumerate(ranks)]
+    lanes = zip(ranks, labels, strict=True)
+    rows = "".join(_lane_html(rank, end_us, strips, label, is_titled=are_few) for rank, label in lanes)
     dense = "" if are_few else " nba-dense"
     return (
         f'{_key_html(ranks, [kind for kind, _ in strips])}<div class="nba-lanes{dense}">'
         f'<span></span><div class="nba-ticks">{_ticks_html(end_us)}</div>{rows}</div>'
     )
-
-
-def _label(index: int, ranks: Sequence[RankProfile]) -> str:
-    """Return a lane's label; empty for most lanes if there are many."""
-    is_labelled = len(ranks) <= _MOST_TITLED or index % _LABELLED_EVERY == 0
-    return f"rank {ranks[index].rank}" if is_labelled else ""
 
 
 def _key_html(ranks: Iterable[RankProfile], kinds: Sequence[SpanKind]) -> str:
@@ -90,15 +85,11 @@ def _key_html(ranks: Iterable[RankProfile], kinds: Sequence[SpanKind]) -> str:
 
 def _ticks_html(end_us: float) -> str:
     """Return the labels of the time axis, at round times."""
-    raw = end_us / _TICKS
-    size = 10 ** math.floor(math.log10(raw))
-    apart_us = next(factor * size for factor in (1, 2, 5, 10) if factor * size >= raw)
-    times = [number * apart_us for number in range(int(end_us / apart_us) + 1)]
-    digits = max(0, -math.floor(math.log10(apart_us / 1000)))
+    end_ms = end_us / 1000
     return "".join(
-        f'<span style="left:{time_us / end_us:.2%}">{time_us / 1000:,.{digits}f}{" ms" if time_us else ""}</span>'
-        for time_us in times
-        if time_us < 0.95 * end_us
+        f'<span style="left:{time_ms / end_ms:.2%}">{time_ms:,.12g}{" ms" if time_ms else ""}</span>'
+        for time_ms in ticks(0.0, end_ms, _TICKS)
+        if time_ms < 0.95 * end_ms
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from notebook_accel import VERSION, config, launch_command, runs_command
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError, NotebookAccelError
-from notebook_accel.formatting import json_text
+from notebook_accel.formatting import aligned, json_text
 from notebook_accel.launching.kernel import launcher
 from notebook_accel.launching.kernel.config_draft import BASIC, Draft
 from notebook_accel.launching.kernel.devices import Devices, Machine
@@ -134,9 +134,7 @@ def _env(_: argparse.Namespace) -> int:
     lines |= {name: _version(name) for name in _REPORTED}
     devices = Devices.find(config.LaunchConfig())
     lines |= {**dict(Machine.find().facts()), "devices": devices.describe(devices.available)}
-    width = max(map(len, lines))
-    for name, value in lines.items():
-        print(f"{name:<{width}}  {value}")
+    print("\n".join(aligned(list(lines.items()))))
     return 0
 
 

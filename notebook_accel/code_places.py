@@ -13,12 +13,20 @@ OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 MEETING = (os.path.join(OURS, "training", "backends", "torch_group.py"), "_meet")
 """The file and the name of the function in which a new ``Accelerator`` waits for those of the other ranks."""
 
-# Folders of code that the user hasn't written: ours, Python's and installed packages.
-_PATHS = sysconfig.get_paths()
-_INSTALLED = tuple(_PATHS[name] + os.sep for name in ("purelib", "platlib"))
-_PYTHONS = (*(_PATHS[name] + os.sep for name in ("stdlib", "platstdlib")), "<frozen", "<string>")
+
+def _folders(*names: str) -> tuple[str, ...]:
+    """Return folders of this Python, also by their real paths."""
+    paths = {sysconfig.get_paths()[name] for name in names}
+    return tuple(sorted(folder + os.sep for folder in paths | set(map(os.path.realpath, paths))))
+
+
+# Folders of code that the user hasn't written: installed packages, Python's and ours.
+_INSTALLED = _folders("purelib", "platlib")
+_OF_PYTHON = _folders("stdlib", "platstdlib")
+LIBRARIES = (*_INSTALLED, *_OF_PYTHON)
+_PYTHONS = (*_OF_PYTHON, "<frozen", "<string>")
 _LOGGER = os.path.join("torch", "distributed", "c10d_logger.py")  # wraps torch's collectives
-_NOT_THE_USERS = (OURS, *_INSTALLED, *_PYTHONS, "<")  # such as <eval_with_key>.0, which torch.fx has generated
+_NOT_THE_USERS = (OURS, *LIBRARIES, "<")  # such as <eval_with_key>.0, which torch.fx has generated
 # Readable names for calls into libraries.
 _CALLS = {
     "__iter__": "the loader",

@@ -38,21 +38,13 @@ _PARALLEL = "there is no context or sequence parallelism here"
 
 @dataclasses.dataclass(frozen=True)
 class _ForeignFlag:
-    """A flag of ``accelerate launch`` that is no option here.
+    """A flag of ``accelerate launch`` that is no option here."""
 
-    Attributes:
-        name: The flag's name, without the dashes in front.
-        instead: The advice in the error.
-        harmless: The values that need nothing beyond the behaviour here; ``None`` if all values do.
-        takes_value: Whether a value follows the flag.
-        short: Another spelling.
-    """
-
-    name: str
-    instead: str = ""
-    harmless: tuple[str, ...] | None = ()
-    takes_value: bool = True
-    short: str = ""
+    name: str  # without the dashes in front
+    instead: str = ""  # the advice in the error
+    harmless: tuple[str, ...] | None = ()  # the values that need nothing beyond the behaviour here; ``None``: all
+    takes_value: bool = True  # whether a value follows the flag
+    short: str = ""  # another spelling
 
     @property
     def dest(self) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import os
 import sys
 import threading
@@ -42,23 +43,14 @@ LOSS_ATTRIBUTE = "_notebook_accel_loss"
 _PENDING_BITS = 0x7FF8_6E62_6163_6365
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Counter:
-    """Steps of one loader or bar. Training increments ``step``; the sampler reads everything else.
+    """Steps of one loader or bar. Training increments ``step``; the sampler reads everything else."""
 
-    Attributes:
-        step: Steps done in the running epoch.
-        total: Steps of the epoch, ``None`` if not known.
-        epoch: The running epoch from 1, ``None`` if this counts no epochs.
-        label: The name of the counted things.
-    """
-
-    __slots__ = ("epoch", "label", "step", "total")
-
-    def __init__(self, label: str = "", total: int | None = None) -> None:
-        self.step = 0
-        self.total = total
-        self.epoch: int | None = None
-        self.label = label
+    label: str = ""  # the name of the counted things
+    total: int | None = None  # steps of the epoch, ``None`` if not known
+    epoch: int | None = None  # the running epoch from 1, ``None`` if this counts no epochs
+    step: int = 0  # steps done in the running epoch
 
     def start(self, epoch: int | None = None, total: int | None = None) -> None:
         """Begin an epoch, and show this counter in the rank's row."""
@@ -125,28 +117,20 @@ class Sender(Protocol):
 
 
 class Reporter:
-    """Samples counters, metrics and memory of this process and sends them to the agent, if there is a connection.
-
-    Attributes:
-        outer: A counter of epochs around the shown counter, such as a bar over epochs; ``None`` if there is none.
-        is_compiling: True while the running step is compiled.
-        recompiled: Why XLA compiles a step anew, until that is sent; empty if no reason is known.
-        has_own_loss: True once the program has reported a metric named ``loss``.
-        before_result: Functions to call when the user's code has returned, which wait for its work in the background.
-            Their errors are the rank's.
-        at_close: Functions to call at the end of the user's code, while the process still lives.
-        before_sample: Functions to call in the sampling thread before each sample.
-        at_tick: A function to call in the sampling thread: 20 times a second while it returns true, else 5 times.
-    """
+    """Samples counters, metrics and memory of this process and sends them to the agent, if there is a connection."""
 
     def __init__(self, connection: Sender | None = None) -> None:
-        self.outer: Counter | None = None
-        self.is_compiling = False
-        self.recompiled = ""
-        self.has_own_loss = False
+        self.outer: Counter | None = None  # of epochs around the shown counter, such as a bar over epochs
+        self.is_compiling = False  # whether the running step is compiled
+        self.recompiled = ""  # why XLA compiles a step anew, until that is sent; empty if no reason is known
+        self.has_own_loss = False  # whether the program has reported a metric named ``loss``
+        # Functions to call when the user's code has returned, which wait for its work in the background. Their errors
+        # are the rank's.
         self.before_result: list[Callable[[], None]] = []
+        # Functions to call at the end of the user's code, while the process still lives.
         self.at_close: list[Callable[[], None]] = []
-        self.before_sample: list[Callable[[], None]] = []
+        self.before_sample: list[Callable[[], None]] = []  # functions to call in the sampling thread
+        # A function to call in the sampling thread: 20 times a second while it returns true, else 5 times.
         self.at_tick: Callable[[], bool] | None = None
         self._connection = connection
         self._lock = threading.Lock()

@@ -25,32 +25,23 @@ _LONGEST_LITERAL = 200
 _OF_PYTHON_TOO = {"exit", "quit"}
 
 
+@dataclasses.dataclass
 class ScriptContents:
     """The parts of a script besides the cell, which is in plain Python.
 
     Methods raise a ``CellError`` if a definition has no source, or its source can't be in a script.
-
-    Attributes:
-        imports: Import statements.
-        literals: The texts of small values by name.
-        definitions: Functions and classes by name.
-        aliases: Other names of functions and classes.
-        data: Values without source by name.
     """
 
-    def __init__(
-        self, cell: Cell, namespace: Mapping[str, Any], sources: NotebookSources, own: Collection[str] = ()
-    ) -> None:
-        self._cell = cell
-        self._own = own  # names that the script defines before the cell runs, so that it doesn't need the notebook's
-        self._namespace = namespace
-        self._sources = sources
-        self._done: set[str] = set()
-        self.imports: dict[str, None] = {}
-        self.literals: dict[str, str] = {}
-        self.definitions: dict[str, Definition] = {}
-        self.aliases: dict[str, str] = {}
-        self.data: dict[str, Any] = {}
+    _cell: Cell
+    _namespace: Mapping[str, Any]
+    _sources: NotebookSources
+    _own: Collection[str]  # names that the script defines before the cell runs, so that it doesn't need the notebook's
+    _done: set[str] = dataclasses.field(default_factory=set)
+    imports: dict[str, None] = dataclasses.field(default_factory=dict)  # statements
+    literals: dict[str, str] = dataclasses.field(default_factory=dict)  # the texts of small values by name
+    definitions: dict[str, Definition] = dataclasses.field(default_factory=dict)  # functions and classes by name
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)  # other names of functions and classes
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)  # values without source by name
 
     def require(self, name: str) -> None:
         """Add a name of the notebook, and the names that its definition needs."""

@@ -115,10 +115,9 @@ class NotebookSources:
     # Definitions ----------------------------------------------------------------------------------------------------
 
     def _definition(self, cell: _SourceCell, statement: Statement, name: str) -> Definition:
-        first = statement.last_line - statement.text.count("\n")
+        first = statement.lines[-1] - statement.text.count("\n")
         text, modules = plain_python.plain(statement.text, cell.label, self._names, first)
-        lines = range(statement.first_line, statement.last_line + 1)
-        return Definition(name, text, ast.parse(text).body[0], cell.label, cell.number, lines, modules)
+        return Definition(name, text, ast.parse(text).body[0], cell.label, cell.number, statement.lines, modules)
 
     def of_function(self, function: types.FunctionType, name: str) -> Definition | None:
         """Return the statement that defined a function, or assigned a lambda to a name."""
@@ -127,12 +126,11 @@ class NotebookSources:
         if cell is None:
             return None
         for statement in cell.statements:
-            node = statement.nodes[0]
-            is_lambda = isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda)
-            begins = node.value.lineno if isinstance(node, ast.Assign) else statement.first_line
-            if len(statement.nodes) > 1 or begins - cell.offset != code.co_firstlineno:
+            node = statement.only
+            begins = node.value.lineno if isinstance(node, ast.Assign) else statement.lines.start
+            if begins - cell.offset != code.co_firstlineno:
                 continue
-            if is_lambda and isinstance(node, ast.Assign) and _is_assigned(node, name):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda) and _is_assigned(node, name):
                 return self._definition(cell, statement, name)
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
                 return self._definition(cell, statement, node.name)
@@ -154,11 +152,10 @@ class NotebookSources:
         found = {code: cell for code in own if (cell := self._cell_of(code)) is not None}
         for cell in list(found.values())[:1] or reversed(self._cells):
             for statement in reversed(cell.statements):
-                node = statement.nodes[0]
-                if not (isinstance(node, ast.ClassDef) and node.name == kind.__name__ and len(statement.nodes) == 1):
+                node = statement.only
+                if not (isinstance(node, ast.ClassDef) and node.name == kind.__name__ and _matches(node, kind)):
                     continue
-                lines = range(statement.first_line, statement.last_line + 1)
-                if _matches(node, kind) and all(code.co_firstlineno in lines for code in found):
+                if all(code.co_firstlineno in statement.lines for code in found):
                     return self._definition(cell, statement, node.name)
         return None
 
@@ -166,8 +163,7 @@ class NotebookSources:
         """Return the latest statement that assigned a call's value to this name."""
         for cell in reversed(self._cells):
             for statement in reversed(cell.statements):
-                node = statement.nodes[0]
-                if isinstance(node, ast.Assign) and _is_assigned(node, name) and len(statement.nodes) == 1:
+                if isinstance(statement.only, ast.Assign) and _is_assigned(statement.only, name):
                     return self._definition(cell, statement, name)
         return None
 

@@ -9,7 +9,6 @@ import ast
 import builtins
 import collections
 import dataclasses
-import dis
 import functools
 import io
 import tokenize
@@ -28,9 +27,13 @@ class Statement:
 
     nodes: tuple[ast.stmt, ...]
     text: str  # with the comments that stand directly above
-    first_line: int  # the line on which the first one begins, decorators included; from 1
-    last_line: int  # the line on which the last one ends
+    lines: range  # from the line on which the first one begins, decorators included, to that on which the last one ends
     above: str  # blank lines and comments between the previous statement and the text
+
+    @property
+    def only(self) -> ast.stmt | None:
+        """The statement; ``None`` if several share the line."""
+        return self.nodes[0] if len(self.nodes) == 1 else None
 
 
 def statements(source: str) -> list[Statement]:
@@ -46,7 +49,7 @@ def statements(source: str) -> list[Statement]:
             begin -= 1
         above = "".join(f"{line}\n" for line in lines[end : begin - 1])
         if not all(isinstance(node, ast.Pass) for node in nodes):
-            found.append(Statement(tuple(nodes), "\n".join(lines[begin - 1 : last]), first, last, above))
+            found.append(Statement(tuple(nodes), "\n".join(lines[begin - 1 : last]), range(first, last + 1), above))
         end = last
     return found
 
@@ -113,9 +116,7 @@ def plain(source: str, label: str, known: Collection[str], first_line: int = 1) 
     lines = [line.encode() for line in source.splitlines(keepends=True)]
     needed: set[str] = set()
     tree = ast.parse(source)
-    calls = {
-        node: top for top in tree.body for node in ast.walk(top) if isinstance(node, ast.Call) and _is_of_shell(node)
-    }
+    calls = {call: top for top in tree.body for call, _ in cells.calls_of_shell(top)}
     whole = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset), reverse=True):
         assert isinstance(call.func, ast.Attribute) and call.end_lineno is not None
@@ -127,12 +128,6 @@ def plain(source: str, label: str, known: Collection[str], first_line: int = 1) 
         text = lines[first][: call.col_offset] + python.encode() + lines[last][call.end_col_offset :]
         lines[first : last + 1] = [text]
     return b"".join(lines).decode(), frozenset(needed)
-
-
-def _is_of_shell(call: ast.Call) -> bool:
-    """Return whether a call is ``get_ipython().something(...)``."""
-    shell = call.func.value if isinstance(call.func, ast.Attribute) else None
-    return isinstance(shell, ast.Call) and getattr(shell.func, "id", "") == "get_ipython"
 
 
 def _local_names(statement: ast.stmt) -> set[str]:
@@ -220,18 +215,13 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 class Body:
     """A cell's statements, sorted into imports, definitions and the main program.
 
-    Attributes:
-        imports: The imports at the beginning.
-        definitions: The texts of functions and classes that can come before the main program.
-        defines: The names of these functions and classes.
-        guarded: The text of the main program, not indented.
-        arguments: The arguments, from ``args``, of the function that the cell ends by defining, if it ``calls`` one.
+    ``calls`` is the name of the function that the cell ends by defining, if it does, and ``args`` has its arguments.
     """
 
     def __init__(self, source: str, calls: str = "", args: str | None = None) -> None:
-        self.imports: list[str] = []
-        self.definitions: list[str] = []
-        self.defines: set[str] = set()
+        self.imports: list[str] = []  # those at the beginning
+        self.definitions: list[str] = []  # texts of functions and classes that can come before the main program
+        self.defines: set[str] = set()  # the names of these functions and classes
         self.arguments = [ast.copy_location(ast.Expr(node), node) for node in _arguments(args)]
         parsed = statements(source)
         kept = self._part(parsed)
@@ -241,8 +231,8 @@ class Body:
             parts.append(_shown(f"{calls}({', '.join(map(ast.unparse, self.arguments))})", names, may_be_none=True))
         elif kept and kept[-1] is parsed[-1]:
             parts[-1] = f"{kept[-1].above}{_with_value_shown(kept[-1], names)}"
-        after = source.splitlines()[parsed[-1].last_line :]
-        self.guarded = "\n".join([*parts, *after]).strip("\n")
+        after = source.splitlines()[parsed[-1].lines[-1] :]
+        self.guarded = "\n".join([*parts, *after]).strip("\n")  # the main program, not indented
 
     def _part(self, statements: Sequence[Statement]) -> list[Statement]:
         """Move the imports and definitions that can safely come first, and return the other statements."""
@@ -251,13 +241,12 @@ class Body:
         assigned: set[str] = set()
         read: set[str] = set()
         for statement in statements:
-            node = statement.nodes[0]
             is_once = all(bound[name] == 1 for name in _binds(statement))
             if all(isinstance(part, (ast.Import, ast.ImportFrom)) for part in statement.nodes) and (
-                (is_once and not kept) or getattr(node, "module", "") == "__future__"
+                (is_once and not kept) or getattr(statement.nodes[0], "module", "") == "__future__"
             ):
                 self.imports += [ast.unparse(part) for part in statement.nodes]
-            elif is_once and len(statement.nodes) == 1 and _can_stand_first(node, assigned, read, is_first=not kept):
+            elif is_once and _can_stand_first(statement.only, assigned, read, is_first=not kept):
                 self.definitions.append(statement.text)
                 self.defines |= _binds(statement)
             else:
@@ -267,7 +256,7 @@ class Body:
         return kept
 
 
-def _can_stand_first(node: ast.stmt, assigned: set[str], read: set[str], *, is_first: bool) -> bool:
+def _can_stand_first(node: ast.stmt | None, assigned: set[str], read: set[str], *, is_first: bool) -> bool:
     """Return whether a definition is independent of the statements before it, and they of it."""
     if not isinstance(node, _DEFINITIONS) or node.name in read or assigned.intersection(reads_at_once(node)):
         return False
@@ -276,8 +265,7 @@ def _can_stand_first(node: ast.stmt, assigned: set[str], read: set[str], *, is_f
 
 def _binds(statement: Statement) -> set[str]:
     code = compile(ast.Module(list(statement.nodes), []), "<cell>", "exec", dont_inherit=True)
-    changing = ("STORE_NAME", "STORE_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL")
-    return {item.argval for item in dis.get_instructions(code) if item.opname in changing}
+    return cells.arguments_of(code, "STORE_NAME", "STORE_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL")
 
 
 def _arguments(expression: str | None) -> list[ast.expr]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from notebook_accel.formatting import format_number, format_size, plain_text
+from notebook_accel.formatting import first_line, format_number, format_size, plain_text
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -57,6 +57,8 @@ class Progress(_Event, frozen=True, kw_only=True):
 WAITING = "waiting"
 PHASES = ("data", "copy", "forward", "backward", "communication", WAITING, "optimizer", "evaluation", "other")
 """The phases of a step on one rank, in their order."""
+SPLIT_PHASES = tuple(name for name in PHASES if name not in ("backward", "evaluation"))
+"""The phases whose collectives and copies to the device count as phases of their own."""
 
 
 class SampledLine(msgspec.Struct, frozen=True):
@@ -270,6 +272,12 @@ class Failed(_Event, frozen=True, kw_only=True):
     exception: bytes = b""  # the pickled exception; empty if it can't be pickled
     lost_peer: bool = False  # the exception only reports that another rank has gone: the cause is elsewhere
     saved: bool = False  # the rank's result file has the variables to pull, with their values at the failure
+
+    @property
+    def in_words(self) -> str:
+        """The exception in one line, such as ``ValueError: no images in data/``."""
+        message = first_line(self.message)
+        return f"{self.kind}: {message}" if message else self.kind
 
 
 class Finished(_Event, frozen=True, kw_only=True):

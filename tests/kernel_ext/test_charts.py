@@ -144,11 +144,12 @@ def test_times_of_any_length_are_few(end_s: float) -> None:
     assert 1 <= len(time_ticks(end_s)) <= 5
 
 
-def outline(drawn: str, name: str) -> list[tuple[float, float]]:
-    """Return the corners of an area that has no gap."""
-    found = re.search(rf'class="nba-p-{name}"[^>]* d="M([^MZ]*)Z"', drawn)
+def rectangles(drawn: str, name: str) -> list[tuple[float, ...]]:
+    """Return left, bottom, top and right of each part of an area."""
+    found = re.search(rf'class="nba-p-{name}"[^>]* d="([^"]*)"', drawn)
     assert found is not None
-    return [(float(x), float(y)) for x, y in (point.split() for point in found[1].split("L"))]
+    corners = re.findall(r"M([\d.]+) ([\d.]+)V([\d.]+)H([\d.]+)V\2Z", found[1])
+    return [tuple(map(float, each)) for each in corners]
 
 
 def test_areas_lie_on_each_other_and_are_as_high_as_their_times() -> None:
@@ -158,19 +159,17 @@ def test_areas_lie_on_each_other_and_are_as_high_as_their_times() -> None:
     assert document.having(role="img")[0]["aria-label"] == "rank <0>: 40 ms a step at the end"
     assert [tag for tag, _ in document.elements].count("path") == 2  # no optimizer
     assert "20 s" in document.text
-    data, forward = outline(drawn, "data"), outline(drawn, "forward")
-    (_, top), *_ = forward
-    *_, (_, bottom) = data
-    middle = (top + bottom) / 2
-    assert {y for _, y in forward[:4]} == {top}
-    assert [y for _, y in data[:4]] == pytest.approx([bottom - (bottom - top) / 4] * 2 + [middle] * 2, abs=0.1)
-    assert [y for _, y in reversed(forward[4:])] == [y for _, y in data[:4]]
+    data, forward = rectangles(drawn, "data"), rectangles(drawn, "forward")
+    (left, bottom, _, between), (also_between, also_bottom, middle, right) = data
+    assert (bottom, between) == (also_bottom, also_between)
+    assert left < between < right
+    assert [y for _, _, y, _ in forward] == pytest.approx([2 * middle - bottom] * 2, abs=0.1)
+    assert [y for _, _, y, _ in data] == pytest.approx([bottom - (bottom - middle) / 2, middle], abs=0.1)
+    assert [y for _, y, _, _ in forward] == [y for _, _, y, _ in data]
 
 
 def test_areas_have_gaps_and_end_at_the_top() -> None:
     parts = [(0.0, 1.0, {"data": 0.010}), (1.0, 2.0, None), (2.0, 3.0, {"data": 5.0})]
-    drawn = stacked_html("rank 0", ["data"], parts, 0.040)
-    found = re.search(r'class="nba-p-data"[^>]* d="([^"]*)"', drawn)
-    assert found is not None
-    assert found[1].count("M") == found[1].count("Z") == 2
-    assert min(float(y) for y in re.findall(r" ([\d.]+)", found[1])) == 8
+    first, last = rectangles(stacked_html("rank 0", ["data"], parts, 0.040), "data")
+    assert first[3] < last[0]
+    assert last[2] == 8

@@ -8,7 +8,7 @@ import pytest
 
 from kernel_ext import step_view
 from notebook_accel.launching.state.diagnosis import Diagnosis, Verdict
-from notebook_accel.launching.state.phases import Moment
+from notebook_accel.launching.state.step_times import Moment
 from notebook_accel.protocol import events
 from tests.kernel_ext import fake_runs
 

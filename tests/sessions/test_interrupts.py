@@ -16,7 +16,7 @@ import pytest
 
 from notebook_accel.sessions.kernel import interrupts as interrupts_module
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
-from notebook_accel.sessions.kernel.request_queue import RequestQueue
+from notebook_accel.sessions.kernel.pending_request import RequestQueue
 from notebook_accel.sessions.kernel.session import Session
 from tests import processes
 from tests.sessions.conftest import interrupted, runs
@@ -152,7 +152,7 @@ def test_interrupt_ends_the_waiting_for_a_turn() -> None:
     with (
         pytest.raises(KeyboardInterrupt),
         held() as interrupts,
-        queue.turn("a cell", check, note=said.append),
+        queue.turn("a cell", check, on_status=said.append),
     ):
         raise AssertionError("two at a time")
     assert said == ["waiting", "another cell", "a cell"] and queue.titles == ["another cell"]
@@ -184,7 +184,7 @@ def test_one_that_has_come_is_raised_in_the_end_and_two_clicks_are_one() -> None
             assert same is interrupts and woken == [True]
             taken = interrupts.take()
             assert taken is not None and not interrupts.has_pending and interrupts.take() is None
-        interrupts.note(EOFError())
+        interrupts.add(EOFError())
     assert taken is raised.value and woken == [True]
     with pytest.raises(EOFError), held():
         signal.raise_signal(signal.SIGINT)
@@ -262,7 +262,7 @@ def test_another_thread_holds_what_is_noted_for_it() -> None:
     def act() -> None:
         with held(noted), held() as same:
             seen.append(same is noted)
-            noted.note(KeyboardInterrupt())
+            noted.add(KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
                 same.check()
         with held() as other:

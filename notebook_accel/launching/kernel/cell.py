@@ -144,12 +144,13 @@ def _assigned_names(tree: ast.Module, code: types.CodeType) -> frozenset[str] | 
     waiting = [code]
     while waiting:
         part = waiting.pop()
-        found |= _arguments_of(part, "STORE_NAME", "STORE_GLOBAL")  # a function may declare a name global
+        found |= arguments_of(part, "STORE_NAME", "STORE_GLOBAL")  # a function may declare a name global
         waiting += [const for const in part.co_consts if isinstance(const, types.CodeType)]
     return frozenset(found)
 
 
-def _arguments_of(code: types.CodeType, *instructions: str) -> set[str]:
+def arguments_of(code: types.CodeType, *instructions: str) -> set[str]:
+    """Return the names in these instructions of some code, such as ``STORE_NAME``."""
     return {item.argval for item in dis.get_instructions(code) if item.opname in instructions}
 
 
@@ -161,7 +162,7 @@ def is_builtin(name: str, value: Any) -> bool:
     return value is getattr(builtins, name) or getattr(value, "__module__", "") == "IPython.core.interactiveshell"
 
 
-def _calls_of_shell(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
+def calls_of_shell(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
     """Yield calls such as ``get_ipython().system(...)``, the translation of ``!``, with the method's name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -173,7 +174,7 @@ def _calls_of_shell(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
 def _with_variables_of_commands(source: str) -> ast.Module:
     """Return the source's tree in which commands and magics read the variables that their text names."""
     tree = ast.parse(source)
-    for node, _ in _calls_of_shell(tree):
+    for node, _ in calls_of_shell(tree):
         texts = [part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str)]
         names = [ast.Name(name, ast.Load()) for text in texts for name in variables_in(text)]
         node.args += [ast.copy_location(name, node) for name in names]
@@ -181,7 +182,7 @@ def _with_variables_of_commands(source: str) -> ast.Module:
 
 
 def _refuse_magics(tree: ast.Module, label: str) -> None:
-    for node, method in _calls_of_shell(tree):
+    for node, method in calls_of_shell(tree):
         if method not in ("run_line_magic", "run_cell_magic"):
             continue
         name = str(node.args[0].value) if node.args and isinstance(node.args[0], ast.Constant) else "?"
@@ -229,8 +230,8 @@ def _scan(statements: Sequence[ast.stmt], assigned: frozenset[str]) -> _Scan:
 def _scan_simple(statement: ast.stmt, assigned: frozenset[str]) -> _Scan:
     code = compile(ast.Module([statement], []), "<cell>", "exec", dont_inherit=True)
     needed = [name for name in _global_reads(code) if name not in assigned]
-    stores = _arguments_of(code, "STORE_NAME", "STORE_GLOBAL")
-    deletes = _arguments_of(code, "DELETE_NAME", "DELETE_GLOBAL")
+    stores = arguments_of(code, "STORE_NAME", "STORE_GLOBAL")
+    deletes = arguments_of(code, "DELETE_NAME", "DELETE_GLOBAL")
     return [*needed, *(name for name in deletes if name not in assigned)], (assigned | stores) - deletes
 
 

@@ -477,7 +477,7 @@ def _split_by_samples(seconds: dict[str, float], lines: Mapping[Line, int]) -> N
     parts: collections.Counter[tuple[str, str]] = collections.Counter()
     for (phase, activity, _, _), count in lines.items():
         of_phase[phase] += count
-        if activity in ("communication", "copy") and phase not in ("backward", "evaluation"):
+        if activity in ("communication", "copy") and phase in events.SPLIT_PHASES:
             parts[phase, activity] += count
     for (phase, activity), count in parts.items():
         part_s = seconds[phase] * count / of_phase[phase]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from typing import Any, Protocol
 
 from notebook_accel.errors import RunError
 from notebook_accel.formatting import aligned, format_count, format_milliseconds
 from notebook_accel.launching.state.diagnosis import Diagnosis
+from notebook_accel.launching.state.step_times import Phases, mean_of
 from notebook_accel.protocol.events import PHASES, WAITING
 
 _NEARLY = 0.9  # of the speed that so many ranks can have at best
@@ -49,10 +49,9 @@ class Side:
     diagnosis: Diagnosis
 
     @property
-    def phases(self) -> dict[str, float]:
+    def phases(self) -> Phases:
         """The seconds of a step by phase, as the mean of the ranks."""
-        ranks = self.diagnosis.steps.values()
-        return {name: statistics.fmean(phases.get(name, 0.0) for phases in ranks) for name in PHASES}
+        return mean_of(self.diagnosis.steps.values()) or {}
 
     @property
     def step_s(self) -> float:
@@ -72,10 +71,21 @@ class Comparison:
     Attributes:
         first: The first run.
         second: The second run.
+
+    Raises:
+        RunError: Too few steps of a run were measured.
     """
 
     first: Side
     second: Side
+
+    def __post_init__(self) -> None:
+        for side in (self.first, self.second):
+            if not side.diagnosis.steps:
+                raise RunError(
+                    f"Too few steps of {side.name!r} were measured for a comparison.",
+                    fix="let it train for some seconds and more than ten steps, without --profile off",
+                )
 
     @property
     def has_rows(self) -> bool:
@@ -172,19 +182,4 @@ def compare(first: Measured, second: Measured) -> Comparison:
     Raises:
         RunError: Too few steps of a run were measured.
     """
-    return compare_sides(Side(first.name, first.diagnosis()), Side(second.name, second.diagnosis()))
-
-
-def compare_sides(first: Side, second: Side) -> Comparison:
-    """Compare two runs by their diagnoses.
-
-    Raises:
-        RunError: Too few steps of a run were measured.
-    """
-    for side in (first, second):
-        if not side.diagnosis.steps:
-            raise RunError(
-                f"Too few steps of {side.name!r} were measured for a comparison.",
-                fix="let it train for some seconds and more than ten steps, without --profile off",
-            )
-    return Comparison(first, second)
+    return Comparison(Side(first.name, first.diagnosis()), Side(second.name, second.diagnosis()))

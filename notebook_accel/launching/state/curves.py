@@ -62,19 +62,11 @@ class Series(Generic[_Value]):
 
 
 class Curves:
-    """One metric over steps.
-
-    Args:
-        world_size: Number of ranks.
-        unit: Unit of the horizontal axis: ``steps``, or ``reports`` where nothing counts steps.
-
-    Attributes:
-        ranks: The curve of each rank that has reported the metric.
-    """
+    """One metric over steps, or over its reports where nothing counts steps (``unit``)."""
 
     def __init__(self, world_size: int, unit: Literal["steps", "reports"]) -> None:
         self.unit = unit
-        self.ranks: dict[int, Series[float]] = {}
+        self.ranks: dict[int, Series[float]] = {}  # the curve of each rank that has reported the metric
         self._rank_points = min(max(_POINTS_OF_ALL_RANKS // world_size, _FEWEST_POINTS), _SERIES_POINTS)
         self._reports: dict[int, int] = {}
 

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.formatting import format_count, format_duration, format_milliseconds, format_size
-from notebook_accel.launching.state.phases import (
+from notebook_accel.launching.state.rank import RankState
+from notebook_accel.launching.state.run import RunState
+from notebook_accel.launching.state.step_times import (
     Moment,
     Phases,
     mean_of,
@@ -23,8 +25,6 @@ from notebook_accel.launching.state.phases import (
     split_waiting,
     steps_between,
 )
-from notebook_accel.launching.state.rank import RankState
-from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 
 _WORTH = 0.1  # least share of the time for a verdict
@@ -34,7 +34,6 @@ _EARLIER_MS = (30_000, 10_000)  # begin and end, before now, of an interval in w
 _LONGEST_LEAD_S = 8.0  # measured of one rank before it is judged without those that have fewer steps
 _FEWEST_SAMPLES = 20  # of a rank's main thread, for shares of its lines
 _COMPUTING = ("forward", "backward", "optimizer")
-_SPLIT = tuple(name for name in events.PHASES if name not in ("backward", "evaluation"))  # whose collectives count
 _STEPS_PER_EVALUATION = 10  # with more, an evaluation isn't too frequent
 _LARGE_BYTES = 1 << 20
 _SLOW_S = 0.05  # for fewer than _LARGE_BYTES
@@ -612,7 +611,9 @@ def _communication(run: _Run) -> Verdict | None:
         return Verdict("uneven steps", in_turns_share, what, fix, run.numbers)
     if size < _LARGE_BYTES and run.communication_s < _SLOW_S:
         return None  # latency, which a longer step hides
-    others, _ = _Run([least]).sampled_share(lambda line: line.activity == "communication" and line.phase in _SPLIT)
+    others, _ = _Run([least]).sampled_share(
+        lambda line: line.activity == "communication" and line.phase in events.SPLIT_PHASES
+    )
     computing_s = statistics.fmean(sum(rank.per_step_s(name) for name in _COMPUTING) for rank in run.ranks)
     if size and others < share / 2:
         computing = format_milliseconds(computing_s)
@@ -621,7 +622,7 @@ def _communication(run: _Run) -> Verdict | None:
         if size < _LARGE_BYTES:
             fix = "For so little the connection is slow, or other programs use the cores: look at them first."
         return Verdict("communication", share, what, fix, run.numbers)
-    place, text = least.line(*_SPLIT, activity="communication")
+    place, text = least.line(*events.SPLIT_PHASES, activity="communication")
     memory = least.state.model_memory
     if memory is not None and memory.is_sharded and (place, text) == least.line("forward", activity="communication"):
         what = f"The collectives of a sharded model take {_percent(share)} of the time{_at(place, text)}."

@@ -31,24 +31,18 @@ def in_a_line(state: RunState) -> str:
         return ""
     failed = rank.failed
     if failed is not None:
-        return f"rank {rank.number}: {raised_in_words(failed)}" + (f" at {failed.line}" if failed.line else "")
+        return f"rank {rank.number}: {failed.in_words}" + (f" at {failed.line}" if failed.line else "")
     assert rank.ended is not None, "a rank that failed has raised or ended"
     return f"rank {rank.number} {_how_it_died(rank.ended)}"
 
 
 @dataclasses.dataclass(frozen=True)
 class RunErrors:
-    """Builds errors from the state of a run.
+    """Builds errors from the state of a run."""
 
-    Attributes:
-        start_method: The ranks' start method.
-        unsent: Names that couldn't be sent, with the reason.
-        by_value: Functions and classes that were sent by value, to which exceptions may refer.
-    """
-
-    start_method: str
-    unsent: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    by_value: Sequence[Any] = ()
+    start_method: str  # the ranks'
+    unsent: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names that couldn't be sent, with the reason
+    by_value: Sequence[Any] = ()  # functions and classes that were sent by value, to which exceptions may refer
 
     def first(self, state: RunState) -> RankFailedError | None:
         """Return the error of the rank that failed first, ``None`` if no rank has failed."""
@@ -115,7 +109,7 @@ def _others(state: RunState, reported: RankState | None) -> tuple[RankEnd, ...]:
 
 
 def _end_of(rank: RankState, end: Ended) -> RankEnd:
-    raised = "" if rank.failed is None else f"{rank.failed.kind}: {first_line(rank.failed.message)}"
+    raised = "" if rank.failed is None else rank.failed.in_words
     # A rank may fail by itself in the moment after it was told to end. Then its exception counts.
     return RankEnd(rank.number, end.exit_code, end.signal, end.stopped and not raised, raised, rank.has_result)
 
@@ -136,11 +130,6 @@ def _shown(traceback: str) -> str:
     return "\n".join([*first, f"  [{unsent:,} lines left out]", *lines[unsent + len(first) :]])
 
 
-def raised_in_words(failed: Failed) -> str:
-    """Return a rank's exception in a line, such as ``ValueError: no images in data/``."""
-    return f"{failed.kind}: {first_line(failed.message)}" if failed.message else failed.kind
-
-
 def raised_error(
     failed: Failed,
     rank: int,
@@ -159,7 +148,7 @@ def raised_error(
     why, fix = explain_exception(failed, end, memory, unsent)
     where = f" at {failed.line}" if failed.line else ""
     error = RankFailedError(
-        f"rank {rank} of {world_size} failed{where}: {raised_in_words(failed)}",
+        f"rank {rank} of {world_size} failed{where}: {failed.in_words}",
         rank=rank,
         world_size=world_size,
         why=why,
@@ -190,21 +179,9 @@ _KILLED = "notebook-accel didn't send the signal."
 _CRASHED = "Native code has crashed. The lines of Python that had called it are shown here, the innermost first."
 _OURS = f'  File "{code_places.OURS}'
 _LESS_MEMORY = "fewer ranks, fewer DataLoader workers or smaller batches: each rank holds all the data that it loads"
-_MORE_ADDRESSES = "ulimit -v unlimited, where Jupyter or the shell's command is started; or smaller batches"
-_LESS_DEVICE_MEMORY = "smaller batches with more gradient_accumulation_steps, or mixed_precision='bf16'"
-_NO_SHARED_MEMORY = "Most often there is no room left in /dev/shm, through which DataLoader workers send their batches."
-_MORE_SHARED_MEMORY = "fewer DataLoader workers, or a larger /dev/shm (docker run --shm-size=8g)"
-_BUILT_IN_THE_FUNCTION = "Or memory was short: under fork, each rank may have built a model for itself"
-_EACH_ITS_OWN = "{ranks} ranks each built their own model, if the function builds it."
 _BUILD_OUTSIDE = (
     "if the function builds the model, build it in another cell and pass it as an argument: ranks then share it"
 )
-_NO_DEBUGGER = "A rank has no keyboard, so a debugger that waits for input in it ends at once."
-_OF_EARLIER_RANKS = (
-    "an earlier cell assigned {name!r} in its ranks, which have ended, and each launch has ranks of its own. Add "
-    "--pull {name} to that cell to get it into the notebook, or keep ranks between cells with %distributed start"
-)
-_DEBUG_ELSEWHERE = "--start_method inline, in which pdb works; in a session, %distributed debug after an error"
 # torch's messages about a GPU where it has none, as in the first cells of a notebook that was written on a GPU.
 _NO_CUDA = re.compile(
     r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available|"
@@ -212,33 +189,31 @@ _NO_CUDA = re.compile(
 )
 _NO_NCCL = re.compile(r"doesn't have NCCL built in|ProcessGroupNCCL is only supported with GPUs")
 _NO_GPU = "The rank has no GPU that its PyTorch can use."
-_ANY_DEVICE = "accelerator.device, or 'cuda' only if torch.cuda.is_available()"
-_GLOO = "init_process_group() without a backend, which takes gloo on a CPU and nccl on GPUs"
 # The message of torch's DataLoader about a worker that was killed.
 _LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)", re.DOTALL)
 
 
 def explain_death(end: Ended, *, start_method: str, ranks: int) -> tuple[str, str, str]:
     """Return an addition to the description of a rank's death, its likely reason, and advice."""
-    if end.signal == signal.SIGKILL:
-        if end.shortage is None:
-            return "", f"{_KILLED}{_after_limit()}", ""
-        used = f"The rank had used up to {format_size(end.peak_bytes)}. " if end.peak_bytes else ""
+    peak = f"had used up to {format_size(end.peak_bytes)}" if end.peak_bytes else ""
+    if end.signal == signal.SIGKILL and end.shortage is not None:
+        used = f"The rank {peak}. " if peak else ""
         fix = f"{_BUILD_OUTSIDE}; or {_LESS_MEMORY}" if start_method == "fork" else _LESS_MEMORY
         return ": out of host memory", used + describe_shortage(end.shortage), fix
-    if end.signal == signal.SIGXCPU:
+    if end.signal in (signal.SIGKILL, signal.SIGXCPU):
         return "", f"{_KILLED}{_after_limit()}", ""
     if end.signal == signal.SIGBUS:
-        return "", _NO_SHARED_MEMORY, _MORE_SHARED_MEMORY
+        why = "Most often there is no room left in /dev/shm, through which DataLoader workers send their batches."
+        return "", why, "fewer DataLoader workers, or a larger /dev/shm (docker run --shm-size=8g)"
     if end.signal == signal.SIGSEGV and start_method == "fork":
-        if end.shortage is None:
-            many = "is 1 rank" if ranks == 1 else f"are {ranks} ranks"
-            peak = f": this rank had used up to {format_size(end.peak_bytes)}, and there {many}"
-            used = peak if end.peak_bytes else ""
-            return "", f"{_CRASHED} {_BUILT_IN_THE_FUNCTION}{used}.", _BUILD_OUTSIDE
-        used = f"This rank had used up to {format_size(end.peak_bytes)}; " if end.peak_bytes else ""
-        why = used + _EACH_ITS_OWN.format(ranks=ranks)
-        return ": out of host memory", f"{describe_shortage(end.shortage)} {why}", _BUILD_OUTSIDE
+        if end.shortage is not None:
+            used = f"This rank {peak}; " if peak else ""
+            why = f"{used}{ranks} ranks each built their own model, if the function builds it."
+            return ": out of host memory", f"{describe_shortage(end.shortage)} {why}", _BUILD_OUTSIDE
+        many = "is 1 rank" if ranks == 1 else f"are {ranks} ranks"
+        used = f": this rank {peak}, and there {many}" if peak else ""
+        why = f"Or memory was short: under fork, each rank may have built a model for itself{used}."
+        return "", f"{_CRASHED} {why}", _BUILD_OUTSIDE
     if end.signal in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
         return "", _CRASHED, ""
     return "", "", ""
@@ -279,17 +254,20 @@ def explain_exception(
             + (" of the host's" if report.kind == "host" else "")
             for rank, report in sorted(memory.items())
         ]
-        return f"Memory in use then, {', '.join(used)}." if used else "", _LESS_DEVICE_MEMORY
+        fix = "smaller batches with more gradient_accumulation_steps, or mixed_precision='bf16'"
+        return f"Memory in use then, {', '.join(used)}." if used else "", fix
     if end is not None and end.shortage is not None and _LOST_WORKER.search(failed.message):
         return f"Out of host memory. {describe_shortage(end.shortage)}", _LESS_MEMORY
     if failed.kind == "MemoryError" and (limit_bytes := _limit("RLIMIT_AS")) is not None:
-        return f"A process may have {format_size(limit_bytes)} of addresses here (ulimit -v).", _MORE_ADDRESSES
+        fix = "ulimit -v unlimited, where Jupyter or the shell's command is started; or smaller batches"
+        return f"A process may have {format_size(limit_bytes)} of addresses here (ulimit -v).", fix
     if failed.kind == "BdbQuit":
-        return _NO_DEBUGGER, _DEBUG_ELSEWHERE
+        why = "A rank has no keyboard, so a debugger that waits for input in it ends at once."
+        return why, "--start_method inline, in which pdb works; in a session, %distributed debug after an error"
     if _NO_NCCL.search(failed.message):
-        return _NO_GPU, _GLOO
+        return _NO_GPU, "init_process_group() without a backend, which takes gloo on a CPU and nccl on GPUs"
     if _NO_CUDA.search(failed.message):
-        return _NO_GPU, _ANY_DEVICE
+        return _NO_GPU, "accelerator.device, or 'cuda' only if torch.cuda.is_available()"
     return "", _of_missing_name(failed, unsent)
 
 
@@ -299,11 +277,17 @@ def _of_missing_name(failed: Failed, unsent: Mapping[str, str]) -> str:
     found = re.fullmatch(r"name '(\w+)' is not defined", message) if failed.kind == "NameError" else None
     if found is None:
         return ""
-    if found[1] not in vars(sys.modules["__main__"]):
-        return _OF_EARLIER_RANKS.format(name=found[1]) if _was_assigned_in_ranks(found[1]) else ""
-    if found[1] in unsent:
-        return f"assign {found[1]!r} in the cell before it is used. The notebook's own {unsent[found[1]]}"
-    return f"the notebook has {found[1]!r}, but the launch couldn't see that the code uses it: --push {found[1]}"
+    name = found[1]
+    if name in unsent and name in vars(sys.modules["__main__"]):
+        return f"assign {name!r} in the cell before it is used. The notebook's own {unsent[name]}"
+    if name in vars(sys.modules["__main__"]):
+        return f"the notebook has {name!r}, but the launch couldn't see that the code uses it: --push {name}"
+    if not _was_assigned_in_ranks(name):
+        return ""
+    return (
+        f"an earlier cell assigned {name!r} in its ranks, which have ended, and each launch has ranks of its own. Add "
+        f"--pull {name} to that cell to get it into the notebook, or keep ranks between cells with %distributed start"
+    )
 
 
 def _was_assigned_in_ranks(name: str) -> bool:

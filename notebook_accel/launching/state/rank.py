@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal
 
 from notebook_accel.errors import signal_name
@@ -36,12 +37,9 @@ class LastSteps:
     """The times of a rank's last steps, for its rate and for noticing that it has stalled.
 
     Times are seconds of ``time.monotonic()``.
-
-    Attributes:
-        stepped_s: Time of the last step, ``None`` before the first.
     """
 
-    stepped_s: float | None = None
+    stepped_s: float | None = None  # time of the last step
     _count: int = 0
     _samples: collections.deque[tuple[float, int]] = dataclasses.field(default_factory=collections.deque)
     _step_times_s: collections.deque[float] = dataclasses.field(
@@ -370,9 +368,7 @@ class RankState:
             self.state = "stopped"
             self.reason = ("another rank has gone" if event.lost_peer else "interrupted") + where
             return
-        self.state = "failed"
-        message = plain_text(event.message.strip().split("\n", 1)[0])
-        self.reason = clipped(f"{event.kind}: {message}" if message else event.kind) + where
+        self.state, self.reason = "failed", event.in_words + where
 
     def _end(self, event: events.Ended) -> None:
         self.ended = event
@@ -384,3 +380,9 @@ class RankState:
             self.state, self.reason = "killed", f"killed by {signal_name(event.signal)}"
         else:
             self.state, self.reason = "failed", f"exited with status {event.exit_code} before its end"
+
+
+def metric_names(ranks: Iterable[RankState]) -> list[str]:
+    """Return the names of the metrics that ranks have reported, losses first, then in the order of arrival."""
+    names = dict.fromkeys(name for rank in ranks for name in rank.metrics)
+    return sorted(names, key=lambda name: "loss" not in name.lower())

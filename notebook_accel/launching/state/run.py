@@ -17,7 +17,7 @@ from typing import Literal
 from notebook_accel import time_limit
 from notebook_accel.formatting import clipped, plain_text
 from notebook_accel.launching.state.curves import Curves
-from notebook_accel.launching.state.rank import RankState
+from notebook_accel.launching.state.rank import RankState, metric_names
 from notebook_accel.protocol import events
 
 _MOST_RESTARTS = 100
@@ -30,37 +30,21 @@ _BEHIND_SHARE = 0.02
 
 
 class RunState:
-    """The state of a run.
-
-    Args:
-        world_size: Number of ranks on this node.
-
-    Attributes:
-        ranks: The state of each rank.
-        first_rank: The number of this node's first rank among all.
-        total_ranks: Number of ranks on all nodes.
-        has_started: True once any rank has begun the user's code.
-        history: The curves of each metric over steps, or over reports as long as no rank counts steps.
-        nodes: A line about each other node, or about the nodes that this one waits for.
-        restartings: The events of the last restarts of all ranks.
-        working: The ranks that have something to do; all, unless the run is a session's.
-        working_since_s: The time at which ``working`` was last set.
-        first_step_s: Time of the first step of any rank, ``None`` before it and after a restart.
-        checkpoint: The folder of the last complete checkpoint; empty before the first.
-    """
+    """The state of a run with ``world_size`` ranks on this node."""
 
     def __init__(self, world_size: int) -> None:
         self.ranks = [RankState(rank) for rank in range(world_size)]
-        self.first_rank = 0
-        self.total_ranks = world_size
-        self.has_started = False
+        self.first_rank = 0  # the number of this node's first rank among all
+        self.total_ranks = world_size  # on all nodes
+        self.has_started = False  # whether any rank has begun the user's code
+        # The curves of each metric over steps, or over reports as long as no rank counts steps.
         self.history: dict[str, Curves] = {}
-        self.nodes: list[str] = []
-        self.restartings = collections.deque[events.Restarting](maxlen=_MOST_RESTARTS)
-        self.working = frozenset(range(world_size))
-        self.working_since_s = 0.0
-        self.first_step_s: float | None = None
-        self.checkpoint = ""
+        self.nodes: list[str] = []  # a line about each other node, or about the nodes that this one waits for
+        self.restartings = collections.deque[events.Restarting](maxlen=_MOST_RESTARTS)  # the last ones of all ranks
+        self.working = frozenset(range(world_size))  # ranks that have something to do; all, unless it is a session's
+        self.working_since_s = 0.0  # time at which ``working`` was last set
+        self.first_step_s: float | None = None  # time of the first step of any rank since the start or a restart
+        self.checkpoint = ""  # the folder of the last complete checkpoint; empty before the first
         self._restarts = 0
 
     @property
@@ -160,8 +144,7 @@ class RunState:
     @property
     def metric_names(self) -> list[str]:
         """Names of the reported metrics, losses first, then in the order of arrival."""
-        names = dict.fromkeys(name for rank in self.ranks for name in rank.metrics)
-        return sorted(names, key=lambda name: "loss" not in name.lower())
+        return metric_names(self.ranks)
 
     @property
     def chart_names(self) -> list[str]:

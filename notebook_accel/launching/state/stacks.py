@@ -6,12 +6,9 @@ Printed stacks begin with the user's own lines, with the notebook's labels of it
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import linecache
-import os
 import re
-import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 
 from notebook_accel import code_places
@@ -170,21 +167,16 @@ class StackRequest:
         self._sources = sources
         self._asked = Latch()  # set at the next answer, or at the end
         self._answer: Stacks | None = None
-        self._is_over = False
+        self.is_over = False  # whether the run has ended, so that no answer will come
 
-    @property
-    def is_over(self) -> bool:
-        """True once the run has ended, so that no answer will come."""
-        return self._is_over
-
-    def ask(self, ask: Callable[[], None], timeout_s: float) -> Stacks | None:
-        """Call ``ask`` and wait for the answer; return ``None`` if it isn't there in time or the run ends."""
+    def ask(self, send: Callable[[], None], timeout_s: float) -> Stacks | None:
+        """Call ``send`` and wait for the answer; return ``None`` if it isn't there in time or the run ends."""
         asked = self._asked
-        if self._is_over:
+        if self.is_over:
             return None
-        ask()
+        send()
         is_answered = asked.wait(timeout_s)
-        return self._answer if is_answered and not self._is_over else None
+        return self._answer if is_answered and not self.is_over else None
 
     def answer(self, dumps: Sequence[RankDump], first_rank: int = 0) -> Stacks:
         """Return the stacks of this node's ranks from their answers, and wake the callers of ``ask``.
@@ -200,7 +192,7 @@ class StackRequest:
 
     def end(self) -> None:
         """Release all waiting callers, since the run has ended."""
-        self._is_over = True
+        self.is_over = True
         self._asked.set()
 
 
@@ -228,15 +220,8 @@ def _frame(file: str, line: int, function: str, sources: Mapping[str, Source]) -
         lines = source.text.splitlines()
         text = lines[line - 1].strip() if line <= len(lines) else ""
         return Frame(source.label, line, function, text, is_user=True)
-    is_user = not file.startswith((*_library_folders(), code_places.OURS, "<"))
+    is_user = code_places.is_the_users(file)
     return Frame(file, line, function, linecache.getline(file, line).strip() if is_user else "", is_user)
-
-
-@functools.cache
-def _library_folders() -> tuple[str, ...]:
-    paths = sysconfig.get_paths()
-    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return tuple(sorted(folder + os.sep for folder in folders | {os.path.realpath(folder) for folder in folders}))
 
 
 def _without_ours(frames: Sequence[Frame]) -> list[Frame]:
@@ -253,7 +238,7 @@ def _is_ours(thread: Sequence[Frame]) -> bool:
 
 
 def _short(frame: Frame) -> str:
-    for folder in sorted(_library_folders(), key=len, reverse=True):
+    for folder in sorted(code_places.LIBRARIES, key=len, reverse=True):
         if frame.file.startswith(folder):
             return f"{frame.file.removeprefix(folder)}, line {frame.line} in {frame.function}"
     return str(frame)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from notebook_accel.formatting import aligned, format_clock, format_size, rank_spans
-from notebook_accel.launching.state.rank import RankState
+from notebook_accel.launching.state.rank import RankState, metric_names
 from notebook_accel.protocol import events
 
 _Line = TypeVar("_Line")
@@ -30,7 +30,7 @@ def lines(ranks: Sequence[RankState], now_s: float) -> list[str]:
     if len(ranks) > _MOST_LINES:
         return [folded(ranks, now_s)]
     columns = [[f"rank {rank.number}" for rank in ranks], [_activity(rank) for rank in ranks]]
-    columns += [[column.of_rank(rank) for rank in ranks] for column in _columns(ranks, now_s)]
+    columns += [[column.text([rank]) for rank in ranks] for column in _columns(ranks, now_s)]
     return aligned(list(zip(*filter(any, columns), strict=True)))
 
 
@@ -38,7 +38,7 @@ def folded(ranks: Sequence[RankState], now_s: float) -> str:
     """Return one line for all ranks, with the range of each value, and the slowest rank."""
     states = collections.Counter(word for rank in ranks if (word := _activity(rank)))
     words = [f"{len(ranks)} ranks", ", ".join(f"{count} {state}" for state, count in states.items())]
-    words += [column.of_all(ranks) for column in _columns(ranks, now_s)]
+    words += [column.text(ranks) for column in _columns(ranks, now_s)]
     behind = min(ranks, key=_place)
     if not _word(behind) and _place(behind) < max(map(_place, ranks)):
         words.append(f"slowest: rank {behind.number}")
@@ -55,22 +55,15 @@ class _RankValue:
     after: str = ""
     total: Callable[[RankState], int | None] = lambda _: None
 
-    def of_rank(self, rank: RankState) -> str:
-        value = self.value(rank)
-        return "" if value is None else f"{self.before}{self.written(value)}{self._of_total([rank])}{self.after}"
-
-    def of_all(self, ranks: Sequence[RankState]) -> str:
+    def text(self, ranks: Sequence[RankState]) -> str:
+        """Return a rank's value, or the least and the largest of several ranks'; empty if it isn't known."""
         values = [value for rank in ranks if (value := self.value(rank)) is not None]
         if not values:
             return ""
         least, most = self.written(min(values)), self.written(max(values))
         span = least if least == most else f"{least}..{most}"
-        return f"{self.before}{span}{self._of_total(ranks)}{self.after}"
-
-    def _of_total(self, ranks: Sequence[RankState]) -> str:
-        """Return the largest total, such as ``/50``; empty if no rank knows it."""
-        known = [total for total in map(self.total, ranks) if total]
-        return f"/{max(known)}" if known else ""
+        totals = [total for total in map(self.total, ranks) if total]
+        return f"{self.before}{span}{f'/{max(totals)}' if totals else ''}{self.after}"
 
 
 def _columns(ranks: Sequence[RankState], now_s: float) -> list[_RankValue]:
@@ -81,9 +74,7 @@ def _columns(ranks: Sequence[RankState], now_s: float) -> list[_RankValue]:
     ]
     if not any(rank.silent for rank in ranks):  # the wait for a silent rank may take any time
         columns.append(_RankValue(lambda rank: rank.left_s(now_s), format_clock, "", " left"))
-    names = dict.fromkeys(name for rank in ranks for name in rank.metrics)
-    shown = sorted(names, key=lambda name: "loss" not in name.lower())[:_MOST_METRICS]
-    columns += [_RankValue(_metric(name), "{:.4g}".format, f"{name} ") for name in shown]
+    columns += [_RankValue(_metric(name), "{:.4g}".format, f"{name} ") for name in metric_names(ranks)[:_MOST_METRICS]]
     columns.append(_RankValue(lambda rank: rank.memory_used_bytes, lambda size: format_size(int(size)), "memory "))
     return columns
 
@@ -122,7 +113,7 @@ _MOST_SPANS = 5  # in the margin
 _ROLE = "default_role"  # torch elastic's name of the role
 
 
-def line_prefix(ranks: Iterable[int], total: int, *, first: int = 0, template: str = "") -> str:
+def margin(ranks: Iterable[int], total: int, *, first: int = 0, template: str = "") -> str:
     """Return the prefix of a line that these ranks print.
 
     Args:
@@ -146,42 +137,31 @@ def _label(ranks: Iterable[int]) -> str:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RankLine:
-    """One shown line, and the ranks that printed it, by their numbers on this node.
-
-    Attributes:
-        came_s: Time at which the first rank printed it.
-        due_s: Time after which no other rank can join it.
-        number: Its position among the unsettled lines.
-    """
+    """One shown line, and the ranks that printed it, by their numbers on this node."""
 
     ranks: set[int]
     text: str
-    came_s: float
-    due_s: float
-    number: int
+    came_s: float  # time at which the first rank printed it
+    due_s: float  # time after which no other rank can join it
+    number: int  # its position among the unsettled lines
 
 
+@dataclasses.dataclass
 class AlikeLines:
     """Orders the ranks' lines for showing, and joins equal lines of several ranks into one.
 
     A rank's line joins an equal line of other ranks that came a moment before. No line is lost, and each rank's lines
     keep their order. Otherwise lines of different ranks keep their order of arrival, unless they arrived so close
     together that this order means nothing.
-
-    Args:
-        world_size: Number of ranks on this node.
-        moment_s: Seconds in which other ranks may still join a line.
-        settle: A function that takes each line in order, once no rank can join it any more.
     """
 
-    def __init__(self, world_size: int, moment_s: float, settle: Callable[[RankLine], object]) -> None:
-        self._world_size = world_size
-        self._moment_s = moment_s
-        self._settle = settle
-        self._unsettled: collections.OrderedDict[int, RankLine] = collections.OrderedDict()
-        self._by_text: dict[str, list[RankLine]] = {}  # in order, as the numbers are
-        self._last: dict[int, int] = {}  # the number of each rank's last line
-        self._next = 0
+    _world_size: int  # number of ranks on this node
+    _moment_s: float  # in which other ranks may still join a line
+    _settle: Callable[[RankLine], object]  # takes each line in order, once no rank can join it any more
+    _unsettled: collections.OrderedDict[int, RankLine] = dataclasses.field(default_factory=collections.OrderedDict)
+    _by_text: dict[str, list[RankLine]] = dataclasses.field(default_factory=dict)  # in order, as the numbers are
+    _last: dict[int, int] = dataclasses.field(default_factory=dict)  # the number of each rank's last line
+    _next: int = 0
 
     @property
     def unsettled(self) -> list[RankLine]:

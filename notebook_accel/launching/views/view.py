@@ -90,7 +90,7 @@ class NoView:
 def line_prefix(job: Job, ranks: Iterable[int]) -> str:
     """Return the prefix of a line that these ranks print: the option's template filled in, or their numbers."""
     template = job.config.log_line_prefix_template or ""
-    return rank_lines.line_prefix(ranks, job.total_ranks, first=job.first_rank, template=template)
+    return rank_lines.margin(ranks, job.total_ranks, first=job.first_rank, template=template)
 
 
 def describe_interrupt(job: Job) -> str:
@@ -119,7 +119,8 @@ class LinesView:
         self._silent_steps: dict[int, int | None] = {}
         self._nodes: list[str] = []
         self._has_told_of_interrupt = False
-        self._terminal = _StatusLine(out) if out.isatty() else None
+        self._is_terminal = out.isatty()
+        self._status_line = _StatusLine(out)  # drawn in a terminal only
         self._displays = KernelDisplay()
 
     def refresh(self) -> None:
@@ -131,8 +132,8 @@ class LinesView:
         if self._job.ended_by == KERNEL_INTERRUPT and not self._job.done and not self._has_told_of_interrupt:
             self._has_told_of_interrupt = True
             self._print([f"[{describe_interrupt(self._job)}]"])
-        if self._terminal is not None:
-            self._terminal.draw(lambda: self._describe(now_s, folded=True))
+        if self._is_terminal:
+            self._status_line.draw(lambda: self._describe(now_s, folded=True))
         elif now_s >= self._due_s:
             self._due_s = now_s + self._next_period_s(now_s)
             self._print_progress(now_s)
@@ -160,8 +161,7 @@ class LinesView:
         self._print([f"{line_prefix(self._job, line.ranks)}{line.text}"])
 
     def _print(self, lines: Iterable[str]) -> None:
-        if self._terminal is not None:
-            self._terminal.erase()
+        self._status_line.erase()
         self._out.writelines(f"{line}\n" for line in lines)
 
     def _take(self, rank: int, event: events.Event, now_s: float) -> None:
@@ -172,8 +172,7 @@ class LinesView:
             self._limits[rank].leave_out(event.left_out)
             self._alike.add(rank, self._limits[rank].add(list(plain_lines(event.text))), came_s)
         elif isinstance(event, events.Display):
-            if self._terminal is not None:
-                self._terminal.erase()
+            self._status_line.erase()
             self._out.flush()
             if not self._displays.show(event) and (text := str(event.data.get("text/plain", ""))):
                 self._alike.add(rank, self._limits[rank].add(list(plain_lines(text))), came_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 from notebook_accel.errors import RankEnd, RankFailedError, RunError
 from notebook_accel.formatting import ranks_in_words
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.state.failures import raised_error, raised_in_words, where_ranks_stood
+from notebook_accel.launching.state.failures import raised_error, where_ranks_stood
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.session_messages import Reply
 
@@ -29,7 +30,7 @@ def first_failure(
     error = raised_error(failed[first], first, world_size, origins)
     error.fix = _of_missing_name(replies[first].missing, replies) or error.fix
     error.others = tuple(
-        RankEnd(rank, stopped=rank in interrupted, error=raised_in_words(other))
+        RankEnd(rank, stopped=rank in interrupted, error=other.in_words)
         for rank, other in failed.items()
         if rank != first
     )
@@ -103,17 +104,15 @@ def _end_error(job: Job) -> RunError:
     return error
 
 
+@dataclasses.dataclass
 class GroupRecovery:
-    """Checks the ranks' process group after a failure, and replaces a broken one.
+    """Checks the ranks' process group after a failure, and replaces a broken one."""
 
-    ``ask`` sends ranks a request without user code. It takes the request's type, the ranks and the fields, and returns
-    the answers of the ranks that are still alive.
-    """
-
-    def __init__(self, world_size: int, ask: Callable[..., Mapping[int, Reply]]) -> None:
-        self._world_size = world_size
-        self._ask = ask
-        self.renewals = 0  # number of abandoned groups
+    world_size: int
+    # Sends ranks a request without user code. Takes the request's type, the ranks and the fields, and returns the
+    # answers of the ranks that are still alive.
+    ask: Callable[..., Mapping[int, Reply]]
+    renewals: int = 0  # number of abandoned groups
 
     def after(self, alive: Sequence[int], *, is_broken: bool) -> None:
         """Make a new group if the ranks have entered different collectives. Report what was lost with the old group.
@@ -122,8 +121,8 @@ class GroupRecovery:
         """
         if not alive:
             return
-        calls = [reply.group_calls for reply in self._ask(messages.InspectGroup, alive).values()]
-        is_whole = len(alive) == self._world_size
+        calls = [reply.group_calls for reply in self.ask(messages.InspectGroup, alive).values()]
+        is_whole = len(alive) == self.world_size
         if is_whole and not is_broken and all(of_rank == calls[0] for of_rank in calls):
             return
         # The first number tells whether this package made the group. Ranks that differ there can't share one.
@@ -147,7 +146,7 @@ class GroupRecovery:
 
     def _try_to_renew(self, alive: Sequence[int], *, rejoins: bool) -> bool:
         self.renewals += 1
-        replies = self._ask(messages.RenewGroup, alive, renewals=self.renewals, rejoins=rejoins)
+        replies = self.ask(messages.RenewGroup, alive, renewals=self.renewals, rejoins=rejoins)
         for rank, reply in replies.items():
             if reply.failed is not None:
                 why = f"{reply.failed.kind}: {reply.failed.message}"

@@ -22,7 +22,7 @@ _of_thread = threading.local()
 
 
 class Interrupts:
-    """The queued interrupts in the body of ``held``: the kernel's, in the main thread, and those of ``note``."""
+    """The queued interrupts in the body of ``held``: the kernel's, in the main thread, and those of ``add``."""
 
     def __init__(self) -> None:
         self._pending: collections.deque[BaseException] = collections.deque()
@@ -39,16 +39,16 @@ class Interrupts:
         """True if an interrupt is queued."""
         return bool(self._pending)
 
-    def note(self, interrupt: BaseException) -> None:
+    def add(self, interrupt: BaseException) -> None:
         """Queue an interrupt. Any thread may call this, and a signal handler at any moment."""
         self._pending.append(interrupt)
         self._wake()
 
-    def note_unless_closed(self, interrupt: BaseException) -> None:
+    def add_unless_closed(self, interrupt: BaseException) -> None:
         """Queue another thread's interrupt, unless the code that it is meant for has ended."""
         with self._lock:
             if not self._is_closed:
-                self.note(interrupt)
+                self.add(interrupt)
 
     def close(self) -> None:
         """Drop interrupts from other threads, and accept no more: the code that they are meant for has ended."""
@@ -122,7 +122,7 @@ class Interrupts:
                 if is_allowed:
                     raise
                 self._last = interrupt
-                self.note(interrupt)
+                self.add(interrupt)
         self._is_allowed = is_allowed
 
 

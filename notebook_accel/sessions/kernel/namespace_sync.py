@@ -87,7 +87,7 @@ class NamespaceSync:
 
     # State of the ranks ---------------------------------------------------------------------------------------------
 
-    def note(self, rank: int, own: Iterable[str], deleted: Iterable[str], released: Iterable[int]) -> None:
+    def record(self, rank: int, own: Iterable[str], deleted: Iterable[str], released: Iterable[int]) -> None:
         """Record the names that a rank has bound itself, and the sent names and objects that it no longer has."""
         state = self._ranks[rank]
         state.own = set(own)
@@ -127,7 +127,7 @@ class NamespaceSync:
             for name, value in values.items()
         }
 
-    def pulled(self, values: Mapping[str, Any], names: Mapping[int, Collection[str]]) -> None:
+    def record_pulled(self, values: Mapping[str, Any], names: Mapping[int, Collection[str]]) -> None:
         """Record that pulled values count as the ranks' own values of these names.
 
         ``names`` has the names whose values, or whose parts, each rank has numbered as ``number_pulled`` says.
@@ -163,7 +163,7 @@ class NamespaceSync:
             raise
         return made
 
-    def sent(self, parcel: Parcel, *, lacking: Collection[int]) -> None:
+    def record_sent(self, parcel: Parcel, *, lacking: Collection[int]) -> None:
         """Record that a parcel's ranks have its contents, except ``lacking`` ranks, which failed to open all of it."""
         for rank in parcel.ranks:
             state = self._ranks[rank]

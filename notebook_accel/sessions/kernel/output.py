@@ -248,16 +248,15 @@ class Shown(Mapping[int, str]):
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         del include, exclude
-        shown = {_TEXT: repr(self)}
-        markups = [(ranks, _markup(data)) for ranks, data in self._groups()]
-        if any(markup for _, markup in markups):
-            texts = [f"<pre>{html.escape(data[_TEXT])}</pre>" for _, data in self._groups()]
+        shown, groups = {_TEXT: repr(self)}, self._groups()
+        markups = [_markup(data) for _, data in groups]
+        if any(markups):
             shown[_HTML] = "".join(
-                f"<div>{ranks_in_words(ranks)}:</div>{markup or text}"
-                for (ranks, markup), text in zip(markups, texts, strict=True)
+                f"<div>{ranks_in_words(ranks)}:</div>{markup or f'<pre>{html.escape(data[_TEXT])}</pre>'}"
+                for (ranks, data), markup in zip(groups, markups, strict=True)
             )
-        elif len(markups) == 1:  # other types, such as Markdown, can't be combined
-            shown = {**self._groups()[0][1], **shown}
+        elif len(groups) == 1:  # other types, such as Markdown, can't be combined
+            shown = {**groups[0][1], **shown}
         return shown
 
     def _groups(self) -> list[tuple[list[int], dict[str, str]]]:

@@ -1,20 +1,27 @@
-"""The kernel's wait for the ranks' answers to a request, during which ranks may die and interrupts may come."""
+"""A request's waits in the kernel: for its turn, and for the ranks' answers.
+
+Meanwhile ranks may die and interrupts may come.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 from notebook_accel.errors import NotebookAccelError, RunError
 from notebook_accel.formatting import ranks_in_words
+from notebook_accel.launching.kernel.job import Status
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.output import CellOutput
 from notebook_accel.sessions.kernel.rank_connections import RankConnections, RankRequest
+from notebook_accel.uninterruptible import Latch
 
 _TICK_S = 0.1
 _HEAD_START_S = 0.2  # for other ranks to fail by themselves after a first failure
@@ -23,44 +30,102 @@ _STACKS_DEADLINE_S = 2.0
 _PATIENCE_S = 60.0  # after which an interrupted rank is killed; until then it may end a long call of C++ code
 
 
-class PendingRequest(RankRequest):
-    """A request to several ranks, and the wait for their answers.
+@dataclasses.dataclass(eq=False)
+class _Turn:
+    """The turn of a request."""
 
-    Args:
-        number: As for ``RankRequest``.
-        outgoing: As for ``RankRequest``.
-        connections: The connections to the ranks.
-        grace_s: Seconds that an interrupted rank may take to end before a message reports it.
-        output: Shows the ranks' output and displays meanwhile; ``None`` to show nothing.
-        console: Answers a rank's debugger.
-        stacks: Function that takes a deadline in seconds and returns the ranks' stacks, to report ranks that wait in
-            vain.
+    title: str  # the request in words
+    has_come: Latch = dataclasses.field(default_factory=Latch)
+
+
+class RequestQueue:
+    """Gives the ranks to one request at a time, in order of arrival.
+
+    Each request waits in its own thread, with interrupts held.
     """
 
-    def __init__(
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: list[_Turn] = []  # first that of the request that has the ranks
+
+    @property
+    def titles(self) -> list[str]:
+        """The requests in words: first the one that has the ranks, then those that wait."""
+        return [turn.title for turn in list(self._queue)]
+
+    @contextlib.contextmanager
+    def turn(
         self,
-        number: int,
-        outgoing: Mapping[int, tuple[bytes, Sequence[int]]],
-        connections: RankConnections,
-        grace_s: float,
+        title: str,
+        check: Callable[[], None] = lambda: None,
         *,
-        output: CellOutput | None = None,
-        console: Console | None = None,
-        stacks: Callable[[float], Stacks] | None = None,
-    ) -> None:
-        super().__init__(number, outgoing)
-        self.output = output
-        self._connections = connections
-        self._grace_s = grace_s
-        self._console = console
-        self._stacks = stacks  # ``None`` once ranks that wait in vain were reported
-        self._alone_s: float | None = None  # time since which only some ranks are busy
-        self._inspection_s = _ALONE_S  # seconds from then to the next inspection of their stacks
-        self._interrupt_s: float | None = None
-        self._is_reported = False
-        self.interrupted: list[int] = []  # ranks, by the kernel or because another rank failed
-        self.killed: list[int] = []  # ranks that ignored the interrupt
-        self.interrupt: BaseException | None = None  # the first one, or another exception that ended the wait
+        on_status: Callable[[Status], object] | None = None,
+    ) -> Iterator[None]:
+        """Wait until the ranks are free, and reserve them for the body.
+
+        ``check`` is called repeatedly during the wait; an exception that it raises ends only the wait. ``on_status`` is
+        called with ``waiting`` if the request must wait; without ``on_status``, a message names the request in front.
+        """
+        mine = _Turn(title)
+        try:
+            busy_with = self._join(mine)
+            if busy_with and on_status is not None:
+                on_status("waiting")
+            elif busy_with:
+                sys.stderr.write(f"[{title} waits until {busy_with} has ended; an interrupt ends only the waiting]\n")
+            while not mine.has_come.is_set:
+                check()
+                mine.has_come.wait(_TICK_S)
+            yield
+        finally:
+            self._leave(mine)
+
+    @contextlib.contextmanager
+    def if_free(self, title: str) -> Iterator[bool]:
+        """Reserve the ranks for the body if they are free now. Yield whether they are."""
+        mine = _Turn(title)
+        with self._lock:
+            is_free = not self._queue
+            if is_free:
+                self._queue.append(mine)
+        try:
+            yield is_free
+        finally:
+            self._leave(mine)
+
+    def _join(self, turn: _Turn) -> str:
+        """Join the queue. Return the title of the request that has the ranks; empty if they were free."""
+        with self._lock:
+            self._queue.append(turn)
+            first = self._queue[0]
+            first.has_come.set()
+            return "" if first is turn else first.title  # read under the lock: soon the caller itself may be first
+
+    def _leave(self, turn: _Turn) -> None:
+        with self._lock:
+            if turn in self._queue:
+                self._queue.remove(turn)
+            if self._queue:
+                self._queue[0].has_come.set()
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class PendingRequest(RankRequest):
+    """A request to several ranks, and the wait for their answers."""
+
+    connections: RankConnections
+    grace_s: float  # that an interrupted rank may take to end before a message reports it
+    output: CellOutput | None  # shows the ranks' output and displays meanwhile; ``None`` shows nothing
+    console: Console | None  # answers a rank's debugger
+    # Takes a deadline in seconds and returns the ranks' stacks; ``None`` once ranks that wait in vain were reported.
+    stacks: Callable[[float], Stacks] | None
+    interrupted: list[int] = dataclasses.field(default_factory=list)  # by the kernel or because another rank failed
+    killed: list[int] = dataclasses.field(default_factory=list)  # ranks that ignored the interrupt
+    interrupt: BaseException | None = None  # the first one, or another exception that ended the wait
+    _interrupt_s: float | None = None
+    _is_reported: bool = False
+    _alone_s: float | None = None  # time since which only some ranks are busy
+    _inspections: int = 0  # of their stacks so far; each comes after twice the time of the one before
 
     def send_and_wait(self) -> None:
         """Send the request and wait until every rank has answered or died.
@@ -74,11 +139,11 @@ class PendingRequest(RankRequest):
             while not is_over:
                 try:
                     if not self.was_queued:
-                        self._connections.send(self)
+                        self.connections.send(self)
                     self._wait(interrupts)
                     is_over = True
                 except BaseException as error:  # noqa: BLE001 - a signal handler of the user's may raise anything
-                    interrupts.note(error)
+                    interrupts.add(error)
             self._act_on(interrupts)
 
     def _act_on(self, interrupts: Interrupts) -> None:
@@ -102,7 +167,7 @@ class PendingRequest(RankRequest):
                 self._interrupt(pending, now_s)
             if self._interrupt_s is not None:
                 self._escalate(now_s - self._interrupt_s)
-            elif len(pending) < len(self._connections.ranks):
+            elif len(pending) < len(self.connections.ranks):
                 self._look_for_waiting(now_s)
             self.wait(_TICK_S)
             self._take_messages()
@@ -117,22 +182,22 @@ class PendingRequest(RankRequest):
             assert self.output is not None  # only user code sends these
             if isinstance(message, messages.Displayed):
                 self.output.display(rank, message.display)
-            elif self._console is not None:
+            elif self.console is not None:
                 self.output.show_until(rank, message.log_bytes)
-                line = self._console.answer(message.text) if self.interrupt is None else ""
-                self._connections.tell(rank, messages.Input(number=self.number, line=line))
+                line = self.console.answer(message.text) if self.interrupt is None else ""
+                self.connections.tell(rank, messages.Input(number=self.number, line=line))
 
     def _interrupt(self, ranks: list[int], now_s: float) -> None:
         self._interrupt_s = now_s
         self.interrupted = ranks
         for rank in ranks:
-            self._connections.signal(rank, signal.SIGINT)
+            self.connections.signal(rank, signal.SIGINT)
 
     def _escalate(self, since_s: float) -> None:
         """Report ranks that go on after an interrupt, and finally kill them."""
         if since_s > _PATIENCE_S:
             self._kill()
-        elif since_s > max(self._grace_s, 1.0) and not self._is_reported:
+        elif since_s > max(self.grace_s, 1.0) and not self._is_reported:
             self._is_reported = True
             pending = self.pending
             go_on = "goes on although it was" if len(pending) == 1 else "go on although they were"
@@ -144,23 +209,23 @@ class PendingRequest(RankRequest):
     def _look_for_waiting(self, now_s: float) -> None:
         """Report ranks that wait in a collective while the other ranks are idle."""
         self._alone_s = self._alone_s or now_s
-        if self._stacks is None or now_s - self._alone_s < self._inspection_s:
+        if self.stacks is None or now_s - self._alone_s < _ALONE_S * 2**self._inspections:
             return
-        self._inspection_s *= 2
+        self._inspections += 1
         with contextlib.suppress(NotebookAccelError):  # no stacks in time, or the session is over
-            stacks, pending = self._stacks(_STACKS_DEADLINE_S), self.pending
+            stacks, pending = self.stacks(_STACKS_DEADLINE_S), self.pending
             waiting = [stack for stack in stacks if stack.rank in pending and stack.waits_in not in ("", "backward")]
             lines = [f"rank {stack.rank} waits for others at {stack.user_line}" for stack in waiting]
             if lines:
-                self._stacks = None
-                others = ranks_in_words([rank for rank in self._connections.ranks if rank not in pending])
+                self.stacks = None
+                others = ranks_in_words([rank for rank in self.connections.ranks if rank not in pending])
                 sys.stderr.write(f"[{', '.join(lines)}, and nothing runs on {others}: an interrupt ends that]\n")
 
     def _kill(self) -> None:
         for rank in self.pending:
             if rank not in self.killed:
                 self.killed.append(rank)
-                self._connections.signal(rank, signal.SIGKILL)
+                self.connections.signal(rank, signal.SIGKILL)
 
 
 class Console:

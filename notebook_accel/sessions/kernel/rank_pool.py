@@ -29,9 +29,8 @@ from notebook_accel.sessions.kernel.failures import GroupRecovery
 from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.namespace_sync import Inputs, NamespaceSync, Parcel
 from notebook_accel.sessions.kernel.output import CellOutput
-from notebook_accel.sessions.kernel.pending_request import Console, PendingRequest
+from notebook_accel.sessions.kernel.pending_request import Console, PendingRequest, RequestQueue
 from notebook_accel.sessions.kernel.rank_connections import RankConnections
-from notebook_accel.sessions.kernel.request_queue import RequestQueue
 from notebook_accel.sessions.listener import JoinedRank, Listener
 from notebook_accel.sessions.ranks import loop
 
@@ -137,28 +136,28 @@ class RankPool:
         inputs: Inputs,
         *,
         title: str,
-        note: Callable[[Status], object] | None = None,
+        on_status: Callable[[Status], object] | None = None,
         **fields: Any,
     ) -> dict[int, Answer]:
         """Send ranks, by default all, a request that runs user code. Wait for its end, and return the answers by rank.
 
-        While the ranks are busy, the request waits for its turn. ``note`` is called with the status of a background
-        job; without it, a printed message names the code that the request waits for. Raises as ``Session.execute`` and
+        While the ranks are busy, the request waits for its turn. ``on_status`` takes the status of a background job;
+        without it, a printed message names the code that the request waits for. Raises as ``Session.execute`` and
         ``Session.pull`` do, and a ``RunError`` if a rank is dead.
         """
         self.chosen(ranks)  # refuse before waiting
-        with self._turn(title, note):
+        with self._turn(title, on_status):
             chosen = self.chosen(ranks)
             parcels = self.namespace_sync.pack(inputs, chosen)
             resent = sorted({name for parcel in parcels for name in parcel.resent})
             if resent:
                 print(f"Sent again after a change in the notebook: {', '.join(resent)}", file=sys.stderr)
-            request = self._request(make, chosen, parcels, is_users=True, **fields)
+            request = self._request(make, chosen, parcels, is_user_code=True, **fields)
             self._output.start()
             self.job.expect_steps(chosen)
             try:
-                if note is not None:
-                    note("running")
+                if on_status is not None:
+                    on_status("running")
                 self._send_and_settle(request)
                 return self._conclude(request, parcels, is_pull=make is messages.Pull)
             finally:
@@ -173,7 +172,7 @@ class RankPool:
         console = Console()
         with self._turn("the debugger") as interrupts:
             self.chosen([rank])
-            request = self._request(messages.Debug, [rank], is_users=True, console=console)
+            request = self._request(messages.Debug, [rank], is_user_code=True, console=console)
             self._output.start()
             self._send_and_settle(request)
             interrupts.forget_taken()  # an interrupt is a normal way to leave the debugger
@@ -354,14 +353,14 @@ class RankPool:
             )
 
     @contextlib.contextmanager
-    def _turn(self, title: str, note: Callable[[Status], object] | None = None) -> Iterator[Interrupts]:
+    def _turn(self, title: str, on_status: Callable[[Status], object] | None = None) -> Iterator[Interrupts]:
         """Wait until the ranks are free, then reserve them and hold back interrupts. See ``RequestQueue.turn``."""
 
         def check() -> None:
             interrupts.check()
             self._refuse_ended()
 
-        with held() as interrupts, self._queue.turn(title, check, note=note):
+        with held() as interrupts, self._queue.turn(title, check, on_status=on_status):
             yield interrupts
 
     def _request(
@@ -370,11 +369,11 @@ class RankPool:
         ranks: Sequence[int],
         parcels: Sequence[Parcel] = (),
         *,
-        is_users: bool = False,
+        is_user_code: bool = False,
         console: Console | None = None,
         **fields: Any,
     ) -> PendingRequest:
-        """Create a request from the fields of its message. With ``is_users``, the output is shown."""
+        """Create a request from the fields of its message. With ``is_user_code``, its output is shown."""
         number, sent_s = next(self._numbers), time.monotonic()
         outgoing: dict[int, tuple[bytes, Sequence[int]]] = {}
         for parcel in parcels:
@@ -387,11 +386,11 @@ class RankPool:
         return PendingRequest(
             number,
             dict(sorted(outgoing.items())),
-            self._connections,
-            self.job.config.grace_s,
-            output=self._output if is_users else None,
+            connections=self._connections,
+            grace_s=self.job.config.grace_s,
+            output=self._output if is_user_code else None,
             console=console,
-            stacks=self.job.stacks if is_users and console is None else None,
+            stacks=self.job.stacks if is_user_code and console is None else None,
         )
 
     def _ask(
@@ -419,8 +418,9 @@ class RankPool:
     def _conclude(self, request: PendingRequest, parcels: list[Parcel], *, is_pull: bool) -> dict[int, Answer]:
         """Record the ranks' variables, show their output, and return their answers or raise their failure."""
         replies = dict(sorted(request.replies.items()))
+        lacking = [rank for rank, reply in replies.items() if reply.lacks_delivery]
         for parcel in parcels:
-            self.namespace_sync.sent(parcel, lacking=[rank for rank, reply in replies.items() if reply.lacks_delivery])
+            self.namespace_sync.record_sent(parcel, lacking=lacking)
         self._finish(replies)
         if request.lost or any(reply.failed is not None for reply in replies.values()):
             if self._is_closed:
@@ -435,7 +435,7 @@ class RankPool:
     def _finish(self, replies: Mapping[int, messages.Reply]) -> None:
         """Record which variables the ranks have after user code, and show the rest of its output."""
         for rank, reply in replies.items():
-            self.namespace_sync.note(rank, reply.own, reply.deleted, reply.released)
+            self.namespace_sync.record(rank, reply.own, reply.deleted, reply.released)
         self._output.finish(replies)
 
     def _failure(self, request: PendingRequest, replies: Mapping[int, messages.Reply]) -> BaseException:
@@ -469,7 +469,7 @@ class RankPool:
         """Let values that were pulled count as the ranks' values of these names, so that they aren't sent again."""
         numbers = self.namespace_sync.number_pulled(values)
         replies = self._ask(messages.CountAsPulled, self.alive, numbers=numbers)
-        self.namespace_sync.pulled(values, {rank: reply.lines for rank, reply in replies.items()})
+        self.namespace_sync.record_pulled(values, {rank: reply.lines for rank, reply in replies.items()})
 
     @property
     def _closed_text(self) -> str:

@@ -26,7 +26,7 @@ class SessionJob(Handle):
     Args:
         name: The code's name, such as ``In[7]``.
         run_request: Function that sends the request, waits for its end, and returns the ranks' answers. Takes the
-            request's ``title``, and in the background a function ``note``, which it calls with the job's status.
+            request's ``title``, and in the background a function ``on_status``, which it calls with the job's status.
         stacks: Function that takes a deadline in seconds and returns the ranks' stacks.
     """
 
@@ -66,7 +66,7 @@ class SessionJob(Handle):
         A second call kills the ranks that go on. Code that waits for its turn never starts. Doesn't wait for the end.
         """
         if self._status == "running" or not self._interrupts.has_pending:
-            self._interrupts.note_unless_closed(KeyboardInterrupt())
+            self._interrupts.add_unless_closed(KeyboardInterrupt())
 
     def stop(self) -> None:
         """Interrupt the code. A second call of ``stop`` or ``interrupt`` kills the ranks that go on."""
@@ -107,7 +107,7 @@ class SessionJob(Handle):
             raise self._error
         return self
 
-    def _note(self, status: Status) -> None:
+    def _set_status(self, status: Status) -> None:
         """Set the status: the code waits for its turn, or its request is about to be sent."""
         self._status = status
         self._is_under_way.set()
@@ -120,7 +120,7 @@ class SessionJob(Handle):
     def _run_in_thread(self) -> None:
         try:
             with held(self._interrupts):
-                self._answers = self._run_request(title=self.name, note=self._note)
+                self._answers = self._run_request(title=self.name, on_status=self._set_status)
         except KeyboardInterrupt:
             self._error, self._end = RunStoppedError(f"{self.name} was interrupted."), "stopped"
         except BaseException as error:  # noqa: BLE001 - results() raises it

@@ -121,7 +121,7 @@ class _SessionRank:
         own, sent = self._tracker.hand_over()
         return msgspec.structs.replace(self._kept, own=own, sent=sent)
 
-    def _note(self, request: Any, fields: dict[str, Any]) -> None:
+    def _record(self, request: Any, fields: dict[str, Any]) -> None:
         """Record a request's outcome for the next kernel, in case the present one dies before the reply arrives."""
         assert self._kept is not None
         group = self._kept.group
@@ -131,25 +131,28 @@ class _SessionRank:
             group = "broken" if group == "broken" or fields["breaks_group"] else "unchecked"
         renewals = getattr(request, "renewals", self._kept.renewals)
         self._kept = msgspec.structs.replace(self._kept, requests=request.number, renewals=renewals, group=group)
-        if type(request) in _USERS:
+        if type(request) in _USER_CODE:
             failed = fields.get("failed")
             if failed is not None:
                 failed = msgspec.structs.replace(failed, exception=b"")  # the exception may have large values
             self._kept = msgspec.structs.replace(self._kept, failed=failed, title=_title(request))
 
     def _answer(self, request: Any, message: Message) -> None:
-        do = _HANDLERS[type(request)]
+        def act() -> dict[str, Any]:
+            call = self._open_delivery(request, message)
+            return _HANDLERS[type(request)](self, request) if call is None else self._call(request, call)
+
         with self._serving(request), contextlib.ExitStack() as opened:
             descriptors: list[int] = []
             # True until the delivery is opened, since an interrupt may come before that.
             self._lacks_delivery = getattr(request, "delivery", None) is not None
-            fields = self._run(request, lambda: do(self, request, self._open_delivery(request, message)))
+            fields = self._run(request, act)
             if fields.get("breaks_group"):  # a GPU kernel may wait in the group for ever
                 nccl.abort_soon(_ABORT_PATIENCE_S)
                 reporting.reporter().forget_unread()
             if "values" in fields:
                 fields, descriptors = self._sealed(fields, opened)
-            self._note(request, fields)
+            self._record(request, fields)
             streams.flush()
             reply = messages.Reply(
                 number=request.number,
@@ -166,7 +169,7 @@ class _SessionRank:
     @contextlib.contextmanager
     def _serving(self, request: Any) -> Iterator[None]:
         """Report the request that a rank of a detached session serves, for readers of the journal."""
-        if not self.is_detached or type(request) not in _USERS:
+        if not self.is_detached or type(request) not in _USER_CODE:
             yield
             return
         reporting.reporter().send(events.Serving(cell=_title(request)))
@@ -248,7 +251,7 @@ class _SessionRank:
         self._spec.sources.update(new)
         worker.show_sources(new)
 
-    def _execute(self, request: messages.Execute, _: None) -> dict[str, Any]:
+    def _execute(self, request: messages.Execute) -> dict[str, Any]:
         self._show_sources({request.label: (request.label, request.source)})
         with self._displaying(request.number):
             value = worker.run_cell(request.source, request.label, self._namespace)
@@ -283,7 +286,7 @@ class _SessionRank:
             displays.redirect(None)
             profiling.PROFILER.end("the cell ended", is_final=False)
 
-    def _pull(self, request: messages.Pull, _: None) -> dict[str, Any]:
+    def _pull(self, request: messages.Pull) -> dict[str, Any]:
         values = {name: self._namespace[name] for name in request.names if name in self._namespace}
         is_answering = self.rank in request.answering
         gathered = gathering.Gathered()
@@ -304,14 +307,14 @@ class _SessionRank:
                 raise NameError(f"name {name!r} is not defined", name=name)
         return {"values": values, "gathered": gathered}
 
-    def _count_as_pulled(self, request: messages.CountAsPulled, _: None) -> dict[str, Any]:
+    def _count_as_pulled(self, request: messages.CountAsPulled) -> dict[str, Any]:
         return {"lines": self._tracker.count_as_pulled(request.numbers)}
 
-    def _look_up(self, request: messages.LookUp, _: None) -> dict[str, Any]:
+    def _look_up(self, request: messages.LookUp) -> dict[str, Any]:
         answer = description if request.describes else completions
         return {"lines": answer(self._namespace, request.text)}
 
-    def _debug(self, request: messages.Debug, _: None) -> dict[str, Any]:
+    def _debug(self, request: messages.Debug) -> dict[str, Any]:
         if self._traceback is None:
             return {"lines": [f"Nothing has failed on rank {self.rank} yet, so there is nothing to debug."]}
         debugging = importlib.import_module("notebook_accel.sessions.ranks.debugging")
@@ -331,15 +334,15 @@ class _SessionRank:
                         return request.line
         return ""
 
-    def _inspect_group(self, _request: messages.InspectGroup, _: None) -> dict[str, Any]:
+    def _inspect_group(self, _request: messages.InspectGroup) -> dict[str, Any]:
         _import_training("loader_position").ACTIVE_ITERATIONS.abandon()
         return {"group_calls": _import_training("backends.group_recovery").collective_counts()}
 
-    def _renew_group(self, request: messages.RenewGroup, _: None) -> dict[str, Any]:
+    def _renew_group(self, request: messages.RenewGroup) -> dict[str, Any]:
         recovery = _import_training("backends.group_recovery")
         return {"lines": recovery.renew_group(request.renewals, rejoins=request.rejoins, namespace=self._namespace)}
 
-    def _detach(self, request: messages.Detach, _: None) -> dict[str, Any]:
+    def _detach(self, request: messages.Detach) -> dict[str, Any]:
         if request.folder:
             self.outlive_kernel(request.folder, request.name)
         else:
@@ -347,9 +350,8 @@ class _SessionRank:
         return {}
 
 
-_HANDLERS: dict[type, Any] = {
+_HANDLERS: dict[type, Callable[..., dict[str, Any]]] = {  # of requests other than calls
     messages.Execute: _SessionRank._execute,
-    messages.Call: _SessionRank._call,
     messages.Push: lambda *_: {},  # the delivery has done the work
     messages.Pull: _SessionRank._pull,
     messages.CountAsPulled: _SessionRank._count_as_pulled,
@@ -361,8 +363,8 @@ _HANDLERS: dict[type, Any] = {
     messages.Detach: _SessionRank._detach,
 }
 
-_USERS = {messages.Execute, messages.Call, messages.Pull, messages.Debug}
-_INTERRUPTIBLE = {*_USERS, messages.RenewGroup}
+_USER_CODE = {messages.Execute, messages.Call, messages.Pull, messages.Debug}
+_INTERRUPTIBLE = {*_USER_CODE, messages.RenewGroup}
 _FRESH = messages.RetainedState(own=[], sent=[], requests=0, renewals=0, group="sound", failed=None, title="")
 
 

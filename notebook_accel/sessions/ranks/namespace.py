@@ -254,8 +254,7 @@ def _pickled_definitions(namespace: dict[str, Any]) -> serialization.Pickled:
 
 def completions(namespace: Mapping[str, Any], text: str) -> list[str]:
     """Complete the dotted name at the end of ``text``. Return whole names: ``model.weight`` for ``model.w``."""
-    found = _DOTTED.search(text)
-    owner, dot, begun = (found[0] if found is not None else "").rpartition(".")
+    owner, dot, begun = _DOTTED.findall(text)[0].rpartition(".")
     if not dot:
         return sorted(name for name in namespace if name.startswith(begun) and (begun or not name.startswith("_")))
     obj = _resolve(namespace, owner)

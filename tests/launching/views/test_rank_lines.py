@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from notebook_accel.formatting import rank_spans
-from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, line_prefix
+from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, margin
 
 
 class LineRecorder:
@@ -132,8 +132,8 @@ def test_flood_is_bounded_and_costs_next_to_nothing(at_once: int) -> None:
 
 
 def test_margin_is_as_wide_as_that_of_all_ranks() -> None:
-    margins = [line_prefix(ranks, 8) for ranks in ({3}, range(8), {0, 1, 2, 5})]
+    margins = [margin(ranks, 8) for ranks in ({3}, range(8), {0, 1, 2, 5})]
     assert margins == ["  3 │ ", "0-7 │ ", "0-2,5 │ "]
-    assert [line_prefix({0}, 1), line_prefix({1}, 4, first=2)] == ["0 │ ", "  3 │ "]
-    assert line_prefix(range(0, 64, 2), 64) == "0,2,4,6,8,+27 │ "
-    assert line_prefix({0, 1}, 4, first=2, template="[${rank} ${local_rank}] ") == "[2-3 0-1] "
+    assert [margin({0}, 1), margin({1}, 4, first=2)] == ["0 │ ", "  3 │ "]
+    assert margin(range(0, 64, 2), 64) == "0,2,4,6,8,+27 │ "
+    assert margin({0, 1}, 4, first=2, template="[${rank} ${local_rank}] ") == "[2-3 0-1] "

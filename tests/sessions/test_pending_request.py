@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from notebook_accel.sessions.kernel.request_queue import RequestQueue
+from notebook_accel.sessions.kernel.pending_request import RequestQueue
 from notebook_accel.uninterruptible import Latch
 
 
