@@ -619,9 +619,10 @@ class Accelerator(ProcessState):
 
         The limit comes from ``--end_at`` or the Slurm job, and this property is true from ``end_margin_s`` seconds
         before it. All ranks have to read the property equally often, such as once a step. When it is true, save the
-        state and leave the loop.
+        state and leave the loop. It isn't true where no checkpoint can be saved: within an accumulation window of a
+        sharded model.
         """
-        return self._stopping.ask()
+        return checkpoint_saving.is_possible(self.gradient_state, self._models) and self._stopping.ask()
 
     def _save_if_at_end(self) -> None:
         if self.should_stop:
@@ -770,7 +771,8 @@ class Accelerator(ProcessState):
         """Restore training to the point at which ``save_state`` was called. All ranks call this after ``prepare``.
 
         Loaders resume the interrupted epoch, their ``epoch``, at its next batch. If the loop had received the last
-        batch of that epoch, it gets no further one, and the code after the loop runs.
+        batch of that epoch, it gets no further one, and the code after the loop runs. A loop that is running during
+        this call goes on with its own next batch.
 
         The number of ranks may differ from the saved run's. Loaders then resume at the first sample that no saved rank
         had taken, and additional ranks draw fresh random numbers, with a warning.

@@ -306,6 +306,12 @@ class LoaderPosition:
         if self.reuses_workers is not None:  # the epochs after the saved one reuse its workers
             self.reuses_workers = True
 
+    def go_on(self, current: LoaderIteration) -> None:
+        """Record that a loop asks for its next batch. A resume point that was loaded inside of this loop is dropped."""
+        if self._resume_point is not None and self._latest is current:
+            self._resume_point = self.reuses_workers = None
+            self.epochs.following = self.epochs.running + 1
+
     def skip_by_hand(self, num_batches: int) -> None:
         """Record that the program skips batches itself, so that the resumed iteration skips no more.
 
@@ -339,7 +345,7 @@ class LoaderPosition:
             self._generators = [generator.get_state() for generator in generators]
             yield
             return
-        now = random_state.snapshot()
+        now, drawn = random_state.snapshot(), [generator.get_state() for generator in generators]
         random_state.restore(resume_point.begun)
         _set_states(generators, resume_point.generators)
         self._begun = random_state.snapshot()
@@ -348,6 +354,8 @@ class LoaderPosition:
             yield
         finally:
             random_state.restore(random_state.to_loadable(now))
+            if resume_point.generators_now:  # the program may have drawn from them since the epoch began
+                _set_states(generators, drawn)
 
     @contextlib.contextmanager
     def running(self, current: LoaderIteration) -> Iterator[None]:

@@ -17,6 +17,8 @@ from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.gradients import UncalledModels
 from notebook_accel.training.precision import LossScaler
 
+_WAITING = "_calls_waiting"  # an entry beside those of the scheduler's own state
+
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer whose ``step`` and ``zero_grad`` have an effect only at the end of an accumulation window.
@@ -59,6 +61,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._uncalled.has_stepped()
         if self._scaler is None:
             value = self.optimizer.step() if closure is None else self.optimizer.step(self._agreeing(closure))
+            self._gradients.is_unused = False
             if self._mark_step is not None and not self._gradients.in_dataloader:
                 self._mark_step()
             return value
@@ -69,6 +72,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 fix="mixed_precision='bf16'",
             )
         self.step_was_skipped = self._scaler.step(self.optimizer)
+        self._gradients.is_unused = False
         return None
 
     def _agreeing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -185,6 +189,16 @@ class AcceleratedScheduler:
             if end is not None and self.scheduler.last_epoch >= end:  # OneCycleLR would raise
                 return
             self.scheduler.step(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped scheduler's state, and the number of calls that wait for the end of the window."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return {**state, _WAITING: self._calls_waiting} if self._gradients.plugin.adjust_scheduler else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that ``state_dict`` or the wrapped scheduler has returned."""
+        self._calls_waiting = state_dict.get(_WAITING, 0)
+        self.scheduler.load_state_dict({name: value for name, value in state_dict.items() if name != _WAITING})
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not set yet: the object is being created
