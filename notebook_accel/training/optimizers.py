@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from notebook_accel.errors import TrainingError
+from notebook_accel.errors import CheckpointError, TrainingError
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import collectives, fsdp, process_group
 from notebook_accel.training.accumulation import GradientState
@@ -105,12 +105,23 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the wrapped optimizer, but keep its own ``foreach`` settings."""
+        """Load a state into the wrapped optimizer, but keep its own ``foreach`` settings.
+
+        Raises:
+            CheckpointError: The state lacks settings of this optimizer: it is that of another kind.
+        """
         together = [group.get("foreach") for group in self.param_groups]
         self.optimizer.load_state_dict(state_dict)
         for group, foreach in zip(self.param_groups, together, strict=True):
             if "foreach" in group:
                 group["foreach"] = foreach  # the saved one may be for parameters on other meshes
+        missing = [name for name in self.defaults if any(name not in group for group in self.param_groups)]
+        if missing:
+            raise CheckpointError(
+                f"The saved state is of another optimizer than {type(self.optimizer).__name__}: it has no "
+                f"{', '.join(missing)}.",
+                fix="make the optimizer as it was when it was saved; or prepare it after load_state, to begin anew",
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""

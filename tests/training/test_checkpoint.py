@@ -105,6 +105,18 @@ def test_objects_that_are_prepared_too_late_are_warned_of(tmp_path: pathlib.Path
         accelerator.prepare(DataLoader(torch.arange(2), batch_size=1))
 
 
+def test_the_state_of_another_optimizer_is_refused(tmp_path: pathlib.Path) -> None:
+    accelerator, net, optimizer = prepared()
+    accelerator.backward(net(torch.ones(1, 3)).sum())
+    optimizer.step()
+    accelerator.save_state(tmp_path / "state")
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 2)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(CheckpointError, match="another optimizer than SGD: it has no momentum, dampening"):
+        accelerator.load_state(tmp_path / "state")
+
+
 def test_files_have_the_names_that_accelerates_have(tmp_path: pathlib.Path) -> None:
     accelerator, _, _ = prepared()
     accelerator.register_for_checkpointing(Register())
