@@ -12,6 +12,7 @@ import dataclasses
 import os
 import pathlib
 import select
+import shlex
 import signal
 import sys
 import types
@@ -23,6 +24,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, RankFailedError
 from notebook_accel.launching.kernel import foreground, launcher
 from notebook_accel.launching.kernel.devices import Devices
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.script import Script
 
 _INTERRUPT = "KeyboardInterrupt"
@@ -141,6 +143,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num_cpu_threads_per_process", type=int, metavar="INT", help="Threads that a rank computes with on the CPU."
     )
     parser.add_argument("--debug", action="store_true", help="Debug mode: a trial run, and collectives are compared.")
+    parser.add_argument(
+        "--detach",
+        action="store_true",
+        help="Don't wait: the run goes on when the terminal closes. notebook-accel attach NAME shows it.",
+    )
     parser.add_argument("-m", "--module", action="store_true", help="The script is a module's name, as for python -m.")
     for name in environment.FSDP_OPTIONS:
         parser.add_argument(f"--fsdp_{name}", dest=f"fsdp_{name}", action="append", help=argparse.SUPPRESS)
@@ -166,7 +173,7 @@ def _refuse_foreign_flags(parsed: argparse.Namespace) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Run the script on every rank.
+    """Run the script on every rank, or with ``--detach`` only start it.
 
     SIGTERM, a closed terminal and a closed pipe end the run as Ctrl-C does.
 
@@ -187,6 +194,9 @@ def run(parsed: argparse.Namespace) -> int:
         try:
             printable = "".join(character if character.isprintable() else "?" for character in script.name[:80])
             named = chosen.replace(name=chosen.name or printable)
+            if parsed.detach:
+                launcher.launch_function(script.run, (), {}, named, detach=True, show=_say_how_to_find)
+                return 0
             foreground.run_in_foreground(
                 lambda foreground_lock: launcher.launch_function(
                     script.run, (), {}, named, foreground_lock=foreground_lock
@@ -202,6 +212,12 @@ def run(parsed: argparse.Namespace) -> int:
             sys.stderr.write(f"\n{text}\n")
             return 128 + received.number  # as in shells
     return 0
+
+
+def _say_how_to_find(job: Job) -> None:
+    name = shlex.quote(job.name)
+    print(f"{job.name!r} is launched on {job.devices}, and goes on when this terminal closes.")
+    print(f"To see it: notebook-accel attach {name}. To stop it: notebook-accel stop {name}.")
 
 
 def _described(interrupt: KeyboardInterrupt) -> str:

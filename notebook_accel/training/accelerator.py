@@ -10,6 +10,7 @@ import gc
 import operator
 import os
 import pathlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -416,9 +417,12 @@ class Accelerator(ProcessState):
         if found is None:
             self._pairs = [pair for pair in self._pairs if pair[1]() is not None]
             self._pairs.append((weakref.ref(given), weakref.ref(new)))
-        known = self._list_of(new)
+        kind, known = self._list_of(new)
         if not any(item is new for item in known):
             known.append(new)
+            if self._left.get(kind, 0) > 0:
+                self._left[kind] -= 1
+                unprepared_warnings.warn_of_late(kind)
         return new
 
     # Programs that were written for Accelerate change these lists too, to leave objects out of checkpoints.
@@ -432,15 +436,17 @@ class Accelerator(ProcessState):
     def _forget_prepared(self) -> None:
         self._models, self._optimizers, self._schedulers, self._dataloaders = [], [], [], []
         self._leaves, self._pairs = [], []
+        self._left: dict[str, int] = {}  # objects in the loaded checkpoint that weren't prepared then, by kind
 
-    def _list_of(self, prepared: object) -> list[Any]:
-        lists: dict[type, list[Any]] = {
-            torch.nn.Module: self._models,
-            AcceleratedOptimizer: self._optimizers,
-            AcceleratedScheduler: self._schedulers,
-            DataLoaderShard: self._dataloaders,
+    def _list_of(self, prepared: object) -> tuple[str, list[Any]]:
+        """Return the kind of a prepared object, as in checkpoints, and the list of those."""
+        lists: dict[type, tuple[str, list[Any]]] = {
+            torch.nn.Module: ("model", self._models),
+            AcceleratedOptimizer: ("optimizer", self._optimizers),
+            AcceleratedScheduler: ("scheduler", self._schedulers),
+            DataLoaderShard: ("loader", self._dataloaders),
         }
-        return next((known for kind, known in lists.items() if isinstance(prepared, kind)), self._leaves)
+        return next((found for kind, found in lists.items() if isinstance(prepared, kind)), ("", self._leaves))
 
     @property
     def _all_prepared(self) -> list[Any]:
@@ -528,6 +534,7 @@ class Accelerator(ProcessState):
             scales = self._precision.scaler is not None
             ranks = self._data_backend.place.world_size
             unprepared_warnings.warn(self._all_prepared, ranks=ranks, window=window, scales=scales)
+            checkpoint_folders.warn_if_taken(self.project_configuration)
 
     def accumulate(self, *models: Any) -> contextlib.AbstractContextManager[None]:
         """Return a context for one micro-batch: its forward and backward pass and the optimizer's step.
@@ -617,9 +624,10 @@ class Accelerator(ProcessState):
 
         The limit comes from ``--end_at`` or the Slurm job, and this property is true from ``end_margin_s`` seconds
         before it. All ranks have to read the property equally often, such as once a step. When it is true, save the
-        state and leave the loop.
+        state and leave the loop. It isn't true where no checkpoint can be saved: within an accumulation window of a
+        sharded model.
         """
-        return self._stopping.ask()
+        return checkpoint_saving.is_possible(self.gradient_state, self._models) and self._stopping.ask()
 
     def _save_if_at_end(self) -> None:
         if self.should_stop:
@@ -733,6 +741,12 @@ class Accelerator(ProcessState):
         """
         configuration = self.project_configuration
         is_numbered = configuration.automatic_checkpoint_naming
+        if is_numbered and output_dir is not None and self.is_main_process:
+            warnings.warn(
+                f"save_state doesn't save to {output_dir}: automatic_checkpoint_naming=True numbers checkpoints, and "
+                "total_limit deletes old ones. Fix: leave out either of them",
+                stacklevel=2,
+            )
 
         def choose() -> pathlib.Path:
             return checkpoint_folders.next_in(configuration) if is_numbered else _absolute(output_dir)
@@ -768,7 +782,8 @@ class Accelerator(ProcessState):
         """Restore training to the point at which ``save_state`` was called. All ranks call this after ``prepare``.
 
         Loaders resume the interrupted epoch, their ``epoch``, at its next batch. If the loop had received the last
-        batch of that epoch, it gets no further one, and the code after the loop runs.
+        batch of that epoch, it gets no further one, and the code after the loop runs. A loop that is running during
+        this call goes on with its own next batch.
 
         The number of ranks may differ from the saved run's. Loaders then resume at the first sample that no saved rank
         had taken, and additional ranks draw fresh random numbers, with a warning.
@@ -794,7 +809,7 @@ class Accelerator(ProcessState):
         hooks = [*self._before_load.values()]
         weights_only = bool((load_kwargs or {}).get("weights_only", True))
         options = {"strict": strict, "weights_only": weights_only}
-        folder = checkpoint.load(self._backend, self._checkpoint_state(), hooks, choose, **options)
+        folder, self._left = checkpoint.load(self._backend, self._checkpoint_state(), hooks, choose, **options)
         random_state.agree(self._data_backend)
         number = checkpoint_folders.number_of(folder)
         if configuration.automatic_checkpoint_naming and number is not None:

@@ -122,6 +122,7 @@ class GradientState:
         num_steps: Micro-batches in a window.
         sync_gradients: True if this micro-batch ends a window, so that gradients are averaged over the ranks and
             optimizers step.
+        is_unused: True if a backward pass has computed gradients that no prepared optimizer has used yet.
         joins_uneven: True within ``join_uneven_inputs``.
     """
 
@@ -145,6 +146,7 @@ class GradientState:
     def reset(self) -> None:
         """Forget an unfinished window."""
         self.sync_gradients = True
+        self.is_unused = False
         self._divisor = self.num_steps
         self._micro_batches = 0  # of the window so far; 0 unless ``accumulate`` is used
 
@@ -178,11 +180,17 @@ class GradientState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the window, for a checkpoint."""
-        return {"sync_gradients": self.sync_gradients, "divisor": self._divisor, "micro_batches": self._micro_batches}
+        return {
+            "sync_gradients": self.sync_gradients,
+            "is_unused": self.is_unused,
+            "divisor": self._divisor,
+            "micro_batches": self._micro_batches,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that ``state_dict`` has returned."""
         self.sync_gradients = state["sync_gradients"]
+        self.is_unused = state.get("is_unused", False)
         self._divisor = state["divisor"]
         self._micro_batches = state["micro_batches"]
 
@@ -281,6 +289,7 @@ class GradientState:
             TrainingError: Gradients would sync with ranks that have no such batch.
         """
         self.refuse_missing_ranks()
+        self.is_unused = True
         length = self._micro_batches
         if self.sync_gradients and length and length != self._divisor and self.plugin.scale_last_window:
             for parameter in parameters():

@@ -79,13 +79,16 @@ def load(
     *,
     strict: bool = True,
     weights_only: bool = True,
-) -> pathlib.Path:
-    """Restore training from a checkpoint, and return its folder.
+) -> tuple[pathlib.Path, dict[str, int]]:
+    """Restore training from a checkpoint.
 
     Every rank reads and checks everything before any rank changes anything. The exception is the weights of sharded
     models, which are read in place, since a rank may lack the memory for two copies. Only rank 0 calls ``choose``,
     which returns the folder. Models that a hook removes from its list aren't loaded. Registered objects may need
     ``weights_only=False``, which can run code.
+
+    Returns:
+        The folder, and the number of saved objects of each kind that this run hasn't prepared.
 
     Raises:
         CheckpointError: There is no such checkpoint, it isn't whole, or it was saved from other objects.
@@ -96,7 +99,7 @@ def load(
     on_all_ranks(backend, "read a checkpoint", lambda: parts.append(read()))
     on_all_ranks(backend, "load a checkpoint", lambda: _apply(backend, state, parts[0], strict=strict))
     _tell_new_ranks(parts[0].saved_ranks, backend, folder)
-    return folder
+    return folder, parts[0].left
 
 
 @dataclasses.dataclass
@@ -106,6 +109,7 @@ class _RankPart:
     models: list[tuple[torch.nn.Module, dict[str, torch.Tensor]]]
     states: list[tuple[Any, Any]]
     own: dict[str, Any]
+    left: dict[str, int]  # the number of saved objects of each kind that aren't prepared
     saved_ranks: int
     read_in_place: Callable[[], None]
 
@@ -130,7 +134,8 @@ def _read(
     models = state.models[:]
     for hook in hooks:
         hook(models, str(folder))
-    _check_counts(saved.counts(state.states), models, state, folder)
+    counts = saved.counts(state.states)
+    _check_counts(counts, models, state, folder)
     files = sharded_files.ShardedFiles(folder)
     to_read: dict[str, torch.Tensor] = {}
     in_place: dict[str, torch.Tensor] = {}
@@ -152,7 +157,11 @@ def _read(
         for model, gradients in zip(state.models, own_state["gradients"], strict=False)
     ]
     files.read(to_read)
-    return _RankPart(weights, states, own_state, saved.ranks, lambda: files.read(in_place))
+    prepared = {"model": state.models, **state.states}
+    left = {kind: counts.get(kind, 0) - len(items) for kind, items in prepared.items()}
+    positions = own_state["loaders"][len(state.loaders) :]
+    left["loader"] = sum(position["batches"] not in (0, position["length"]) for position in positions)
+    return _RankPart(weights, states, own_state, left, saved.ranks, lambda: files.read(in_place))
 
 
 class _Checkpoint:

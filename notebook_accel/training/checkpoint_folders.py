@@ -13,6 +13,7 @@ import os
 import pathlib
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,9 +87,18 @@ def next_in(configuration: ProjectConfiguration) -> pathlib.Path:
         raise ConfigError(
             f"There is a checkpoint {folder} already.",
             why="An earlier run has written it, and this run would replace it.",
-            fix="accelerator.load_state() to go on from the last checkpoint, or another project_dir",
+            fix="accelerator.load_state() to go on from the last checkpoint, another project_dir, or move it away",
         )
     return folder
+
+
+def warn_if_taken(configuration: ProjectConfiguration) -> None:
+    """Warn, when training begins, if there is a checkpoint already where the next numbered one would be."""
+    if configuration.automatic_checkpoint_naming and configuration.project_dir is not None:
+        try:
+            next_in(configuration)
+        except ConfigError as error:
+            warnings.warn(f"The next save_state will fail. {error.what} Fix: {error.fix}", stacklevel=4)
 
 
 def latest(configuration: ProjectConfiguration) -> pathlib.Path:

@@ -28,6 +28,7 @@ from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.reporting import reporter
 from notebook_accel.training import checkpoint_folders as folders
 from notebook_accel.training import fsdp, model_files, random_state, sharded_files
+from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.checkpoint import (
     SHARDED_MODEL,
@@ -84,6 +85,13 @@ class Saving:
                 f"The checkpoint {self.folder}, which was saved while training went on, failed: {cause}",
                 why="The last complete one is as it was.",
             ) from cause
+
+
+def is_possible(gradients: GradientState, models: Sequence[torch.nn.Module]) -> bool:
+    """Return whether a checkpoint can be saved now: not where gradients of a sharded model are in torch's buffers."""
+    if gradients.sync_gradients or gradients.averages_each_batch:
+        return True
+    return not any(map(fsdp.was_fully_sharded, models))
 
 
 def save(
@@ -278,14 +286,15 @@ def _collect(backend: Backend, state: CheckpointState, hooks: _Hooks, draft: pat
 
 def _own_state(backend: Backend, state: CheckpointState) -> dict[str, Any]:
     """Return the state that differs between ranks."""
-    models = [] if state.gradients.sync_gradients else state.models
-    if not state.gradients.averages_each_batch and any(map(fsdp.was_fully_sharded, models)):
+    if not is_possible(state.gradients, state.models):
         raise CheckpointError(
             "A checkpoint can't be saved within an accumulation window of a sharded model.",
             why="The gradients so far are in torch's own buffers.",
             fix="save where accelerator.sync_gradients is true, or "
             "gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=..., sync_each_batch=True)",
         )
+    is_unused = state.gradients.is_unused and any(state.states["optimizer"])
+    models = state.models if is_unused or not state.gradients.sync_gradients else []
     return {
         "loaders": [loader.state_dict() for loader in state.loaders],
         "window": state.gradients.state_dict(),

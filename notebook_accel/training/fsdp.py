@@ -68,7 +68,14 @@ def register(model: torch.nn.Module, before_forward: Callable[[], None]) -> None
         before_forward()
         is_left_whole = not torch.is_grad_enabled() or not any(p.requires_grad for p in model.parameters())
 
+    def after_evaluation(*_: object) -> None:
+        # Nobody would notice that values written to gathered parameters are lost.
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for unit in _units(model):
+                unit.reshard()
+
     model.register_forward_pre_hook(before_gathering, prepend=True)
+    model.register_forward_hook(after_evaluation)
 
 
 def reshard(model: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
@@ -221,7 +228,8 @@ def _ignored(model: torch.nn.Module, plugin: FullyShardedDataParallelPlugin) -> 
         own = set(model.modules())
         modules = [module for module in asked or () if module in own]  # the plugin may be for other models too
     inside = {parameter for module in modules for parameter in module.parameters()}
-    return {name for name, parameter in model.named_parameters() if parameter in inside}
+    # torch shards no parameter without dimensions, such as a learned temperature.
+    return {name for name, parameter in model.named_parameters() if parameter in inside or not parameter.ndim}
 
 
 # The units that are gathered one at a time
@@ -480,8 +488,19 @@ def clip_grad_norm(parameters: Sequence[torch.Tensor], max_norm: float, norm_typ
 
 def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm of all gradients together, whole and sharded ones."""
-    norms = [_whole(torch.nn.utils.get_total_norm(group, norm_type)) for group in by_mesh(gradients)]
+    norm = _greatest if norm_type == float("inf") else torch.nn.utils.get_total_norm
+    norms = [_whole(norm(group, norm_type)) for group in by_mesh(gradients)]
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
+
+
+def _greatest(gradients: Sequence[Any], _: float) -> torch.Tensor:
+    """Return the greatest absolute value. torch's norm raises on a rank whose share of a small gradient is empty."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    shares = [gradient.to_local() if is_sharded_tensor(gradient) else gradient for gradient in gradients]
+    own = torch.stack([share.abs().max() if share.numel() else share.new_zeros(()) for share in shares]).max()
+    mesh = getattr(gradients[0], "device_mesh", None)
+    return own if mesh is None else DTensor.from_local(own, mesh, [Partial("max")] * mesh.ndim)
 
 
 def by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -307,6 +307,12 @@ class LoaderPosition:
         if self.reuses_workers is not None:  # the epochs after the saved one reuse its workers
             self.reuses_workers = True
 
+    def go_on(self, current: LoaderIteration) -> None:
+        """Record that a loop asks for its next batch. A resume point that was loaded inside of this loop is dropped."""
+        if self._resume_point is not None and self._latest is current:
+            self._resume_point = self.reuses_workers = None
+            self.epochs.following = self.epochs.running + 1
+
     def skip_by_hand(self, num_batches: int) -> None:
         """Record that the program skips batches itself, so that the resumed iteration skips no more.
 
@@ -335,18 +341,22 @@ class LoaderPosition:
         self._reused_workers = reuses_workers
         if self.reuses_workers is not None:  # the epochs after this one reuse its workers
             self.reuses_workers = True
-        now: dict[str, Any] | None = None
-        if resume_point is not None and resume_point.begun is not None:
-            now = random_state.snapshot()
-            random_state.restore(resume_point.begun)
-            _set_states(generators, resume_point.generators)
+        if resume_point is None or resume_point.begun is None:
+            self._begun = random_state.snapshot()
+            self._generators = [generator.get_state() for generator in generators]
+            yield
+            return
+        now, drawn = random_state.snapshot(), [generator.get_state() for generator in generators]
+        random_state.restore(resume_point.begun)
+        _set_states(generators, resume_point.generators)
         self._begun = random_state.snapshot()
-        self._generators = [generator.get_state() for generator in generators]
+        self._generators = resume_point.generators
         try:
             yield
         finally:
-            if now is not None:
-                random_state.restore(now)
+            random_state.restore(now)
+            if resume_point.generators_now:  # the program may have drawn from them since the epoch began
+                _set_states(generators, drawn)
 
     @contextlib.contextmanager
     def running(self, current: LoaderIteration) -> Iterator[None]:

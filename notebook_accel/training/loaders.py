@@ -199,6 +199,7 @@ class DataLoaderShard(DataLoader[Any]):
                     current.ends_window = True
                 ACTIVE_ITERATIONS.hand_out(current)
                 yield batch
+                position.go_on(current)
                 if current.before_next is not None:
                     current.before_next()
 

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from notebook_accel.errors import TrainingError
+from notebook_accel.errors import CheckpointError, TrainingError
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import collectives, fsdp, process_group
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.gradients import UncalledModels
 from notebook_accel.training.precision import LossScaler
+
+_WAITING = "_calls_waiting"  # an entry beside those of the scheduler's own state
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -59,6 +61,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._uncalled.has_stepped()
         if self._scaler is None:
             value = self.optimizer.step() if closure is None else self.optimizer.step(self._agreeing(closure))
+            self._gradients.is_unused = False
             if self._mark_step is not None and not self._gradients.in_dataloader:
                 self._mark_step()
             return value
@@ -69,6 +72,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 fix="mixed_precision='bf16'",
             )
         self.step_was_skipped = self._scaler.step(self.optimizer)
+        self._gradients.is_unused = False
         return None
 
     def _agreeing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -101,12 +105,23 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the wrapped optimizer, but keep its own ``foreach`` settings."""
+        """Load a state into the wrapped optimizer, but keep its own ``foreach`` settings.
+
+        Raises:
+            CheckpointError: The state lacks settings of this optimizer: it is that of another kind.
+        """
         together = [group.get("foreach") for group in self.param_groups]
         self.optimizer.load_state_dict(state_dict)
         for group, foreach in zip(self.param_groups, together, strict=True):
             if "foreach" in group:
                 group["foreach"] = foreach  # the saved one may be for parameters on other meshes
+        missing = [name for name in self.defaults if any(name not in group for group in self.param_groups)]
+        if missing:
+            raise CheckpointError(
+                f"The saved state is of another optimizer than {type(self.optimizer).__name__}: it has no "
+                f"{', '.join(missing)}.",
+                fix="make the optimizer as it was when it was saved; or prepare it after load_state, to begin anew",
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""
@@ -185,6 +200,16 @@ class AcceleratedScheduler:
             if end is not None and self.scheduler.last_epoch >= end:  # OneCycleLR would raise
                 return
             self.scheduler.step(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped scheduler's state, and the number of calls that wait for the end of the window."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return {**state, _WAITING: self._calls_waiting} if self._gradients.plugin.adjust_scheduler else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that ``state_dict`` or the wrapped scheduler has returned."""
+        self._calls_waiting = state_dict.get(_WAITING, 0)
+        self.scheduler.load_state_dict({name: value for name, value in state_dict.items() if name != _WAITING})
 
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not set yet: the object is being created

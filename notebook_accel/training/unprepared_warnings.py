@@ -62,6 +62,15 @@ def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=5)  # at the call of backward
 
 
+def warn_of_late(kind: str) -> None:
+    """Warn that an object was prepared after ``load_state``, so that its saved state wasn't loaded."""
+    warnings.warn(
+        f"The {kind} was prepared after load_state, so it begins anew, although the checkpoint has a state for it. "
+        "Fix: prepare all objects, then load_state",
+        stacklevel=5,
+    )
+
+
 def log_schedule_hint(scheduler: LRScheduler, *, ranks: int, window: int) -> None:
     """Log ``schedule_hint`` if there is one."""
     text = schedule_hint(scheduler, ranks=ranks, window=window)

@@ -6,6 +6,7 @@ import os
 import pathlib
 import signal
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -55,6 +56,65 @@ def test_numbered_checkpoints(tmp_path: pathlib.Path) -> None:
     other, _, _ = prepared(project_config=numbered(tmp_path, iteration=11))
     with pytest.raises(ConfigError, match="checkpoint_11 already"):
         other.save_state()
+
+
+def test_a_number_that_is_taken_is_warned_of_when_training_begins(tmp_path: pathlib.Path) -> None:
+    first, _, _ = prepared(project_config=numbered(tmp_path))
+    first.save_state()
+    again, net, _ = prepared(project_config=numbered(tmp_path))
+    with pytest.warns(UserWarning, match=r"save_state will fail.*checkpoint_0 already"):
+        again.backward(net(torch.ones(1, 3)).sum())
+    resumed, net, _ = prepared(project_config=numbered(tmp_path))
+    resumed.load_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed.backward(net(torch.ones(1, 3)).sum())
+
+
+def test_a_folder_beside_the_numbers_is_warned_of(tmp_path: pathlib.Path) -> None:
+    accelerator, _, _ = prepared(project_config=numbered(tmp_path))
+    with pytest.warns(UserWarning, match="doesn't save to best"):
+        assert accelerator.save_state("best") == str(tmp_path / "checkpoints" / "checkpoint_0")
+
+
+def test_objects_that_are_prepared_too_late_are_warned_of(tmp_path: pathlib.Path) -> None:
+    def objects() -> tuple[Accelerator, Any, list[Any]]:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loaders = [DataLoader(torch.arange(2), batch_size=1) for _ in range(2)]
+        return Accelerator(cpu=True), model, [optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1), *loaders]
+
+    accelerator, model, others = objects()
+    _, _, _, loader, _ = accelerator.prepare(model, *others)
+    for _ in loader:
+        accelerator.save_state(tmp_path / "state")
+        break
+    accelerator, model, others = objects()
+    accelerator.prepare(model)
+    accelerator.load_state(tmp_path / "state")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.prepare(*others)
+    late = [str(warning.message).split()[1] for warning in caught if "after load_state" in str(warning.message)]
+    assert late == ["optimizer", "loader", "scheduler"]
+    accelerator, model, others = objects()
+    accelerator.prepare(model, *others)
+    accelerator.load_state(tmp_path / "state")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.prepare(DataLoader(torch.arange(2), batch_size=1))
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path: pathlib.Path) -> None:
+    accelerator, net, optimizer = prepared()
+    accelerator.backward(net(torch.ones(1, 3)).sum())
+    optimizer.step()
+    accelerator.save_state(tmp_path / "state")
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 2)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(CheckpointError, match="another optimizer than SGD: it has no momentum, dampening"):
+        accelerator.load_state(tmp_path / "state")
 
 
 def test_files_have_the_names_that_accelerates_have(tmp_path: pathlib.Path) -> None:

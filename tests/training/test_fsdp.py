@@ -82,6 +82,60 @@ def test_settings_change_no_number(two_ranks: Ranks, case: Case) -> None:
     assert on_rank_1 == {}
 
 
+class Small(torch.nn.Module):
+    """A model with a parameter without dimensions, and with fewer rows than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 1)
+        self.last = torch.nn.Linear(1, 2)
+        self.temperature = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.last(self.first(x).tanh()) * self.temperature
+        return scaled
+
+
+def small_parts_trained(sharded: bool, norm_type: float) -> tuple[list[float], list[float]]:
+    """Return the norms before clipping, and the weights."""
+    torch.manual_seed(3)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None)
+    model = Small()
+    net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    norms = []
+    for rows in torch.randn(4, 2, 3, 4)[:, accelerator.process_index]:
+        accelerator.backward(net(rows).square().mean())
+        norms.append(float(accelerator.clip_grad_norm_(net.parameters(), 0.1, norm_type)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = accelerator.get_state_dict(net)
+    return norms, [float(value) for tensor in state.values() for value in tensor.flatten()]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_parts_that_are_smaller_than_the_number_of_ranks(two_ranks: Ranks, norm_type: float) -> None:
+    expected = two_ranks.run(small_parts_trained, False, norm_type)[0]
+    (norms, weights), (norms_of_1, _) = two_ranks.run(small_parts_trained, True, norm_type)
+    assert norms == norms_of_1 == pytest.approx(expected[0], abs=1e-6)
+    assert weights == pytest.approx(expected[1], abs=1e-6)
+
+
+def written_after_an_evaluation() -> list[float]:
+    sharding = FullyShardedDataParallelPlugin(reshard_after_forward=False)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=sharding)
+    net = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    with torch.no_grad():
+        net(torch.ones(1, 2))
+        for parameter in net.parameters():
+            parameter.fill_(3.0)
+    net(torch.ones(1, 2)).sum().backward()
+    return [float(value.flatten()[0]) for value in accelerator.get_state_dict(net).values()]
+
+
+def test_weights_that_are_written_after_an_evaluation_stay(two_ranks: Ranks) -> None:
+    assert two_ranks.run(written_after_an_evaluation) == [[3.0] * 4, []]
+
+
 def test_bf16_is_as_near_as_whole_models_are(two_ranks: Ranks) -> None:
     exact = torch.tensor(two_ranks.run(sharded_programs.losses, Case(sharded=False), 30)[0])
     whole = torch.tensor(two_ranks.run(sharded_programs.losses, Case(sharded=False, precision="bf16"), 30)[0])

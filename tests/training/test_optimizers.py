@@ -130,6 +130,20 @@ def test_schedule_planned_in_micro_batches_is_run_to_its_end() -> None:
     assert seen == [0, 0, 3, 3, 3, 6, 6, 6, 9]
 
 
+def test_calls_of_an_unfinished_window_are_part_of_the_schedules_state() -> None:
+    _, optimizer, state = make(3, adjust_scheduler=True)
+    first, again = (schedule(optimizer, state, falling(optimizer)) for _ in range(2))
+    for scheduler in (first, first, again):
+        if scheduler is again:
+            again.load_state_dict(first.state_dict())
+        with state.accumulate([]):
+            optimizer.step()
+            scheduler.step()
+    assert again.last_epoch == 3
+    again.load_state_dict(first.scheduler.state_dict())
+    assert again.last_epoch == 0
+
+
 def test_one_cycle_ends_where_it_ends() -> None:
     _, optimizer, state = make()
     inner = lr_scheduler.OneCycleLR(optimizer.optimizer, max_lr=1.0, total_steps=7)

@@ -309,6 +309,83 @@ def test_saved_again_before_anything_was_read(tmp_path: pathlib.Path) -> None:
     assert all(map(torch.equal, last.run(), expected))
 
 
+def drawing_program(folder: pathlib.Path, stop_after: int) -> list[torch.Tensor]:
+    """Train with noise from the generator that also draws the order; save after ``stop_after`` batches, or load."""
+    generator = torch.Generator().manual_seed(3)
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(6.0), batch_size=2, shuffle=True, generator=generator))
+    if not stop_after:
+        accelerator.load_state(folder)
+    seen = []
+    for _ in range(loader.epoch, 3):
+        for batch in loader:
+            seen.append(batch + torch.rand(2, generator=generator))
+            if len(seen) == stop_after:
+                accelerator.save_state(folder)
+    return seen
+
+
+@pytest.mark.parametrize("stop", range(1, 9))
+def test_a_program_draws_from_its_loaders_generator(tmp_path: pathlib.Path, stop: int) -> None:
+    expected = drawing_program(tmp_path / "state", stop)[stop:]
+    assert all(map(torch.equal, drawing_program(tmp_path / "state", 0), expected))
+
+
+def summing_program(folder: pathlib.Path, stop_after: int) -> float:
+    """Sum gradients of two batches by hand; save after ``stop_after`` batches, or load. Return the weight."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    net, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(torch.arange(6.0)[:, None]))
+    if not stop_after:
+        accelerator.load_state(folder)
+    for number, batch in enumerate(loader, start=loader.state_dict()["batches"] + 1):
+        accelerator.backward(net(batch).square().sum())
+        if number % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == stop_after:
+            accelerator.save_state(folder)
+    return model.weight.item()
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+def test_gradients_that_are_summed_by_hand_are_saved(tmp_path: pathlib.Path, stop: int) -> None:
+    expected = summing_program(tmp_path / "state", stop)
+    assert summing_program(tmp_path / "state", 0) == expected
+    saved = torch.load(tmp_path / "state" / "rank_0.bin", weights_only=True)["gradients"]
+    assert len(saved) == stop % 2  # those that a step has used aren't saved
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_loop_in_which_a_checkpoint_is_loaded_goes_on_with_its_own_batches(
+    tmp_path: pathlib.Path, leaves: bool
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    _, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.arange(4), batch_size=1))
+    epochs = []
+    for epoch in range(3):
+        epochs.append([])
+        for step, batch in enumerate(loader):
+            epochs[-1].append(batch.item())
+            if (epoch, step) == (0, 0):
+                accelerator.save_state(tmp_path / "first")
+            if (epoch, step) == (1, 1):
+                accelerator.load_state(tmp_path / "first")
+                if leaves:
+                    break
+            if (epoch, step) == (1, 2):
+                accelerator.save_state(tmp_path / "second")
+    # A loop that ends at once begins anew where the checkpoint was saved.
+    whole = [0, 1, 2, 3]
+    assert epochs == ([whole, [0, 1], [1, 2, 3]] if leaves else [whole] * 3)
+    assert loader.epoch == (1 if leaves else 3)
+    if not leaves:
+        accelerator.load_state(tmp_path / "second")
+        assert (loader.epoch, [batch.item() for batch in loader]) == (1, [3])
+
+
 def test_a_pass_that_was_abandoned_does_not_move_the_position() -> None:
     loader = Accelerator(cpu=True).prepare(DataLoader(torch.arange(6), batch_size=1))
     abandoned, running = iter(loader), iter(loader)

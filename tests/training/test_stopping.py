@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from notebook_accel import Accelerator, ProjectConfiguration, time_limit
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration, time_limit
 from notebook_accel.errors import ConfigError
 from notebook_accel.utils import set_seed
 from tests.training.ranks import Ranks
@@ -152,6 +152,33 @@ def test_a_prepared_loop_saves_and_ends_by_itself_and_resumes(two_ranks: Ranks, 
     resumed = two_ranks.run(_train, str(tmp_path / "parts"), False)
     assert [trained for _, trained in resumed] == [_EPOCHS * _STEPS - _STOPS_IN] * 2
     assert [weights for weights, _ in resumed] == [weights for weights, _ in whole]
+
+
+def _train_sharded(folder: str) -> int:
+    """Train a sharded model in windows of three batches until the time comes after the first; return the batches."""
+    options: dict[str, Any] = {"gradient_accumulation_steps": 3, "fsdp_plugin": FullyShardedDataParallelPlugin()}
+    accelerator = _accelerator(3600.0, save_on_end=folder, **options)
+    model, loader = torch.nn.Linear(4, 4), DataLoader(torch.randn(36, 4), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    trained = 0
+    try:
+        for x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            trained += 1
+            if trained == 1:
+                accelerator._stopping.agree()  # the time has come
+    except SystemExit:
+        trained = -trained
+    accelerator.end_training()
+    return trained
+
+
+def test_a_window_of_a_sharded_model_is_finished_before_it_is_saved(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    assert two_ranks.run(_train_sharded, str(tmp_path / "state")) == [-3, -3]
+    assert (tmp_path / "state" / "checkpoint.json").exists()
 
 
 def _train_without(missing: str, folder: str) -> list[str]:

@@ -593,3 +593,16 @@ def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path)
     assert not job.folder.path.exists()
     with pytest.raises(NotebookAccelError, match=r"The run's folder /.*/logs was removed\.$"):
         job.logs(0)
+
+
+def test_script_that_a_terminal_has_launched_goes_on_without_it(mark: pathlib.Path) -> None:
+    script = mark.with_name("train.py")
+    script.write_text(f"import os, time\nwhile not os.path.exists({str(mark)!r}): time.sleep(0.01)\nprint('trained')")
+    ended = command("launch", "--detach", "--num_processes=2", "--use_cpu", str(script))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "notebook-accel attach train.py" in ended.stdout
+    job = attach("train.py", view="none")
+    mark.touch()
+    job.results(_LONG_S)
+    assert job.logs(1) == "trained\n"
+    wait_for_its_end(job)
