@@ -44,10 +44,12 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _made_once() -> None:
+def _made_once() -> Iterator[None]:
     """Make what lasts for the whole session before the first test is checked for leaks."""
     processes.adopt_orphans()
     KernelManager().is_alive()  # makes the event loop that jupyter_client waits in
+    yield
+    local.engine().close()
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +61,11 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[local.LocalEngine]:
-    """The agent and the template of this process, for the tests of a module that launch without a kernel."""
+def engine() -> local.LocalEngine:
+    """The agent and the template of this process, for tests that launch without a kernel. All modules share them."""
     running = local.engine()
-    running.warm()
-    yield running
-    running.close()
+    running.warm()  # if an earlier module has ended them
+    return running
 
 
 @pytest.fixture(autouse=True)
