@@ -7,6 +7,7 @@ import gc
 import os
 import pathlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -31,6 +32,11 @@ _POLL_S = 0.02
 # an option of its own, when an old jupyter_client starts a kernel.
 _SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYDEVD_USE_FRAME_EVAL"}
 
+
+# The tests start a thousand interpreters. Each would compile the project again where none may keep the bytecode, as in
+# many containers.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Threads of a computation wait for each other in loops that compute, which takes a hundred times as long where other
 # tests compute. OpenMP reads this when torch is loaded, here and in all that the tests start.
