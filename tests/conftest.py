@@ -7,6 +7,7 @@ import gc
 import os
 import pathlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -32,6 +33,11 @@ _POLL_S = 0.02
 _SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYDEVD_USE_FRAME_EVAL"}
 
 
+# The tests start a thousand interpreters. Each would compile the project again where none may keep the bytecode, as in
+# many containers.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Threads of a computation wait for each other in loops that compute, which takes a hundred times as long where other
 # tests compute. OpenMP reads this when torch is loaded, here and in all that the tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -44,10 +50,12 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _made_once() -> None:
+def _made_once() -> Iterator[None]:
     """Make what lasts for the whole session before the first test is checked for leaks."""
     processes.adopt_orphans()
     KernelManager().is_alive()  # makes the event loop that jupyter_client waits in
+    yield
+    local.engine().close()
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +67,11 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[local.LocalEngine]:
-    """The agent and the template of this process, for the tests of a module that launch without a kernel."""
+def engine() -> local.LocalEngine:
+    """The agent and the template of this process, for tests that launch without a kernel. All modules share them."""
     running = local.engine()
-    running.warm()
-    yield running
-    running.close()
+    running.warm()  # if an earlier module has ended them
+    return running
 
 
 @pytest.fixture(autouse=True)

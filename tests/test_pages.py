@@ -52,20 +52,48 @@ of_each_page_that_runs = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def variables(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, state_home: pathlib.Path) -> None:
+def variables(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, state_home: pathlib.Path) -> dict[str, str]:
     """A machine without GPUs and without anything of the user's; ``notebook-accel`` is on its path."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "none"))
+    monkeypatch.delenv("HF_HOME", raising=False)
     monkeypatch.delenv("NOTEBOOK_ACCEL_CONFIG_FILE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PATH", os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]))
+    found = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "XDG_STATE_HOME": str(state_home),
+        "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
+    }
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    return found
+
+
+# The pages share a kernel, since the imports take longer than all else. Each finds no name and no run of another one.
+_BEGIN = """
+%reset -f
+import os
+for name in ("HF_HOME", "NOTEBOOK_ACCEL_CONFIG_FILE"):
+    os.environ.pop(name, None)
+os.environ.update({variables!r})
+os.chdir({folder!r})
+del os, name
+"""
+_END = """
+from notebook_accel.launching.kernel import registry
+for entry in registry.latest():
+    if entry.is_running:
+        get_ipython().run_line_magic("distributed", f"stop --run {entry.number}")
+"""
 
 
 @pytest.mark.timeout(_PAGE_TIMEOUT_S)
 @of_each_page_that_runs
-def test_blocks_of_a_page_run_in_order(page: pathlib.Path, tmp_path: pathlib.Path, variables: None) -> None:
-    with kernels.running(tmp_path) as kernel:
-        shown = ""
+def test_blocks_of_a_page_run_in_order(
+    page: pathlib.Path, tmp_path: pathlib.Path, variables: dict[str, str], kernel: kernels.Kernel
+) -> None:
+    begun = kernel.run(_BEGIN.format(variables=variables, folder=str(tmp_path)))
+    assert begun.status == "ok", begun.traceback
+    shown = ""
+    try:
         for block in _ALL[page]:
             if block.is_output:
                 assert pages.is_shown(block.text, shown), (
@@ -73,6 +101,16 @@ def test_blocks_of_a_page_run_in_order(page: pathlib.Path, tmp_path: pathlib.Pat
                 )
             elif _runs(block):
                 shown = _run_shell(block, tmp_path) if block.is_shell else _run_cell(block, kernel)
+    finally:
+        ended = kernel.run(_END)
+    assert ended.status == "ok", ended.traceback
+
+
+@of_each_page_that_runs
+def test_page_loads_the_extension_before_its_first_magic(page: pathlib.Path) -> None:
+    lines = [line for block in _ALL[page] if block.language == "python" for line in block.text.splitlines()]
+    ours = [line for line in lines if re.match(r"%load_ext|%%?(distributed|rank|push|pull)\b", line)]
+    assert ours[:1] in ([], ["%load_ext notebook_accel"])
 
 
 def _run_cell(block: Block, kernel: kernels.Kernel) -> str:

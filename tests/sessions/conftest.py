@@ -20,12 +20,11 @@ _APPEARS_S = 60.0
 
 
 @pytest.fixture(scope="package")
-def engine() -> Iterator[local.LocalEngine]:
+def engine() -> local.LocalEngine:
     """The agent and the template of this process."""
     running = local.engine()
     running.warm()
-    yield running
-    running.close()
+    return running
 
 
 @pytest.fixture(scope="package")

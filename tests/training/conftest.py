@@ -1,4 +1,4 @@
-"""Ranks that all tests of training share."""
+"""Ranks that all tests of training share. They last for the session, since files of other folders come in between."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.training import ranks
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _nursery() -> Iterator[None]:
     with contextlib.closing(ranks.Nursery()) as nursery:
         ranks.Nursery.shared = nursery
@@ -18,25 +18,25 @@ def _nursery() -> Iterator[None]:
         ranks.Nursery.shared = None
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def one_rank() -> Iterator[ranks.Ranks]:
     with ranks.running(1) as running:
         yield running
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def two_ranks() -> Iterator[ranks.Ranks]:
     with ranks.running(2) as running:
         yield running
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[ranks.Ranks]:
     with ranks.running(4) as running:
         yield running
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def three_ranks() -> Iterator[ranks.Ranks]:
     with ranks.running(3) as running:
         yield running

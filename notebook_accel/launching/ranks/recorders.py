@@ -51,13 +51,14 @@ class Recorder(Protocol):
         warmup_steps: Number of steps after ``begin`` that don't count.
     """
 
-    warmup_steps = 0
+    warmup_steps: int = 0
 
     def begin(self) -> str:
         """Start recording. Return the reason if that is impossible, else an empty text."""
 
     def step(self, done: int) -> None:
-        """Count a finished step; ``done`` steps are finished now."""
+        """Count a finished step; ``done`` steps are finished now. Recorders of memory don't count."""
+        return
 
     def stop(self) -> None:
         """Stop recording."""

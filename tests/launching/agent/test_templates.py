@@ -136,7 +136,7 @@ def test_preloaded_module_is_imported_once_by_the_template(kernel: kernels.Kerne
     before = parent_of_ranks(kernel, "--preload heavy")
     assert parent_of_ranks(kernel) == before  # more than asked for is as good
     (package / "heavy" / "__init__.py").unlink()  # as installing it again does
-    (package / "heavy" / "__init__.py").write_text("import os\nPID, VALUE = os.getpid(), 2\n")
+    (package / "heavy" / "__init__.py").write_text("import os\nPID, VALUE = os.getpid(), 2  # the new one\n")
     assert kernel.run(cell, FIRST_LAUNCH_S).result == "[(2, True), (2, True)]"
     assert parent_of_ranks(kernel) != before
 

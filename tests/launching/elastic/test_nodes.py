@@ -21,6 +21,7 @@ from notebook_accel.errors import (
     RankFailedError,
     RunStoppedError,
 )
+from notebook_accel.launching.kernel import local
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.views.view import LinesView
 from tests import kernels, processes
@@ -30,6 +31,13 @@ from tests.training.ranks import free_port
 
 Launch = Callable[..., Job]
 _WAIT_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def engine(engine: local.LocalEngine) -> Iterator[local.LocalEngine]:
+    """No other module gets the template, which has imported what only these tests want."""
+    yield engine
+    engine.close()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import random
 import re
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -36,6 +36,13 @@ from tests.launching import functions
 from tests.launching.elastic import restarted, training
 
 Launch = Callable[..., Job]
+
+
+@pytest.fixture(scope="module")
+def engine(engine: local.LocalEngine) -> Iterator[local.LocalEngine]:
+    """No other module gets the template, which has imported what only these tests want."""
+    yield engine
+    engine.close()
 
 
 def below_template() -> list[processes.Process]:
