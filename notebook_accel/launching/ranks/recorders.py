@@ -58,7 +58,7 @@ class Recorder(Protocol):
 
     def step(self, done: int) -> None:
         """Count a finished step; ``done`` steps are finished now. Recorders of memory don't count."""
-        return
+        del done
 
     def stop(self) -> None:
         """Stop recording."""
