@@ -173,7 +173,7 @@ class Deal:
     def samples_after(self, batches: int, skipped: int) -> int:
         """Return how many samples all ranks have taken when each has taken ``batches``.
 
-        ``skipped`` is ``ResumePoint.sampler_skipped``.
+        ``skipped`` is ``ResumePoint.undealt``.
         """
         return skipped * (self.batch_samples or 0) + (batches - self.rounds_of(skipped)) * self.round_samples
 
@@ -197,7 +197,7 @@ class ResumePoint:
         samples: Number of samples of the epoch handed out on all ranks together; ``None`` for Accelerate's checkpoints.
         ranks: Number of ranks that shared these samples; 0 for Accelerate's checkpoints.
         epoch_samples: Number of samples of the dataset, ``None`` if unknown.
-        sampler_skipped: Number of the sampler's batches that the saved ranks took, skipped before the rest is dealt.
+        undealt: Number of the sampler's batches that the saved ranks took, skipped before the rest is dealt.
         workers: ``Deal.workers``; 0 for Accelerate's checkpoints.
         reuses_workers: True if the epoch reuses the worker processes of an earlier one. torch then draws no seed for
             them from the generator that also draws the order. ``None`` for Accelerate's checkpoints.
@@ -215,7 +215,7 @@ class ResumePoint:
     samples: int | None = None
     ranks: int = 0
     epoch_samples: int | None = None
-    sampler_skipped: int = 0
+    undealt: int = 0
     workers: int = 0
     reuses_workers: bool | None = None
     generators_now: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -394,7 +394,7 @@ def _dealt_anew(saved: ResumePoint, length: int | None, deal: Deal) -> ResumePoi
     rounds, left = divmod(saved.samples, deal.round_samples)
     if left and deal.batch_samples is not None and not saved.samples % deal.batch_samples:
         taken = saved.samples // deal.batch_samples
-        return dataclasses.replace(here, batches=deal.rounds_of(taken), sampler_skipped=taken)
+        return dataclasses.replace(here, batches=deal.rounds_of(taken), undealt=taken)
     if left:
         _warn(
             f"{left} samples of epoch {saved.epoch} come a second time: {saved.samples} had come out when the loader "

@@ -158,8 +158,8 @@ class DataLoaderShard(DataLoader[Any]):
         resume_point = self.position.take_resume_point()
         if resume_point is None or resume_point.is_told:
             return self._iterate(resume_point)
-        if resume_point.sampler_skipped:
-            return self._dealing_after(resume_point.sampler_skipped)._iterate(resume_point)
+        if resume_point.undealt:
+            return self._dealing_after(resume_point.undealt)._iterate(resume_point)
         return self.skipping(resume_point.batches)._iterate(resume_point)
 
     def _iterate(self, resume_point: ResumePoint | None) -> Iterator[Any]:

@@ -394,3 +394,14 @@ def test_a_pass_that_was_abandoned_does_not_move_the_position() -> None:
     abandoned.close()
     assert loader.epoch == 1
     assert loader.state_dict()["batches"] == 1
+
+
+def test_a_position_that_an_earlier_version_saved_is_read() -> None:
+    names = ("epoch", "batches", "length", "begun", "generators", "ahead", "is_told", "samples", "ranks")
+    names += ("epoch_samples", "undealt", "workers", "reuses_workers")
+    saved, loaded = (Accelerator(cpu=True).prepare(DataLoader(range(8), batch_size=2)) for _ in range(2))
+    batches = iter(saved)
+    next(batches)
+    state = saved.state_dict()
+    loaded.load_state_dict({name: state[name] for name in names})
+    assert [batch.tolist() for batch in loaded] == [[2, 3], [4, 5], [6, 7]]
