@@ -14,8 +14,7 @@ import time
 
 from notebook_accel import reporting
 from notebook_accel.launching.ranks import loops
-from notebook_accel.launching.ranks.memory_recorder import memory_recorder
-from notebook_accel.launching.ranks.step_recorder import Recorder, StepRecorder
+from notebook_accel.launching.ranks.recorders import Recorder, StepRecorder, memory_recorder
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from notebook_accel.launching.ranks import memory_recorder
-from notebook_accel.launching.ranks.memory_recorder import held_at_peak
+from notebook_accel.launching.ranks import recorders
+from notebook_accel.launching.ranks.recorders import held_at_peak
 
 _MIB = 1 << 20
 _TORCH = {"filename": torch.nn.Linear.__init__.__code__.co_filename, "line": 130, "name": "forward"}
@@ -58,7 +58,7 @@ def test_lines_hold_what_they_had_made_at_the_peak() -> None:
         "library code": 1,
     }
     assert ("", "") in held
-    assert (f"{__file__}, line 11", "from notebook_accel.launching.ranks.memory_recorder import held_at_peak") in held
+    assert (f"{__file__}, line 11", "from notebook_accel.launching.ranks.recorders import held_at_peak") in held
     assert is_whole
 
 
@@ -75,8 +75,8 @@ def test_memory_that_only_fell_was_at_its_peak_at_the_begin() -> None:
 
 
 def test_history_that_was_overwritten_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_recorder, "_MOST_ENTRIES", 3)
-    recorder = memory_recorder.AllocatorRecorder()
+    monkeypatch.setattr(recorders, "_MOST_ENTRIES", 3)
+    recorder = recorders.AllocatorRecorder()
     recorder._device = 1
     recorder._snapshot = snapshot(alloc(1, _MIB, users(11)), *free(1, _MIB), active_bytes=_MIB)
     event = recorder.event(number="1", why="", steps=2)
@@ -86,4 +86,4 @@ def test_history_that_was_overwritten_is_said(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_without_a_gpu_the_tensors_are_recorded() -> None:
-    assert isinstance(memory_recorder.memory_recorder(), memory_recorder.MemoryRecorder)
+    assert isinstance(recorders.memory_recorder(), recorders.MemoryRecorder)
