@@ -31,20 +31,24 @@ _profiler = profiling.PROFILER
 def install() -> None:
     """Place the hooks now, or when torch is imported. Phases are measured unless the launch has ``profile="off"``."""
     reporting.reporter().before_sample.append(_loops.refresh)
-    clock = None
     if os.environ.get(environment.PROFILE) != "off":
-        clock = _loops.clock = StepClock()
-        clock.start()
-    when_imported("torch.utils.data.dataloader", lambda module: _patch_loaders(module, clock))
-    when_imported("torch.autograd", lambda module: _patch_backward(module, clock))
-    when_imported("torch.optim.optimizer", lambda module: _hook_optimizers(module, clock))
+        _loops.clock = StepClock()
+        _loops.clock.start()
+        when_imported("torch.nn.parallel.distributed", functools.partial(_patch_models, _loops.clock))
+    when_imported("torch.utils.data.dataloader", _patch_loaders)
+    when_imported("torch.autograd", _patch_backward)
+    when_imported("torch.optim.optimizer", _hook_optimizers)
     when_imported("torch.amp.grad_scaler", _patch_scaler)
     when_imported("accelerate.accelerator", _patch_accelerator)
-    if clock is not None:
-        when_imported("torch.nn.parallel.distributed", lambda module: _patch_models(module, clock))
 
 
-def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
+def _measuring_clock() -> StepClock | None:
+    """Return the clock if it measures what this thread does now, else ``None``."""
+    clock = _loops.clock
+    return clock if clock is not None and clock.is_on and threading.get_ident() == _main else None
+
+
+def _patch_loaders(module: types.ModuleType) -> None:
     loader_class, iterator_class = module.DataLoader, module._BaseDataLoaderIter
     original_iter, original_next = loader_class.__iter__, iterator_class.__next__
     original_init = iterator_class.__init__
@@ -52,7 +56,7 @@ def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
 
     @functools.wraps(original_iter)
     def __iter__(self: Any) -> Any:  # noqa: N807 - the name that stacks show
-        with _measured_start(clock, self, has_gradients=are_gradients_enabled()):
+        with _measured_start(self, has_gradients=are_gradients_enabled()):
             iterator = original_iter(self)
         if isinstance(iterator, iterator_class):
             _loops.begin(self, iterator)
@@ -70,15 +74,15 @@ def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
         if loop is None:
             return original_next(self)
         is_evaluation = _loops.evaluates(has_gradients=are_gradients_enabled(), is_known=loop.is_evaluation)
-        measures = clock is not None and clock.is_on and threading.get_ident() == _main
-        if measures:
-            began_s = clock.enter("evaluation" if is_evaluation else "data")  # type: ignore[union-attr]
+        clock, began_s = _measuring_clock(), 0.0
+        if clock is not None:
+            began_s = clock.enter("evaluation" if is_evaluation else "data")
         try:
             batch = original_next(self)
         except BaseException as raised:
             loop.has_ended = loop.has_ended or isinstance(raised, StopIteration)
-            if measures:
-                clock.enter("other")  # type: ignore[union-attr]
+            if clock is not None:
+                clock.enter("other")
             raise
         if loop is not _loops.current:
             _loops.turn_to(loop, are_gradients_enabled())
@@ -87,17 +91,18 @@ def _patch_loaders(module: types.ModuleType, clock: StepClock | None) -> None:
             _loops.losses_left = loops.LOSSES_PER_SAMPLE
         if _profiler.is_due and loop is _loops.current and not is_evaluation and threading.get_ident() == _main:
             _profiler.begin_step()
-        if measures:
-            _begin_step(clock, loop, batch, self, began_s, is_evaluation)  # type: ignore[arg-type]
+        if clock is not None:
+            _begin_step(clock, loop, batch, self, began_s, is_evaluation)
         return batch
 
     loader_class.__iter__, iterator_class.__next__, iterator_class.__init__ = __iter__, __next__, __init__
 
 
 @contextlib.contextmanager
-def _measured_start(clock: StepClock | None, loader: Any, *, has_gradients: bool) -> Iterator[None]:
+def _measured_start(loader: Any, *, has_gradients: bool) -> Iterator[None]:
     """Measure the start of an iteration, which starts the loader's workers, as a part of its wait for data."""
-    if clock is None or not clock.is_on or threading.get_ident() != _main:
+    clock = _measuring_clock()
+    if clock is None:
         yield
         return
     is_known = _loops.is_for_evaluation(getattr(loader, "dataset", None))
@@ -129,7 +134,7 @@ def _begin_step(
         clock.begin_step(None if is_last else batch, iterator._num_workers, is_stream)
 
 
-def _patch_backward(module: types.ModuleType, clock: StepClock | None) -> None:
+def _patch_backward(module: types.ModuleType) -> None:
     original: Any = module.backward
 
     @functools.wraps(original)
@@ -138,7 +143,8 @@ def _patch_backward(module: types.ModuleType, clock: StepClock | None) -> None:
         if _loops.losses_left:
             _loops.losses_left -= 1
             _report_loss(args[0] if args else kwargs.get("tensors"))
-        if clock is None or not clock.is_on or threading.get_ident() != _main:
+        clock = _measuring_clock()
+        if clock is None:
             return original(*args, **kwargs)
         before = clock.phase
         began_s = clock.enter("backward")
@@ -189,16 +195,16 @@ def _patch_accelerator(module: types.ModuleType) -> None:
     module.Accelerator.backward = backward
 
 
-def _hook_optimizers(module: types.ModuleType, clock: StepClock | None) -> None:
+def _hook_optimizers(module: types.ModuleType) -> None:
     def begin(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if clock is not None and clock.is_on and threading.get_ident() == _main:
+        if (clock := _measuring_clock()) is not None:
             clock.enter("optimizer")
 
     def end(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         is_step = _loops.step_optimizer(optimizer)
         if is_step and _profiler.is_due and threading.get_ident() == _main:
             _profiler.begin_step()
-        if clock is not None and clock.is_on and threading.get_ident() == _main:
+        if (clock := _measuring_clock()) is not None:
             clock.enter("forward" if _loops.is_alone else "other")
             if is_step:
                 clock.begin_step(None, None)
@@ -207,7 +213,7 @@ def _hook_optimizers(module: types.ModuleType, clock: StepClock | None) -> None:
     module.register_optimizer_step_post_hook(end)
 
 
-def _patch_models(module: types.ModuleType, clock: StepClock) -> None:
+def _patch_models(clock: StepClock, module: types.ModuleType) -> None:
     model_class = module.DistributedDataParallel
     original = model_class.__init__
 
