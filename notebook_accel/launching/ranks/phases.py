@@ -8,6 +8,7 @@ The reporter's thread samples the main thread's frames twenty times a second, to
 from __future__ import annotations
 
 import collections
+import copy
 import gc
 import linecache
 import math
@@ -253,7 +254,7 @@ class StepClock:
         counts = self._counts
         if not counts.steps:
             return
-        self._counts = _Counts(counts)
+        self._counts = counts.followed()
         times = dict(self._times)
         now_s = time.perf_counter()
         if self.phase:  # the running phase goes on; its part that is sent now isn't sent again
@@ -280,24 +281,30 @@ class _Counts:
         recent_exposed: When each of the last ones was read, and its duration, also of earlier sends.
     """
 
-    def __init__(self, before: _Counts | None = None) -> None:
-        self.is_reading_due = True
-        self.steps = self.evaluations = self.rows = self.batches = self.largest = self.elements = 0
-        self.smallest = sys.maxsize
-        self.collecting_s = self.paused_s = self.starting_s = 0.0
-        self._measured_from = (0, time.perf_counter())  # steps and time at the end of the last pause
+    def __init__(self) -> None:
         # These values carry over from one send to the next.
-        self.workers: int | None = None if before is None else before.workers
-        self.is_stream: bool = before is not None and before.is_stream
-        self.threads: int = 0 if before is None else before.threads
-        self.gradient_bytes: int = 0 if before is None else before.gradient_bytes
-        self._exposed_before_s: float = 0.0 if before is None else before._mean_exposed_s
-        self.backward_s = 0.0
-        self.exchanges = 0
+        self.workers: int | None = None
+        self.is_stream = False
+        self.threads = self.gradient_bytes = 0
+        self.recent_exposed: collections.deque[tuple[float, float]] = collections.deque(maxlen=_MOST_EXPOSED)
+        self._exposed_before_s = 0.0
         self.exposed_s: list[float] = []
-        self.recent_exposed: collections.deque[tuple[float, float]] = (
-            collections.deque(maxlen=_MOST_EXPOSED) if before is None else before.recent_exposed
-        )
+        self._begin()
+
+    def followed(self) -> _Counts:
+        """Return counts for the time until the next send."""
+        following = copy.copy(self)
+        following._begin()
+        return following
+
+    def _begin(self) -> None:
+        """Set all other values to those of the beginning."""
+        self._exposed_before_s, self.exposed_s = self._mean_exposed_s, []
+        self.is_reading_due = True
+        self.steps = self.evaluations = self.rows = self.batches = self.largest = self.elements = self.exchanges = 0
+        self.smallest = sys.maxsize
+        self.collecting_s = self.paused_s = self.starting_s = self.backward_s = 0.0
+        self._measured_from = (0, time.perf_counter())  # steps and time at the end of the last pause
         self.graphs_before, (self.xla_before, self.xla_before_s) = compiled_graphs(), _xla_compilations()
 
     def add_batch(self, batch: Any) -> None:
