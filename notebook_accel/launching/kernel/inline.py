@@ -63,7 +63,7 @@ def _run(job: Job, target: worker.Target, namespace: dict[str, Any], store_socke
             outcome = Results([worker.call(job.spec, target, namespace)])
             worker.finish_background_work()
             for name in job.spec.pull:  # the notebook has the variables already; raise if one is missing
-                failure.look_up(namespace, name)
+                worker.look_up(namespace, name)
         except bdb.BdbQuit as error:  # `quit` in a debugger ends the run as an interrupt does
             raised, job.ended_by = KeyboardInterrupt().with_traceback(error.__traceback__), "quit in the debugger"
         except BaseException as error:  # noqa: BLE001 - SystemExit too, which must not end the kernel

@@ -8,6 +8,7 @@ functions replace IPython's. Objects offer richer forms than text through the me
 from __future__ import annotations
 
 import base64
+import builtins
 import inspect
 import io
 import json
@@ -212,6 +213,7 @@ def install(rank: int) -> None:
     """Replace IPython's display functions and the matplotlib backend, imported already or not."""
     global _screen
     _screen = _Screen() if rank == 0 else None
+    builtins.display = display  # type: ignore[attr-defined]
     for name in ("IPython.core.display_functions", "IPython.core.display", "IPython.display"):
         when_imported(name, _replace_functions)
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()

@@ -11,7 +11,7 @@ import sys
 import traceback
 import types
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from notebook_accel import code_places, environment
 from notebook_accel.errors import CollectiveError, ConfigError, NotebookAccelError
@@ -171,20 +171,6 @@ def _message(error: BaseException) -> str:
         return str(error)
     except Exception as broken:  # noqa: BLE001 - the user's __str__ may raise anything, and the exception is still theirs
         return f"(its text can't be read: {type(broken).__name__})"
-
-
-def look_up(namespace: dict[str, Any], name: str) -> Any:
-    """Return a name's value in a rank's ``__main__``.
-
-    Raises:
-        NameError: There is no such name. The message names ``--pull``.
-    """
-    try:
-        return namespace[name]
-    except KeyError:
-        raise NameError(
-            f"--pull {name}: rank 0 has no name {name!r} when the cell has ended. Fix: assign it in the cell", name=name
-        ) from None
 
 
 def without_our_frames(tb: types.TracebackType | None) -> types.TracebackType | None:

@@ -1,4 +1,4 @@
-"""A rank's stand-ins for ``get_ipython()``, ``input()``, displays and progress bars, which need no kernel.
+"""A rank's stand-ins for ``get_ipython()``, ``input()`` and ``breakpoint()``, which need no kernel.
 
 ``LINE_MAGICS`` has the line magics that work in a rank; a launch refuses all others.
 """
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from notebook_accel.command_text import filled_in
-from notebook_accel.launching.ranks import bars, displays, torch_hooks
 
 
 class RankShell:
@@ -87,16 +86,12 @@ LINE_MAGICS: dict[str, Callable[[RankShell, str], Any]] = {
 _FILLED_IN = ("cd", "env", "set_env")  # the others take no variables, or fill them in themselves
 
 
-def install(namespace: dict[str, Any], rank: int) -> None:
+def install(namespace: dict[str, Any]) -> None:
     """Install the stand-ins where notebook code looks for them."""
     shell = RankShell(namespace)
     builtins.get_ipython = lambda: shell  # type: ignore[attr-defined]  # where IPython puts it, too
     builtins.input = _input
     sys.breakpointhook = _breakpoint
-    builtins.display = displays.display  # type: ignore[attr-defined]
-    displays.install(rank)
-    bars.install()
-    torch_hooks.install()
 
 
 def _input(_prompt: object = "", /) -> str:

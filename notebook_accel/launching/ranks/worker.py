@@ -32,6 +32,7 @@ from notebook_accel.environment import RankPlace
 from notebook_accel.errors import PayloadError
 from notebook_accel.launching.processes import arm_stacks, set_title
 from notebook_accel.launching.ranks import (
+    bars,
     displays,
     failure,
     finished_peers,
@@ -41,6 +42,7 @@ from notebook_accel.launching.ranks import (
     profiling,
     store,
     streams,
+    torch_hooks,
 )
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
@@ -227,7 +229,7 @@ def _send(
     value: Any, spec: JobSpec, place: RankPlace, result: int, namespace: dict[str, Any], by_value: Sequence[Any]
 ) -> None:
     """Write the rank's value and, on each machine's first rank, the names to be pulled."""
-    pulled, absent = _look_up(namespace, spec.pull, place.rank)
+    pulled, absent = _look_up_all(namespace, spec.pull, place.rank)
     values = {"": value, **(pulled if place.local_rank == 0 else {})}
     # Every rank has a share of a sharded model, so all of them help to gather the values that the first ones send.
     gathered = gathering.gather({"": value, **pulled}, kept=values, occasion="end", origins=by_value)
@@ -245,17 +247,16 @@ def _send(
 
 def _save_pulled(spec: JobSpec, result: int, rank: int, by_value: Sequence[Any]) -> bool:
     """Save the names to be pulled after a failure, as a cell of the notebook would leave them."""
-    pulled, _ = _look_up(sys.modules["__main__"].__dict__, spec.pull, rank)
+    pulled, _ = _look_up_all(sys.modules["__main__"].__dict__, spec.pull, rank)
     if not pulled:
         return False
     with contextlib.suppress(Exception):  # the failure that is being reported matters more
         refused = gathering.refuse(pulled, "all ranks have to take part, and the run has failed", by_value)
-        length = write_result_file(result, pulled, rank=rank, origins=by_value, advice=_SEND_OTHERS, refused=refused)
-        return length > 0
+        return write_result_file(result, pulled, rank=rank, origins=by_value, advice=_SEND_OTHERS, refused=refused) > 0
     return False
 
 
-def _look_up(
+def _look_up_all(
     namespace: dict[str, Any], names: Sequence[str], rank: int
 ) -> tuple[dict[str, Any], dict[str, PayloadError]]:
     """Return the values of the names that exist, and an error for each missing name."""
@@ -263,10 +264,24 @@ def _look_up(
     absent: dict[str, PayloadError] = {}
     for name in names:
         try:
-            found[name] = failure.look_up(namespace, name)
+            found[name] = look_up(namespace, name)
         except NameError as error:
             absent[name] = PayloadError(str(error), path=f'name "{name}" of rank {rank}')
     return found, absent
+
+
+def look_up(namespace: dict[str, Any], name: str) -> Any:
+    """Return the value of a name to be pulled.
+
+    Raises:
+        NameError: There is no such name. The message names ``--pull``.
+    """
+    try:
+        return namespace[name]
+    except KeyError:
+        raise NameError(
+            f"--pull {name}: rank 0 has no name {name!r} when the cell has ended. Fix: assign it in the cell", name=name
+        ) from None
 
 
 def open_namespace(spec: JobSpec, payload: int, namespace: dict[str, Any]) -> serialization.Opened:
@@ -374,20 +389,28 @@ def _become_main(payload: int, rank: int) -> dict[str, Any]:
     module.__spec__ = importlib.machinery.ModuleSpec("notebook_accel.launching.ranks.worker_main", None)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # the second is the name in workers
     os.environ[NAMESPACE_VARIABLE] = f"/proc/{os.getpid()}/fd/{payload}"
-    ipython_shims.install(module.__dict__, rank)
+    _install_hooks(module.__dict__, rank)
     return module.__dict__
 
 
 def _stay_main(rank: int) -> dict[str, Any]:
     """Return the names of the kernel's ``__main__``, in a fork of the kernel."""
     namespace = sys.modules["__main__"].__dict__
-    ipython_shims.install(namespace, rank)
+    _install_hooks(namespace, rank)
     namespace["get_ipython"] = builtins.get_ipython  # type: ignore[attr-defined]  # instead of the kernel's
     # Workers started in another way would look for the notebook's names in a payload, and a fork has none.
     multiprocessing = importlib.import_module("multiprocessing")
     if multiprocessing.get_start_method(allow_none=True) is None:
         multiprocessing.set_start_method("fork")
     return namespace
+
+
+def _install_hooks(namespace: dict[str, Any], rank: int) -> None:
+    """Install what replaces the kernel for the user's code, and what counts and measures that code's steps."""
+    ipython_shims.install(namespace)
+    displays.install(rank)
+    bars.install()
+    torch_hooks.install()
 
 
 def call(spec: JobSpec, target: Target, namespace: dict[str, Any]) -> Any:
