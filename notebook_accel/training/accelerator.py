@@ -311,14 +311,10 @@ class Accelerator(ProcessState):
             TrainingError: An optimizer is passed with a model and updates no parameter of any prepared model.
         """
         data.refuse_data(objects)
-        memory = self._backend.memory()
-        if memory is not None and self._sharding is not None and self.is_main_process:
+        if self._sharding is not None and self.is_main_process:
+            copies = (self.parallelism_config or ParallelismConfig()).copies
             memory_estimate.warn_of_large_models(
-                objects,
-                ranks=self.num_processes // (self.parallelism_config or ParallelismConfig()).copies,
-                plugin=self._sharding,
-                mixed_precision=self.mixed_precision,
-                device_bytes=memory()[1],
+                objects, self._backend, self._sharding, copies=copies, mixed_precision=self.mixed_precision
             )
         prepared, placed = objects, self._placements(objects, device_placement)
         in_order: tuple[tuple[type, Callable[[Any, bool], Any]], ...] = (

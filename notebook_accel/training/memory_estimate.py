@@ -9,7 +9,7 @@ import inspect
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from notebook_accel.formatting import format_number, format_size
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.reporting import reporter
 from notebook_accel.training import fsdp
+from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.model_files import size_bytes
@@ -139,19 +140,23 @@ def estimate_memory(
 
 
 def warn_of_large_models(
-    objects: Iterable[Any],
-    *,
-    ranks: int,
+    objects: Sequence[Any],
+    backend: Backend,
     plugin: FullyShardedDataParallelPlugin,
+    *,
+    copies: int,
     mixed_precision: str,
-    device_bytes: int,
 ) -> None:
     """Warn, before models are sharded, if a rank's share of one and its optimizer's state won't fit on the device.
 
-    Models without their optimizer in ``objects``, and models that are offloaded to the host, aren't checked.
+    Models without their optimizer in ``objects``, and models that are offloaded to the host, aren't checked. The ranks
+    train this number of ``copies`` of each model.
     """
-    objects = list(objects)
-    models = [] if plugin.cpu_offload else [item for item in objects if isinstance(item, torch.nn.Module)]
+    memory = backend.memory()
+    if memory is None or plugin.cpu_offload:
+        return
+    _, device_bytes = memory()
+    models = [item for item in objects if isinstance(item, torch.nn.Module)]
     optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
     for model in models:
         own = set(model.parameters())
@@ -162,7 +167,7 @@ def warn_of_large_models(
         with contextlib.suppress(ConfigError, RuntimeError, TypeError, ValueError):  # its optimizer can't be recreated
             estimate = estimate_memory(
                 model,
-                num_processes=ranks,
+                num_processes=backend.place.world_size // copies,
                 sharded=True,
                 optimizer=_making_another(optimizer),
                 mixed_precision=mixed_precision,

@@ -80,7 +80,7 @@ def end() -> None:
         member.leave()
     if backend is not None and not backend.has_left:
         backend.leave()
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
