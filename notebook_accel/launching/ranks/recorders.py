@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from notebook_accel import code_places
 from notebook_accel.launching import traces
@@ -44,24 +44,25 @@ _HeldLine = tuple[str, str]
 """Place and text of a line that holds memory."""
 
 
-class Recorder(Protocol):
+class Recorder:
     """Records a few steps. All methods but ``event`` are called in the thread that trains.
 
     Attributes:
         warmup_steps: Number of steps after ``begin`` that don't count.
     """
 
-    warmup_steps: int = 0
+    warmup_steps = 0
 
     def begin(self) -> str:
         """Start recording. Return the reason if that is impossible, else an empty text."""
+        raise NotImplementedError
 
     def step(self, done: int) -> None:
-        """Count a finished step; ``done`` steps are finished now. Recorders of memory don't count."""
-        del done
+        """Count a finished step; ``done`` steps are finished now."""
 
     def stop(self) -> None:
         """Stop recording."""
+        raise NotImplementedError
 
     def event(self, *, number: str, why: str, steps: int) -> events.Profiled:
         """Return the recording as the answer to a request.
@@ -70,6 +71,7 @@ class Recorder(Protocol):
             OSError: There is no room for the trace.
             ValueError: The trace can't be read.
         """
+        raise NotImplementedError
 
 
 class StepRecorder(Recorder):
