@@ -122,10 +122,10 @@ def summary_html(facts: RunFacts, state: RunState, output: OutputLog, now_s: flo
 def summary_text(facts: RunFacts, state: RunState, output: OutputLog, now_s: float) -> str:
     """Return the summary as plain text, for front ends that show no HTML."""
     first = f"{facts.name}: {', '.join([facts.state, *_about_run(facts, state), _time(facts)])}"
-    columns = _Table(state, now_s, facts.diagnosis.steps).columns
-    rows = [["rank", *(column.head for column in columns)]]
-    rows += [[str(rank.number), *(column.text(rank) for column in columns)] for rank in state.ranks]
-    notes = [f"rank {rank.number}: {note}" for rank in state.ranks if (note := _note(rank, state, now_s))]
+    table = _Table(state, now_s, facts.diagnosis.steps)
+    rows = [["rank", *(column.head for column in table.columns)]]
+    rows += [[str(rank.number), *(column.text(rank) for column in table.columns)] for rank in state.ranks]
+    notes = [f"rank {rank.number}: {note}" for rank in state.ranks if (note := table.note(rank))]
     sharded = _largest_share(state)
     if sharded is not None:
         notes.append(f"Each rank holds at most {sharded.in_words}")
@@ -255,11 +255,11 @@ class _Table:
         """Draw the row of a rank or of several, with a row below it for what happened to them."""
         first = ranks[0]
         if len(ranks) == 1:
-            who, about, note = str(first.number), self._about(first), _note(first, self._state, self._now_s)
+            who, about, note = str(first.number), self._about(first), self.note(first)
         else:
             who = f"node {first.node}: {len(ranks)} ranks" if self._is_by_node else f"{len(ranks)} ranks"
             spans = ", ".join(rank_spans(rank.number for rank in ranks))
-            about, note = f"ranks {spans}".replace("-", "\N{EN DASH}"), _shared_note(ranks, self._state, self._now_s)
+            about, note = f"ranks {spans}".replace("-", "\N{EN DASH}"), self._shared_note(ranks)
         word = self._word(first)
         kind = f' class="nba-{word}-row"' if word in _ALARMING else ""
         cells = "".join(f'<td class="{column.kind}">{column.cell(ranks)}</td>' for column in self.columns)
@@ -269,6 +269,23 @@ class _Table:
             cell = f'<td class="nba-note nba-{color}" colspan="{len(self.columns)}">{html.escape(note)}</td>'
             row += f"<tr{kind}><td></td>{cell}</tr>"
         return row
+
+    def note(self, rank: RankState) -> str:
+        """Return what happened to a rank, or where it is if others wait for it or all ranks wait; else empty."""
+        silent = rank.silent
+        if rank.note or silent is None or (silent.waits_in and not self._state.is_deadlocked):
+            return rank.note
+        why = f"in {silent.waits_in}, and no other rank does a step" if silent.waits_in else "others wait for it"
+        at = f", at {plain_text(silent.at)}" if silent.at else ""
+        return f"no step for {format_clock(self._now_s - silent.since_s)}{at}; {why}"
+
+    def _shared_note(self, ranks: Sequence[RankState]) -> str:
+        """Return the first note among several ranks, and the number of ranks that share it if not all do."""
+        found = list(filter(None, map(self.note, ranks)))
+        if not found:
+            return ""
+        same = found.count(found[0])
+        return found[0] if same == len(ranks) else f"{same} of them: {found[0]}"
 
     def cell_html(self, rank: RankState) -> str:
         """Draw a small cell for a rank: its number, a sign for its state, and its progress."""
@@ -343,25 +360,6 @@ class _Table:
         behind = f"{self._behind[rank.rank]:,} steps behind the others" if rank.rank in self._behind else ""
         model = "" if rank.model_memory is None else rank.model_memory.in_words
         return ", ".join(filter(None, (shortened(rank.device, 100), shortened(rank.label, 100), waits, behind, model)))
-
-
-def _note(rank: RankState, state: RunState, now_s: float) -> str:
-    """Return what happened to a rank, or where it is if others wait for it or all ranks wait; else empty."""
-    silent = rank.silent
-    if rank.note or silent is None or (silent.waits_in and not state.is_deadlocked):
-        return rank.note
-    why = f"in {silent.waits_in}, and no other rank does a step" if silent.waits_in else "others wait for it"
-    at = f", at {plain_text(silent.at)}" if silent.at else ""
-    return f"no step for {format_clock(now_s - silent.since_s)}{at}; {why}"
-
-
-def _shared_note(ranks: Sequence[RankState], state: RunState, now_s: float) -> str:
-    """Return the first note among several ranks, and the number of ranks that share it if not all do."""
-    found = [note for rank in ranks if (note := _note(rank, state, now_s))]
-    if not found:
-        return ""
-    same = found.count(found[0])
-    return found[0] if same == len(ranks) else f"{same} of them: {found[0]}"
 
 
 def _badge(word: str) -> str:
