@@ -10,6 +10,8 @@ import types
 
 import msgspec
 
+from notebook_accel.launching.loggers import LoggerSettings
+
 _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
 
 
@@ -31,6 +33,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         environment: The kernel's environment variables at the launch, with the run's own.
         working_directory: The kernel's directory at the launch; empty for ranks on other machines.
         sys_path: The kernel's import path at the launch.
+        loggers: The kernel's loggers at the launch, by name.
         sources: Sources of the notebook's functions, by the file name in their code.
         cell: The cell's source; ``None`` if the target is a function.
         cell_filename: The file name of the cell's code; a key of ``sources``.
@@ -46,6 +49,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     working_directory: str = ""
     sys_path: list[str] = []
+    loggers: dict[str, LoggerSettings] = {}
     sources: dict[str, Source] = {}
     cell: str | None = None
     cell_filename: str = ""
