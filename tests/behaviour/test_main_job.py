@@ -339,6 +339,8 @@ def test_name_that_only_earlier_ranks_had_asks_for_pull_or_a_session(run: Run) -
     assert "Fix: an earlier cell assigned 'made_there' in its ranks" in outcome.traceback
     assert "--pull made_there" in outcome.traceback and "%distributed start" in outcome.traceback
     assert "--pull" not in run("%%distributed -n 1\nnever_made + 1").traceback
+    ok(run("%%distributed -n 1\non_the_first_line = 2"))
+    assert "--pull on_the_first_line" in run("%%distributed -n 1\non_the_first_line + 1").traceback
     ok(run("%%distributed -n 1 --pull made_there\nmade_there = 2"))
     assert ok(run("%%distributed -n 1\nmade_there + 1")).result == "[3]"
 

@@ -89,6 +89,7 @@ def launch_cell(
     other arguments see ``LaunchRequest``.
     """
     cell.refuse_async_end()
+    cell.refuse_arguments(args)
     cell.refuse_unknown(pull, push)
     names = cell.captured(namespace, push)
     if config.num_processes != 1:

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Literal
 
 from notebook_accel.errors import signal_name
-from notebook_accel.formatting import clipped, plain_lines, plain_text
+from notebook_accel.formatting import clipped, first_line, plain_lines, plain_text
 from notebook_accel.launching.state.step_times import StepHistory
 from notebook_accel.protocol import events
 
@@ -371,7 +371,7 @@ class RankState:
             self.reason = ("another rank has gone" if event.lost_peer else "interrupted") + where
             return
         self.state = "failed"
-        message = plain_text(event.message.strip().split("\n", 1)[0])
+        message = first_line(event.message)
         self.reason = clipped(f"{event.kind}: {message}" if message else event.kind) + where
 
     def _end(self, event: events.Ended) -> None:
