@@ -45,6 +45,7 @@ class RunState:
         restartings: The events of the last restarts of all ranks.
         working: The ranks that have something to do; all, unless the run is a session's.
         working_since_s: The time at which ``working`` was last set.
+        started_s: Time at which the last rank began the user's code, ``None`` before it and after a restart.
         first_step_s: Time of the first step of any rank, ``None`` before it and after a restart.
         checkpoint: The folder of the last complete checkpoint; empty before the first.
     """
@@ -59,6 +60,7 @@ class RunState:
         self.restartings = collections.deque[events.Restarting](maxlen=_MOST_RESTARTS)
         self.working = frozenset(range(world_size))
         self.working_since_s = 0.0
+        self.started_s: float | None = None
         self.first_step_s: float | None = None
         self.checkpoint = ""
         self._restarts = 0
@@ -113,6 +115,8 @@ class RunState:
     def _take(self, rank: int, event: events.Event) -> None:
         if isinstance(event, events.Started):
             self.has_started = True
+            if all(other.state != "starting" for other in self.ranks):
+                self.started_s = event.time_s
         elif isinstance(event, events.Progress) and self.first_step_s is None:
             self.first_step_s = event.time_s
         elif isinstance(event, events.Metrics):
@@ -124,7 +128,7 @@ class RunState:
         self.restartings.append(event)
         self._restarts = event.number or self._restarts
         self.ranks = [RankState(rank.rank, first=rank.first, is_idle=rank.is_idle) for rank in self.ranks]
-        self.first_step_s = None
+        self.started_s = self.first_step_s = None
 
     def _number(self, first: int, total: int) -> None:
         self.first_rank, self.total_ranks = first, total
