@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -56,7 +54,7 @@ def warn(
     """
     prepared_optimizers: list[Any] = [item for item in prepared if isinstance(item, torch.optim.Optimizer)]
     if window > 1 and stepped is not None and any(item.optimizer is stepped for item in prepared_optimizers):
-        _warn(
+        code_places.warn(
             f"loss.backward() sums the gradients of the {window} micro-batches of a step. "
             "Fix: accelerator.backward(loss), which averages them, unless you divide the loss yourself"
         )
@@ -67,29 +65,31 @@ def warn(
         and not prepared_optimizers
         and not any(each._calls or each._local_calls for each in models)
     ):
-        _warn(
+        code_places.warn(
             "The prepared model isn't called, and no optimizer has been prepared: each of the "
             f"{ranks} ranks trains a model of its own. Fix: call the model that accelerator.prepare returned, unless "
             "something else averages its gradients"
         )
     if ranks > 1 and not any(isinstance(item, (torch.nn.Module, torch.Tensor)) for item in prepared):
-        _warn(
+        code_places.warn(
             f"No model has been prepared: each of the {ranks} ranks trains a model of its own. "
             "Fix: model = accelerator.prepare(model), unless it averages its gradients itself"
         )
     for optimizer in prepared_optimizers if ranks > 1 else ():
         shapes = _unprepared_shapes(optimizer, prepared)
         if shapes:
-            _warn(
+            code_places.warn(
                 f"The optimizer moves parameters that haven't been prepared, of shape {shapes}: each of the {ranks} "
                 "ranks trains its own. Fix: prepare the module that has them, or the parameter: "
                 "accelerator.prepare(model, parameter, ...), unless something else averages their gradients"
             )
     if (window > 1 or scales) and not prepared_optimizers:
         effect = f"would step in each of {window} micro-batches" if window > 1 else "would step with scaled gradients"
-        _warn(f"No optimizer has been prepared: it {effect}. Fix: optimizer = accelerator.prepare(optimizer)")
+        code_places.warn(
+            f"No optimizer has been prepared: it {effect}. Fix: optimizer = accelerator.prepare(optimizer)"
+        )
     if ranks > 1 and not any(isinstance(item, DataLoader) for item in prepared):
-        _warn(
+        code_places.warn(
             f"No loader has been prepared: each of the {ranks} ranks works on all of the data. "
             "Fix: loader = accelerator.prepare(loader), unless it gives each rank a share itself"
         )
@@ -105,12 +105,6 @@ def _unprepared_shapes(optimizer: torch.optim.Optimizer, prepared: Sequence[Any]
         return ""
     shapes = [str(tuple(parameter.shape)) for parameter in unprepared]
     return ", ".join(shapes if len(shapes) <= 3 else [*shapes[:3], "..."])
-
-
-def _warn(text: str) -> None:
-    """Warn at the innermost line of the user's code."""
-    below = sum(1 for _ in code_places.library_calls(sys._getframe()))
-    warnings.warn(text, stacklevel=below + 1)
 
 
 def log_schedule_hint(scheduler: LRScheduler, *, ranks: int, window: int) -> None:
