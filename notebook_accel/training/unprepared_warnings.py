@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Sequence
@@ -24,7 +25,13 @@ _untrained: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def await_training(accelerator: Any) -> None:
     """Have an ``Accelerator`` warn after the first step too, for programs that call ``loss.backward()``."""
+    _watch_steps()
     _untrained.add(accelerator)
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_note_step)
 
 
 def end_wait(accelerator: Any) -> None:
@@ -33,14 +40,13 @@ def end_wait(accelerator: Any) -> None:
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if torch.compiler.is_compiling():  # the step of an optimizer can be compiled
+        return
     for accelerator in list(_untrained):
         models, trained = [*accelerator._models, *accelerator._leaves], accelerator._optimizers
         known = optimizers.known_parameters([*models, *optimizers.parameters_of(trained)])
         if not known.isdisjoint(map(id, optimizers.parameters_of([optimizer]))):
             accelerator._begin_training(optimizer)
-
-
-register_optimizer_step_post_hook(_note_step)
 
 
 def warn(
