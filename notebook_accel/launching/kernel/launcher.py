@@ -16,7 +16,7 @@ from notebook_accel import config as configuration
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig, training_variables
 from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError, RunError
-from notebook_accel.launching import loggers
+from notebook_accel.launching import loggers, torch_settings
 from notebook_accel.launching.kernel import (
     detached,
     detached_runs,
@@ -214,6 +214,7 @@ def _start(request: LaunchRequest, devices: Devices, cluster: ClusterEngine | No
         working_directory=_working_directory(),
         sys_path=environment.import_path(),
         loggers=loggers.settings(),
+        torch_settings=torch_settings.settings(),
         is_detached=request.detach,
     )
     request = dataclasses.replace(
