@@ -115,7 +115,7 @@ def _others(state: RunState, reported: RankState | None) -> tuple[RankEnd, ...]:
 
 
 def _end_of(rank: RankState, end: Ended) -> RankEnd:
-    raised = "" if rank.failed is None else f"{rank.failed.kind}: {first_line(rank.failed.message)}"
+    raised = "" if rank.failed is None else raised_in_words(rank.failed)
     # A rank may fail by itself in the moment after it was told to end. Then its exception counts.
     return RankEnd(rank.number, end.exit_code, end.signal, end.stopped and not raised, raised, rank.has_result)
 
