@@ -40,6 +40,8 @@ class Parser(argparse.ArgumentParser):
                 close = config.closest_flag(word, self._option_string_actions)
                 self.error(f"there is no option {word}" + (f"; is it {close}?" if close else ""))
             hint = f"; a run is named with --run {shlex.quote(word)}" if "--run" in self.flags else ""
+            if word.isidentifier() and (pulled := getattr(given, "pull", ())):
+                hint = f"; names have commas between them: --pull {','.join([*pulled, word])}"
             self.error(f"unexpected argument {word!r}{hint}")
         return given
 

@@ -152,7 +152,7 @@ def _stop(given: argparse.Namespace) -> None:
     job.ended_by = "%distributed stop"
     job.stop()
     job.wait(_STOP_DEADLINE_S)
-    print(repr(job))
+    print(f"{job!r}\n", end="")  # in one piece, since a thread may print how the run has ended
 
 
 def _interrupt(given: argparse.Namespace) -> None:

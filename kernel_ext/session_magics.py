@@ -214,7 +214,13 @@ class SessionMagics:
             print(_describe(session, asked))
             return None
         wants_value = given.background or given.out is not None
-        job = session.cell_job(self._read(cell), self._shell.user_ns, push=given.push, wants_value=wants_value)
+        job = session.cell_job(
+            self._read(cell),
+            self._shell.user_ns,
+            push=given.push,
+            wants_value=wants_value,
+            reloads=self._reloads(),
+        )
         if given.background:
             return self._start_job(job, given)
         try:
@@ -258,8 +264,15 @@ class SessionMagics:
                 raise UsageError(f"%%rank: only rank 0 can be asked for {asked}?, in a cell with %%rank 0.")
             print(_describe(session, asked))
             return None
-        job = session.cell_job(self._read(cell), self._shell.user_ns, ranks=ranks, wants_value=False)
+        job = session.cell_job(
+            self._read(cell), self._shell.user_ns, ranks=ranks, wants_value=False, reloads=self._reloads()
+        )
         return job.run().shown or None
+
+    def _reloads(self) -> bool:
+        """Return whether the notebook reloads all modules that change, as ``%autoreload 2`` says."""
+        reloader = getattr(self._shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
+        return bool(getattr(reloader, "enabled", False) and getattr(reloader, "check_all", False))
 
     # Names ------------------------------------------------------------------------------------------------------------
 

@@ -270,3 +270,7 @@ def _ask_option(draft: Draft, option: Option) -> None:
             return
         print(str(error))
         draft.values[option.name] = now
+
+
+if __name__ == "__main__":
+    sys.exit(main())

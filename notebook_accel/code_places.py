@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import sysconfig
 import types
+import warnings
 from collections.abc import Iterator, Mapping
 
 OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -66,6 +68,12 @@ def describe(frame: types.FrameType | None) -> str:
 def library_calls(frame: types.FrameType | None) -> Iterator[types.FrameType]:
     """Yield a thread's frames below the user's innermost line, beginning with the innermost one."""
     return itertools.takewhile(lambda current: not is_the_users(current.f_code.co_filename), _outwards(frame))
+
+
+def warn(text: str) -> None:
+    """Warn at the innermost line of the user's code."""
+    below = sum(1 for _ in library_calls(sys._getframe()))
+    warnings.warn(text, stacklevel=below + 1)
 
 
 def runs_only_ours(frame: types.FrameType | None) -> bool:

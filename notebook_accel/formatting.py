@@ -111,8 +111,10 @@ def plain_lines(text: str) -> Iterator[str]:
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a text, through ``plain_text``."""
-    return next(plain_lines(text.strip()))
+    """Return the first line of a text, through ``plain_text``, and the second one if the first ends with a colon."""
+    lines = plain_lines(text.strip())
+    first = next(lines)
+    return f"{first} {next(lines, '').strip()}".rstrip() if first.endswith(":") else first
 
 
 def plain_text(line: str) -> str:

@@ -124,7 +124,8 @@ def test_unknown_command_line_is_refused(arguments: list[str], said: str, capsys
 @pytest.mark.parametrize("program", [
     [str(pathlib.Path(sys.executable).with_name("notebook-accel"))],
     [sys.executable, "-m", "notebook_accel"],
-], ids=["console script", "module"])  # fmt: skip
+    [sys.executable, "-m", "notebook_accel.cli"],
+], ids=["console script", "package", "module"])  # fmt: skip
 def test_installed_program(program: list[str]) -> None:
     run = subprocess.run([*program, "--version"], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout == f"notebook-accel {notebook_accel.VERSION}\n"

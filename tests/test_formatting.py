@@ -6,7 +6,15 @@ import re
 
 import pytest
 
-from notebook_accel.formatting import coloured, format_clock, format_duration, format_size, json_text, plain_text
+from notebook_accel.formatting import (
+    coloured,
+    first_line,
+    format_clock,
+    format_duration,
+    format_size,
+    json_text,
+    plain_text,
+)
 from tests import kernels
 
 
@@ -23,6 +31,13 @@ def test_sizes_in_words(size_bytes: int, words: str) -> None:
 ])  # fmt: skip
 def test_how_long_something_took(seconds: float, words: str) -> None:
     assert format_duration(seconds) == words
+
+
+@pytest.mark.parametrize(("text", "line"), [
+    ("", ""), ("one\ntwo", "one"), ("  \none:\n\ttwo\nthree", "one: two"), ("one:", "one:"), ("one:\n\nthree", "one:"),
+])  # fmt: skip
+def test_first_line_of_a_message_says_something(text: str, line: str) -> None:
+    assert first_line(text) == line
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.9, "00:00"), (59.9, "00:59"), (3600.0, "1:00:00")])

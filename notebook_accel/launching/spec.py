@@ -7,8 +7,11 @@ import ast
 import functools
 import secrets
 import types
+from typing import Any
 
 import msgspec
+
+from notebook_accel.launching.loggers import LoggerSettings
 
 _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Pass)
 
@@ -31,6 +34,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         environment: The kernel's environment variables at the launch, with the run's own.
         working_directory: The kernel's directory at the launch; empty for ranks on other machines.
         sys_path: The kernel's import path at the launch.
+        loggers: The kernel's loggers at the launch, by name.
+        torch_settings: The kernel's settings of torch at the launch that aren't its defaults, by name.
         sources: Sources of the notebook's functions, by the file name in their code.
         cell: The cell's source; ``None`` if the target is a function.
         cell_filename: The file name of the cell's code; a key of ``sources``.
@@ -46,6 +51,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     working_directory: str = ""
     sys_path: list[str] = []
+    loggers: dict[str, LoggerSettings] = {}
+    torch_settings: dict[str, Any] = {}
     sources: dict[str, Source] = {}
     cell: str | None = None
     cell_filename: str = ""

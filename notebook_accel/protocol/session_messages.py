@@ -57,6 +57,7 @@ class Execute(_Request, frozen=True, kw_only=True):
     source: str  # the cell as plain Python
     label: str  # its name in tracebacks; the file name of its code
     wants_value: bool = False  # send back the value of the last expression itself, besides how it is shown
+    reloads: bool = False  # first reload the user's modules whose files have changed
     delivery: Delivery | None = None
 
 

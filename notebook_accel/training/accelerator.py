@@ -184,6 +184,7 @@ class Accelerator(ProcessState):
         self._memory_reports = memory_estimate.ModelMemoryReports(self._backend.device)
         self._forget_prepared()
         self._has_begun = False
+        unprepared_warnings.await_training(self)
 
     # Settings
 
@@ -512,8 +513,9 @@ class Accelerator(ProcessState):
         Raises:
             CollectiveError: Another rank didn't take part in averaging. The message says where each rank was.
         """
+        self._stopping.has_backward = True
         if not self._has_begun:
-            self._warn_of_unprepared()
+            self._begin_training()
         divided = self.gradient_state.divide(loss, lambda: optimizers.parameters_of(self._optimizers))
         scaled: Any = divided if self._precision.scaler is None else self._precision.scaler.scale(divided)
         if scaled is not loss:
@@ -527,13 +529,14 @@ class Accelerator(ProcessState):
             self._backend.explain(error)
             raise
 
-    def _warn_of_unprepared(self) -> None:
-        self._has_begun = self._stopping.has_backward = True
+    def _begin_training(self, stepped: torch.optim.Optimizer | None = None) -> None:
+        self._has_begun = True
+        unprepared_warnings.end_wait(self)
         if self.is_main_process:
             window = self.gradient_accumulation_steps if self.gradient_state.is_counting else 1
             scales = self._precision.scaler is not None
             ranks = self._data_backend.place.world_size
-            unprepared_warnings.warn(self._all_prepared, ranks=ranks, window=window, scales=scales)
+            unprepared_warnings.warn(self._all_prepared, ranks=ranks, window=window, scales=scales, stepped=stepped)
             checkpoint_folders.warn_if_taken(self.project_configuration)
 
     def accumulate(self, *models: Any) -> contextlib.AbstractContextManager[None]:

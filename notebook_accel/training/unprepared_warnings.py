@@ -2,45 +2,100 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
+from notebook_accel import code_places
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import gradients, optimizers
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")  # attributes of torch's schedulers that hold their planned length
 
 
-def warn(prepared: Sequence[Any], *, ranks: int, window: int, scales: bool) -> None:
+_untrained: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def await_training(accelerator: Any) -> None:
+    """Have an ``Accelerator`` warn after the first step too, for programs that call ``loss.backward()``."""
+    _watch_steps()
+    _untrained.add(accelerator)
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_note_step)
+
+
+def end_wait(accelerator: Any) -> None:
+    """Undo ``await_training``, since training has begun."""
+    _untrained.discard(accelerator)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if torch.compiler.is_compiling():  # the step of an optimizer can be compiled
+        return
+    for accelerator in list(_untrained):
+        models, trained = [*accelerator._models, *accelerator._leaves], accelerator._optimizers
+        known = optimizers.known_parameters([*models, *optimizers.parameters_of(trained)])
+        if not known.isdisjoint(map(id, optimizers.parameters_of([optimizer]))):
+            accelerator._begin_training(optimizer)
+
+
+def warn(
+    prepared: Sequence[Any], *, ranks: int, window: int, scales: bool, stepped: torch.optim.Optimizer | None
+) -> None:
     """Warn, at the first backward pass, about each kind of object that should be prepared and isn't.
 
     ``window`` is the number of micro-batches in a step of the optimizer if ``accumulate`` counts them, else 1.
-    ``scales`` is true if losses are scaled, as in fp16.
+    ``scales`` is true if losses are scaled, as in fp16. ``stepped`` is the optimizer whose step, after a backward pass
+    that wasn't ``Accelerator.backward``, shows that training has begun.
     """
+    prepared_optimizers: list[Any] = [item for item in prepared if isinstance(item, torch.optim.Optimizer)]
+    if window > 1 and stepped is not None and any(item.optimizer is stepped for item in prepared_optimizers):
+        code_places.warn(
+            f"loss.backward() sums the gradients of the {window} micro-batches of a step. "
+            "Fix: accelerator.backward(loss), which averages them, unless you divide the loss yourself"
+        )
+    models = [item for item in prepared if hasattr(type(item), "_own_parameters")]
+    if (
+        ranks > 1
+        and models
+        and not prepared_optimizers
+        and not any(each._calls or each._local_calls for each in models)
+    ):
+        code_places.warn(
+            "The prepared model isn't called, and no optimizer has been prepared: each of the "
+            f"{ranks} ranks trains a model of its own. Fix: call the model that accelerator.prepare returned, unless "
+            "something else averages its gradients"
+        )
     if ranks > 1 and not any(isinstance(item, (torch.nn.Module, torch.Tensor)) for item in prepared):
-        _warn(
+        code_places.warn(
             f"No model has been prepared: each of the {ranks} ranks trains a model of its own. "
             "Fix: model = accelerator.prepare(model), unless it averages its gradients itself"
         )
-    for optimizer in prepared if ranks > 1 else ():
-        shapes = _unprepared_shapes(optimizer, prepared) if isinstance(optimizer, torch.optim.Optimizer) else ""
+    for optimizer in prepared_optimizers if ranks > 1 else ():
+        shapes = _unprepared_shapes(optimizer, prepared)
         if shapes:
-            _warn(
+            code_places.warn(
                 f"The optimizer moves parameters that haven't been prepared, of shape {shapes}: each of the {ranks} "
                 "ranks trains its own. Fix: prepare the module that has them, or the parameter: "
                 "accelerator.prepare(model, parameter, ...), unless something else averages their gradients"
             )
-    if (window > 1 or scales) and not any(isinstance(item, torch.optim.Optimizer) for item in prepared):
+    if (window > 1 or scales) and not prepared_optimizers:
         effect = f"would step in each of {window} micro-batches" if window > 1 else "would step with scaled gradients"
-        _warn(f"No optimizer has been prepared: it {effect}. Fix: optimizer = accelerator.prepare(optimizer)")
+        code_places.warn(
+            f"No optimizer has been prepared: it {effect}. Fix: optimizer = accelerator.prepare(optimizer)"
+        )
     if ranks > 1 and not any(isinstance(item, DataLoader) for item in prepared):
-        _warn(
+        code_places.warn(
             f"No loader has been prepared: each of the {ranks} ranks works on all of the data. "
             "Fix: loader = accelerator.prepare(loader), unless it gives each rank a share itself"
         )
@@ -58,16 +113,11 @@ def _unprepared_shapes(optimizer: torch.optim.Optimizer, prepared: Sequence[Any]
     return ", ".join(shapes if len(shapes) <= 3 else [*shapes[:3], "..."])
 
 
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=5)  # at the call of backward
-
-
 def warn_of_late(kind: str) -> None:
     """Warn that an object was prepared after ``load_state``, so that its saved state wasn't loaded."""
-    warnings.warn(
+    code_places.warn(
         f"The {kind} was prepared after load_state, so it begins anew, although the checkpoint has a state for it. "
-        "Fix: prepare all objects, then load_state",
-        stacklevel=5,
+        "Fix: prepare all objects, then load_state"
     )
 
 

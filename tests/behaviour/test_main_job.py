@@ -326,6 +326,28 @@ assert torch.equal(rounded, rounded.bfloat16().float())""")
         assert ok(said).result == "(True, True, False)"
 
 
+def test_settings_of_torch_are_those_of_the_notebook(run: Run) -> None:
+    settings = """(torch.get_default_dtype(), torch.get_deterministic_debug_mode(), torch.is_anomaly_enabled(),
+    torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic)"""
+    usual = ok(run(settings)).result
+    ok(
+        run("""torch.set_default_dtype(torch.float64); torch.use_deterministic_algorithms(True, warn_only=True)
+torch.set_float32_matmul_precision("high"); torch.autograd.set_detect_anomaly(True)
+torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = True""")
+    )
+    try:
+        changed = ok(run(settings)).result
+        assert changed == "(torch.float64, 1, True, 'high', True, True)"
+        assert ok(run(f"%%distributed -n 2\n{settings}")).result == f"[{changed}, {changed}]"
+    finally:
+        ok(
+            run("""torch.set_default_dtype(torch.float32); torch.use_deterministic_algorithms(False)
+torch.set_float32_matmul_precision("highest"); torch.autograd.set_detect_anomaly(False)
+torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False""")
+        )
+    assert ok(run(f"%%distributed -n 1\n{settings}")).result == f"[{usual}]"
+
+
 def test_name_reached_through_eval_asks_for_push(run: Run) -> None:
     ok(run("hidden = 41"))
     outcome = run("%%distributed -n 2\neval('hidden + 1')")
@@ -339,6 +361,8 @@ def test_name_that_only_earlier_ranks_had_asks_for_pull_or_a_session(run: Run) -
     assert "Fix: an earlier cell assigned 'made_there' in its ranks" in outcome.traceback
     assert "--pull made_there" in outcome.traceback and "%distributed start" in outcome.traceback
     assert "--pull" not in run("%%distributed -n 1\nnever_made + 1").traceback
+    ok(run("%%distributed -n 1\non_the_first_line = 2"))
+    assert "--pull on_the_first_line" in run("%%distributed -n 1\non_the_first_line + 1").traceback
     ok(run("%%distributed -n 1 --pull made_there\nmade_there = 2"))
     assert ok(run("%%distributed -n 1\nmade_there + 1")).result == "[3]"
 

@@ -40,6 +40,17 @@ else:
         assert [line.split()[1] for line in log] == [str(number) for number in range(300_000)]
 
 
+def test_loggers_are_set_up_as_in_the_notebook(fresh_notebook: kernels.Kernel) -> None:
+    fresh_notebook.run("""import logging
+logging.basicConfig(level=logging.INFO, format="%(name)s says %(message)s")
+log = logging.getLogger("mine")
+def train(): log.info("hello")""")
+    outcome = run(fresh_notebook, "%%distributed -n 2 --view lines\ntrain(); log.debug('much')")
+    assert [of_rank(rank, outcome) for rank in (0, 1)] == [["mine says hello"]] * 2
+    run(fresh_notebook, "%distributed start -n 2")
+    assert of_rank(1, run(fresh_notebook, "%%distributed\nlogging.warning('careful')")) == ["root says careful"]
+
+
 def test_rank_prints_on_while_the_agent_is_stopped(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
     cell = notebook.start(f"""%%distributed -n 1 --view lines
 folder = {str(tmp_path)!r}

@@ -72,6 +72,7 @@ def test_another_extensions_magic_of_that_name_is_mentioned(tmp_path: pathlib.Pa
         ("--pull modle", "the cell neither assigns nor uses 'modle'"),
         ("--num_processes", "expected one argument"),
         ("--pull a-b", "'a-b' is not a valid name"),
+        ("--pull open os", "unexpected argument 'os'; names have commas between them: --pull open,os."),
         ("--push nowhere", "the notebook has no name 'nowhere'"),
         ("--out 3x", "'3x' is not a valid name"),
         ("--args (1, 2", "a quote or a bracket is not closed"),

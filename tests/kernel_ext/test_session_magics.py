@@ -37,6 +37,31 @@ def test_cells_run_in_the_session_and_show_their_values(notebook: kernels.Kernel
     assert "Table object" in html.result
 
 
+def test_modules_that_change_are_reloaded_as_in_the_notebook_or_named(notebook: kernels.Kernel) -> None:
+    def write(source: str) -> None:  # of another length: Python takes a file as unchanged by its second and its length
+        assert notebook.run(f"open('helpers_of_mine.py', 'w').write({source!r})").status == "ok"
+
+    write("def answer(): return 1")
+    notebook.run("import helpers_of_mine\nfrom helpers_of_mine import answer")
+    uses = "%%distributed\nanswer(), helpers_of_mine.answer()"
+    assert shown(notebook, uses) == "ranks 0-1: (1, 1)"
+    write("def answer(): return 22")
+    outcome = notebook.run(uses)
+    assert outcome.result == "ranks 0-1: (1, 1)"
+    assert re.fullmatch(r"0-1 │ \[.*/helpers_of_mine.py has changed, and the ranks go on with .*\]\n", outcome.stdout)
+    assert notebook.run(uses).stdout == ""  # once
+    notebook.run("%load_ext autoreload\n%autoreload 2")
+    assert shown(notebook, uses) == "ranks 0-1: (22, 22)"
+    for number in (333, 4444):
+        write(f"def answer(): return {number}")
+        assert shown(notebook, uses) == f"ranks 0-1: ({number}, {number})"
+    write("def answer(: return 5")
+    outcome = notebook.run(uses)
+    assert outcome.result == "ranks 0-1: (4444, 4444)"
+    assert "0-1 │ SyntaxError" in outcome.stdout
+    notebook.run("%autoreload 0")
+
+
 def test_displays_and_figures_appear_under_the_cell_that_runs(notebook: kernels.Kernel) -> None:
     cell = notebook.start("""%%distributed
 from IPython.display import HTML, clear_output

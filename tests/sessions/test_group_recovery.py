@@ -197,6 +197,27 @@ def test_rank_that_waits_for_ranks_that_have_ended_the_cell_is_named(
     assert goes_on(prepared)
 
 
+def test_ranks_that_all_wait_in_different_collectives_are_named(
+    prepared: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending_request, "_TOGETHER_S", 0.1)
+    receive = "torch.distributed.recv(torch.ones(1), 1 - rank)"
+    cell = prepared.start(f"if rank == 0:\n    {receive}\nelse:\n    {receive}")
+    said = ""
+
+    def is_said() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "An interrupt ends that" in said
+
+    processes.wait_until(is_said, "it is said that both ranks wait")
+    cell.interrupt()
+    assert cell.wait(60)
+    where = [rf"rank {rank} in recv at session\[\w+\], line {line} in <module>" for rank, line in ((0, 2), (1, 4))]
+    assert re.fullmatch(rf"\[All ranks wait for each other: {'; '.join(where)}. An interrupt ends that\]\n", said)
+    assert goes_on(prepared)
+
+
 def test_what_the_code_made_itself_is_named_when_it_is_lost(
     prepared: Session, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.training.ranks import Ranks
 KINDS = ("model", "optimizer", "loader")
 
 
-def warned(unprepared: str, steps: int) -> list[str]:
+def warned(unprepared: str, steps: int, *, calls_model: bool = True, calls_backward: bool = True) -> list[str]:
     """Return the first words of each warning in a loop in which one object wasn't prepared."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     model = torch.nn.Linear(1, 1)
@@ -32,17 +33,57 @@ def warned(unprepared: str, steps: int) -> list[str]:
         warnings.simplefilter("always")
         for x in parts["loader"]:
             with accelerator.accumulate(parts["model"]):
-                accelerator.backward(parts["model"](x).sum())
+                loss = (parts["model"] if calls_model else model)(x).sum()
+                accelerator.backward(loss) if calls_backward else loss.backward()
                 parts["optimizer"].step()
                 parts["optimizer"].zero_grad()
     assert all(warning.filename == __file__ for warning in caught)
-    return [str(warning.message).split(" has been")[0] for warning in caught]
+    return [re.split(" has been| isn't| sums", str(warning.message))[0] for warning in caught]
 
 
 @pytest.mark.parametrize("unprepared", [*KINDS, "nothing"])
 def test_on_two_ranks(two_ranks: Ranks, unprepared: str) -> None:
     expected = [f"No {unprepared}"] if unprepared in KINDS else []
     assert two_ranks.run(warned, unprepared, 2) == [expected, []]
+
+
+def with_own_backward(unprepared: str, steps: int) -> list[str]:
+    return warned(unprepared, steps, calls_backward=False)
+
+
+@pytest.mark.parametrize(("unprepared", "expected"), [
+    ("nothing", ["loss.backward()"]), ("loader", ["loss.backward()", "No loader"]), ("model", [
+        "loss.backward()", "No model",
+    ]),
+])  # fmt: skip
+def test_programs_that_call_backward_of_the_loss(two_ranks: Ranks, unprepared: str, expected: list[str]) -> None:
+    assert two_ranks.run(with_own_backward, unprepared, 2) == [expected, []]
+    assert two_ranks.run(with_own_backward, unprepared, 1) == [expected[1:], []]
+
+
+def without_calling_the_model(unprepared: str) -> list[list[str]]:
+    return [warned(unprepared, 1, calls_model=False, calls_backward=calls) for calls in (False, True)]
+
+
+def test_prepared_model_that_is_not_called(two_ranks: Ranks) -> None:
+    assert two_ranks.run(without_calling_the_model, "optimizer") == [[["The prepared model"]] * 2, [[], []]]
+    assert two_ranks.run(without_calling_the_model, "nothing") == [[[], []]] * 2  # the optimizer averages
+
+
+def test_an_accelerator_that_does_not_train_is_not_warned_of(two_ranks: Ranks) -> None:
+    assert two_ranks.run(beside_another_training) == [[], []]
+
+
+def beside_another_training() -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    other = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    return [str(warning.message) for warning in caught]
 
 
 def test_on_one_rank() -> None:

@@ -86,6 +86,24 @@ class Cell:
                 fix=f"end the cell with asyncio.run({last.name}(...))",
             )
 
+    def refuse_arguments(self, args: Sequence[Any]) -> None:
+        """Raise ``CellError`` if the function that the cell ends by defining can't be called with these arguments."""
+        last = ast.parse(self.source).body[-1]
+        if not isinstance(last, ast.FunctionDef) or last.decorator_list:
+            return
+        given = last.args
+        positional = [*given.posonlyargs, *given.args]
+        needed = positional[len(args) : len(positional) - len(given.defaults)]
+        needed += [each for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
+        if not needed and (len(args) <= len(positional) or given.vararg):
+            return
+        missing = ", ".join(each.arg for each in needed)
+        problem = f"{missing} would have no value" if missing else f"{len(args)} arguments are too many"
+        raise CellError(
+            f"The cell ends with `def {last.name}({ast.unparse(given)})`, so each rank calls {last.name}: {problem}.",
+            fix=f"--args with its arguments; or end the cell with another line, such as {last.name}(...)",
+        )
+
     def refuse_unknown(self, pull: Sequence[str], push: Sequence[str]) -> None:
         """Raise ``CellError`` before the training for a name in ``pull`` that the cell neither assigns nor uses."""
         if self.assigns is None:

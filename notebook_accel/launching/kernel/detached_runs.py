@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 import time
 
 from notebook_accel.errors import NotebookAccelError, SupervisorLostError
@@ -120,9 +121,11 @@ def going_in_words() -> str:
     if not going:
         return ""
     named = ", ".join(map(_in_words, going))
+    name = shlex.quote(going[0].facts.name) if len(going) == 1 else "NAME"
     return (
         f"{'A detached run' if len(going) == 1 else f'{len(going)} detached runs'} of yours "
-        f"{'goes' if len(going) == 1 else 'go'} on: {named}. %distributed runs, or notebook-accel runs, tells more."
+        f"{'goes' if len(going) == 1 else 'go'} on: {named}. %distributed attach {name} brings "
+        f"{'it' if len(going) == 1 else 'one'} here; %distributed runs, or notebook-accel runs, tells more."
     )
 
 

@@ -16,7 +16,7 @@ from notebook_accel import config as configuration
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig, training_variables
 from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError, RunError
-from notebook_accel.launching import login_session
+from notebook_accel.launching import loggers, login_session, torch_settings
 from notebook_accel.launching.kernel import (
     detached,
     detached_runs,
@@ -89,6 +89,7 @@ def launch_cell(
     other arguments see ``LaunchRequest``.
     """
     cell.refuse_async_end()
+    cell.refuse_arguments(args)
     cell.refuse_unknown(pull, push)
     names = cell.captured(namespace, push)
     if config.num_processes != 1:
@@ -212,6 +213,8 @@ def _start(request: LaunchRequest, devices: Devices, cluster: ClusterEngine | No
         environment={**environment.sendable(), **variables},
         working_directory=_working_directory(),
         sys_path=environment.import_path(),
+        loggers=loggers.settings(),
+        torch_settings=torch_settings.settings(),
         is_detached=request.detach,
     )
     request = dataclasses.replace(

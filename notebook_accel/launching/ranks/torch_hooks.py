@@ -17,7 +17,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from notebook_accel import environment, reporting
+from notebook_accel import code_places, environment, reporting
 from notebook_accel.launching.ranks import loops, profiling
 from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.launching.ranks.phases import StepClock
@@ -200,7 +200,13 @@ def _hook_optimizers(module: types.ModuleType) -> None:
         if (clock := _measuring_clock()) is not None:
             clock.enter("optimizer")
 
+    is_first = True
+
     def end(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            _warn_of_unconnected_ranks()
         is_step = _loops.step_optimizer(optimizer)
         if is_step and _profiler.is_due and threading.get_ident() == _main:
             _profiler.begin_step()
@@ -211,6 +217,17 @@ def _hook_optimizers(module: types.ModuleType) -> None:
 
     module.register_optimizer_step_pre_hook(begin)
     module.register_optimizer_step_post_hook(end)
+
+
+def _warn_of_unconnected_ranks() -> None:
+    """Warn, on rank 0, if an optimizer steps before the ranks have made a process group."""
+    ranks, torch = int(os.environ.get("WORLD_SIZE", "1")), sys.modules["torch"]
+    is_connected = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if ranks > 1 and os.environ.get("RANK") == "0" and not is_connected and "torch_xla" not in sys.modules:
+        code_places.warn(
+            f"The {ranks} ranks aren't connected: each trains a model of its own, on all of the data. "
+            "Fix: net, optimizer, loader = Accelerator().prepare(model, optimizer, loader), unless that is the plan"
+        )
 
 
 def _patch_models(clock: StepClock, module: types.ModuleType) -> None:

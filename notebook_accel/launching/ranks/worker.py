@@ -30,6 +30,7 @@ import msgspec
 from notebook_accel import code_places, environment, host_memory, reporting
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import PayloadError
+from notebook_accel.launching import loggers, torch_settings
 from notebook_accel.launching.processes import arm_stacks, set_title
 from notebook_accel.launching.ranks import (
     bars,
@@ -342,6 +343,8 @@ def _set_environment(spec: JobSpec, place: RankPlace, variables: Mapping[str, st
     if spec.working_directory:  # empty on another machine than the kernel's, which has other folders
         sys.path[:] = spec.sys_path
         os.chdir(spec.working_directory)
+    loggers.take_over(spec.loggers)
+    torch_settings.take_over(spec.torch_settings)
     if _THREADS[0] not in os.environ:
         _share_processors(place.local_world_size)
 

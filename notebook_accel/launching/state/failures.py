@@ -293,7 +293,8 @@ def _of_missing_name(failed: Failed, unsent: Mapping[str, str]) -> str:
 def _was_assigned_in_ranks(name: str) -> bool:
     """Return whether an earlier ``%%distributed`` cell of the notebook assigns a variable."""
     cells = vars(sys.modules["__main__"]).get("In", [])[:-1]  # IPython's list of the cells' translated code
-    assignment = re.compile(rf"^(?:[\w, ]*\b{name}\b[\w, ]*=(?!=)|(?:class|def) {name}\b)", re.MULTILINE)
+    begin = r"(?:^|, ['\"])"  # of a line; the first one follows the magic's own arguments
+    assignment = re.compile(rf"{begin}(?:[\w, ]*\b{name}\b[\w, ]*=(?!=)|(?:class|def) {name}\b)", re.MULTILINE)
     launched = [cell for cell in cells if "run_cell_magic('distributed'" in cell]
     return any(assignment.search(cell.replace("\\n", "\n")) for cell in launched)
 

@@ -43,6 +43,7 @@ class RunState:
         self.restartings = collections.deque[events.Restarting](maxlen=_MOST_RESTARTS)  # the last ones of all ranks
         self.working = frozenset(range(world_size))  # ranks that have something to do; all, unless it is a session's
         self.working_since_s = 0.0  # time at which ``working`` was last set
+        self.started_s: float | None = None  # time at which the last rank began the user's code, since a restart
         self.first_step_s: float | None = None  # time of the first step of any rank since the start or a restart
         self.checkpoint = ""  # the folder of the last complete checkpoint; empty before the first
         self._restarts = 0
@@ -97,6 +98,8 @@ class RunState:
     def _take(self, rank: int, event: events.Event) -> None:
         if isinstance(event, events.Started):
             self.has_started = True
+            if all(other.state != "starting" for other in self.ranks):
+                self.started_s = event.time_s
         elif isinstance(event, events.Progress) and self.first_step_s is None:
             self.first_step_s = event.time_s
         elif isinstance(event, events.Metrics):
@@ -108,7 +111,7 @@ class RunState:
         self.restartings.append(event)
         self._restarts = event.number or self._restarts
         self.ranks = [RankState(rank.rank, first=rank.first, is_idle=rank.is_idle) for rank in self.ranks]
-        self.first_step_s = None
+        self.started_s = self.first_step_s = None
 
     def _number(self, first: int, total: int) -> None:
         self.first_rank, self.total_ranks = first, total

@@ -254,7 +254,8 @@ class Silence:
     """Decides when to ask the ranks for their stacks, and finds in the answers which rank waits for which.
 
     A rank that does no step for a while may evaluate, save or compile. Users want to know when and where it makes
-    other ranks wait. So no rank is marked as long as all of them are at the same place.
+    other ranks wait. So no rank is marked as long as all of them are at the same place; before the first step, only if
+    all of them hang in different collectives.
 
     The caller passes the time, in seconds of ``time.monotonic()``.
 
@@ -266,12 +267,14 @@ class Silence:
         self._shortest_s = shortest_s
         self._period_s = shortest_s
         self._ask_s = 0.0
+        self._places: list[tuple[str, str, Collective | None]] = []  # of the ranks, at the last answer
 
     def silent(self, state: RunState, now_s: float) -> list[int]:
-        """Return the ranks that have done no step for long; none before the first step of any rank."""
-        if state.first_step_s is None or len(state.ranks) < 2:
+        """Return the ranks that have done no step for long; none before all of them have started."""
+        begun_s = state.started_s if state.first_step_s is None else state.first_step_s
+        if begun_s is None or len(state.ranks) < 2:
             return []
-        since_s = max(state.first_step_s, state.working_since_s)
+        since_s = max(begun_s, state.working_since_s)
         return [
             rank.rank
             for rank in state.ranks
@@ -306,12 +309,16 @@ class Silence:
         )
         # A rank that waits for its device, which in turn waits for other ranks, shows no collective in its stack.
         does_somebody_wait = are_all_silent or any(stack.waits_in for stack in at.values())
-        if are_together or not does_somebody_wait:
+        # Before any step, a rank may take its time, as for a download. Those found twice in the same collectives hang.
+        before, self._places = self._places, [(stack.user_line, stack.waits_in, stack.collective) for stack in stacks]
+        do_all_hang = are_all_silent and before == self._places and all(stack.waits_in for stack in stacks)
+        if are_together or not does_somebody_wait or not (do_all_hang or state.first_step_s is not None):
             return []
         return [(rank, _silent(state, rank, stack, now_s)) for rank, stack in at.items()]
 
 
 def _silent(state: RunState, rank: int, stack: RankStack, now_s: float) -> Silent:
-    since_s = max(state.ranks[rank].last_steps.stepped_s or state.first_step_s or now_s, state.working_since_s)
+    since_s = state.ranks[rank].last_steps.stepped_s or state.first_step_s or state.started_s or now_s
+    since_s = max(since_s, state.working_since_s)
     at = stack.user_line or _WITHOUT_STACK.get(stack.condition, "")
     return Silent(time_s=now_s, since_s=since_s, at=at, waits_in=stack.waits_in)

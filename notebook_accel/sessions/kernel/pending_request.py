@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from notebook_accel.errors import NotebookAccelError, RunError
 from notebook_accel.formatting import ranks_in_words
@@ -26,6 +27,7 @@ from notebook_accel.uninterruptible import Latch
 _TICK_S = 0.1
 _HEAD_START_S = 0.2  # for other ranks to fail by themselves after a first failure
 _ALONE_S = 3.0  # that some ranks may take longer than others before their stacks are inspected
+_TOGETHER_S = 5.0  # of all ranks' work before their stacks are inspected, in case they hang in different collectives
 _STACKS_DEADLINE_S = 2.0
 _PATIENCE_S = 60.0  # after which an interrupted rank is killed; until then it may end a long call of C++ code
 
@@ -126,6 +128,9 @@ class PendingRequest(RankRequest):
     _is_reported: bool = False
     _alone_s: float | None = None  # time since which only some ranks are busy
     _inspections: int = 0  # of their stacks so far; each comes after twice the time of the one before
+    _began_s: float = dataclasses.field(default_factory=time.monotonic)
+    _next_look_s: float = _TOGETHER_S  # from then to the next inspection while all ranks are busy
+    _places: list[Any] = dataclasses.field(default_factory=list)  # of the ranks, at the last of these inspections
 
     def send_and_wait(self) -> None:
         """Send the request and wait until every rank has answered or died.
@@ -169,6 +174,8 @@ class PendingRequest(RankRequest):
                 self._escalate(now_s - self._interrupt_s)
             elif len(pending) < len(self.connections.ranks):
                 self._look_for_waiting(now_s)
+            elif len(pending) > 1:
+                self._look_for_hanging(now_s)
             self.wait(_TICK_S)
             self._take_messages()
             if self.output is not None and time.monotonic() >= show_s:  # a short cell's output is shown at its end
@@ -220,6 +227,20 @@ class PendingRequest(RankRequest):
                 self.stacks = None
                 others = ranks_in_words([rank for rank in self.connections.ranks if rank not in pending])
                 sys.stderr.write(f"[{', '.join(lines)}, and nothing runs on {others}: an interrupt ends that]\n")
+
+    def _look_for_hanging(self, now_s: float) -> None:
+        """Report ranks that all wait in a collective, at different places: in the same ones in two inspections."""
+        if self.stacks is None or now_s - self._began_s < self._next_look_s:
+            return
+        self._next_look_s *= 2
+        with contextlib.suppress(NotebookAccelError):
+            stacks, before = self.stacks(_STACKS_DEADLINE_S), self._places
+            self._places = [(stack.user_line, stack.waits_in, stack.collective) for stack in stacks]
+            are_apart = len({stack.user_line for stack in stacks}) > 1
+            if are_apart and before == self._places and all(stack.waits_in for stack in stacks):
+                self.stacks = None
+                places = "; ".join(f"rank {stack.rank} in {stack.waits_in} at {stack.user_line}" for stack in stacks)
+                sys.stderr.write(f"[All ranks wait for each other: {places}. An interrupt ends that]\n")
 
     def _kill(self) -> None:
         for rank in self.pending:

@@ -118,18 +118,19 @@ class Session:
         ranks: Sequence[int] | None = None,
         push: Sequence[str] = (),
         wants_value: bool = True,
+        reloads: bool = False,
     ) -> SessionJob:
         """Return the job of a cell, to run or to start, with the notebook's present variables.
 
         ``push`` has names whose values replace the ranks' own. Without ``wants_value``, the results have only the
-        display of values.
+        display of values. With ``reloads``, the ranks first reload the user's modules whose files have changed.
         """
         captured = cell.captured(namespace, push)
         names = {name: namespace[name] for name in with_dependencies(captured, namespace)}
         inputs = Inputs(names, push, cell.optional_names(names, push), cell.submodules(names))
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for ``stacks``
-        fields = {"source": cell.source, "label": cell.label, "wants_value": wants_value}
+        fields = {"source": cell.source, "label": cell.label, "wants_value": wants_value, "reloads": reloads}
         return self._job(messages.Execute, cell.label, ranks, inputs, **fields)
 
     def _job(

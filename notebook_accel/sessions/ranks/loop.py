@@ -34,6 +34,7 @@ from notebook_accel.protocol.channel import ClosedError, Connection, Message
 from notebook_accel.sessions.listener import join_session, read_secret
 from notebook_accel.sessions.ranks import torch_state
 from notebook_accel.sessions.ranks.namespace import NamespaceTracker, completions, description, share_with_workers
+from notebook_accel.sessions.ranks.user_modules import UserModules
 
 _ABORT_PATIENCE_S = 2.0
 _MOST_SHOWN_CHARACTERS = 20_000
@@ -77,6 +78,7 @@ class _SessionRank:
         self._kept: messages.RetainedState | None = None  # for the next kernel; ``None`` before the first
         self._namespace = sys.modules["__main__"].__dict__
         self._tracker = NamespaceTracker(self._namespace)
+        self._user_modules = UserModules()
         self._pid = os.getpid()
         self._lacks_delivery = False
         self._traceback: types.TracebackType | None = None  # of the last error in user code
@@ -253,8 +255,12 @@ class _SessionRank:
 
     def _execute(self, request: messages.Execute) -> dict[str, Any]:
         self._show_sources({request.label: (request.label, request.source)})
-        with self._displaying(request.number):
-            value = worker.run_cell(request.source, request.label, self._namespace)
+        self._user_modules.follow(reloads=request.reloads)
+        try:
+            with self._displaying(request.number):
+                value = worker.run_cell(request.source, request.label, self._namespace)
+        finally:
+            self._user_modules.note()
         fields: dict[str, Any] = {"shown": {} if value is None else _bundle(value)}
         if value is not None:
             self._namespace["_"] = value

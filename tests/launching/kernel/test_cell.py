@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 
 import pytest
 
@@ -81,6 +82,27 @@ def test_final_async_def_is_refused_since_no_rank_would_run_it() -> None:
     with pytest.raises(CellError, match=r"asyncio.run\(train\(...\)\)"):
         cell.parse("import asyncio\nasync def train(): pass", "In[1]").refuse_async_end()
     cell.parse("async def train(): pass\nasyncio.run(train())", "In[1]").refuse_async_end()
+
+
+@pytest.mark.parametrize(("definition", "args", "said"), [
+    ("def f(): pass", (), ""),
+    ("def f(a, b=1, *, c=2): pass", (1,), ""),
+    ("def f(*a, **k): pass", (1, 2), ""),
+    ("@decorated\ndef f(a): pass", (), ""),  # which may give it any arguments
+    ("def f(a): pass\nf(1)", (), ""),
+    ("def f(a, b): pass", (), "`def f(a, b)`, so each rank calls f: a, b would have no value"),
+    ("def f(a, /, b, c=3): pass", (1,), ": b would have no value"),
+    ("def f(*, key): pass", (), ": key would have no value"),
+    ("def f(a): pass", (1, 2), ": 2 arguments are too many"),
+])  # fmt: skip
+def test_final_def_needs_its_arguments(definition: str, args: tuple[int, ...], said: str) -> None:
+    parsed = cell.parse(definition, "In[1]")
+    if not said:
+        parsed.refuse_arguments(args)
+        return
+    with pytest.raises(CellError, match=re.escape(said)) as caught:
+        parsed.refuse_arguments(args)
+    assert "--args" in caught.value.fix
 
 
 def test_final_def_is_what_is_called() -> None:

@@ -490,7 +490,10 @@ def test_messages_that_only_another_version_knows_are_skipped(mark: pathlib.Path
 def test_runs_that_go_on_are_named_to_who_loads_the_extension_and_to_who_asks_the_doctor(mark: pathlib.Path) -> None:
     assert detached_runs.going_in_words() == ""
     job = launch(functions.reports_until, str(mark), ranks=1)
-    said = "A detached run of yours goes on: night (on 1 CPU). %distributed runs, or notebook-accel runs, tells more."
+    said = (
+        "A detached run of yours goes on: night (on 1 CPU). %distributed attach night brings it here; "
+        "%distributed runs, or notebook-accel runs, tells more."
+    )
     assert detached_runs.going_in_words() == said
     code = (
         "from IPython.core.interactiveshell import InteractiveShell as Shell\nShell().run_line_magic('load_ext', '{}')"

@@ -27,6 +27,20 @@ def test_every_loop_is_counted_once(launch: Callable[..., Job], loop: Callable[[
     assert not rank.is_evaluating
 
 
+@pytest.mark.parametrize(("ranks", "connects"), [(2, False), (2, True), (1, False)])
+def test_ranks_that_train_without_each_other_are_warned_of(
+    launch: Callable[..., Job], ranks: int, connects: bool
+) -> None:
+    warned, *others = launch(training_loops.two_steps, connects, num_processes=ranks).results(timeout_s=60)
+    assert others == [[]] * (ranks - 1)
+    if ranks == 1 or connects:
+        assert warned == []
+    else:
+        [(place, text)] = warned
+        assert place == training_loops.__file__
+        assert text.startswith("The 2 ranks aren't connected: each trains a model of its own")
+
+
 @pytest.mark.parametrize("loop", training_loops.LOSSES, ids=lambda loop: loop.__name__)
 def test_loss_of_every_loop_is_reported(launch: Callable[..., Job], loop: Callable[[], float | None]) -> None:
     job = launch(loop, num_processes=1)

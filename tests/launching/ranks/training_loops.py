@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,18 @@ class Training:
 def look() -> None:
     """Sends the counters as they are now, as the sampling thread does five times a second."""
     reporting.reporter().catch_up()
+
+
+def two_steps(connects: bool) -> list[tuple[str, str]]:
+    """Return the file and the text of each warning."""
+    made = Training()
+    if connects:
+        torch.distributed.init_process_group("gloo")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in itertools.islice(made.loader, 2):
+            made.step(x, y)
+    return [(warning.filename, str(warning.message)) for warning in caught]
 
 
 def epochs_and_evaluations() -> None:

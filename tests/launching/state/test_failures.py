@@ -53,6 +53,8 @@ def test_others_are_one_line_each() -> None:
         state.apply(rank, Ended(exit_code=1))
     assert [str(end) for end in failure(state).others] == ["rank 1: ValueError: of 1", "rank 2: ValueError: of 2"]
     assert in_a_line(state) == "rank 0: ValueError: of 0"
+    state.apply(2, Failed(time_s=3, kind="AssertionError", message="", traceback=""))
+    assert str(failure(state).others[1]) == "rank 2: AssertionError"
 
 
 def test_nothing_is_left_of_ranks_that_are_started_again() -> None:

@@ -196,6 +196,25 @@ def test_run_that_counts_no_steps_is_left_in_peace_and_so_is_a_rank_alone() -> N
     assert SteppingRun(1).silent(1000.0) == []
 
 
+def test_ranks_that_disagree_before_their_first_step_are_named_once_they_are_seen_to_hang() -> None:
+    made = SteppingRun(2, steps=-1)
+    made.add(0, events.Started(pid=1, time_s=1.0))
+    assert made.silent(30.0) == []
+    made.add(1, events.Started(pid=2, time_s=5.0))
+    assert (made.silent(14.9), made.silent(15.1)) == ([], [0, 1])
+    assert judged(made, in_barrier(0, 20), in_barrier(1, 30)) == {}
+    assert judged(made, in_barrier(0, 20), in_barrier(1, 31)) == {}
+    for other in (stack(1, 30), in_barrier(1, 20)):  # one loads its data, or all are at the same place
+        for _ in range(2):
+            assert judged(made, in_barrier(0, 20), other) == {}
+    judged(made, in_barrier(0, 20), in_barrier(1, 31))
+    found = made.judge(in_barrier(0, 20), in_barrier(1, 31))
+    assert [(rank, event.at, event.waits_in, event.since_s) for rank, event in found] == [
+        (0, "In[7], line 20 in train", "barrier", 5.0),
+        (1, "In[7], line 31 in train", "barrier", 5.0),
+    ]
+
+
 def test_rank_that_has_not_begun_to_count_is_silent_when_another_has() -> None:
     made = SteppingRun(2, steps=-1)
     made.add(0, events.Progress(time_s=5.0, step=1, steps=1))

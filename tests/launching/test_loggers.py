@@ -1,0 +1,71 @@
+"""Tests of the settings of loggers that ranks take over from the notebook."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from notebook_accel.launching import loggers
+from notebook_accel.launching.loggers import LogHandler
+
+NAME = "of_a_notebook.training"
+
+
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger(NAME)
+    yield logger
+    for handler in [*logger.handlers]:
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
+
+
+def test_a_logger_without_settings_is_left_out(logger: logging.Logger) -> None:
+    assert NAME not in loggers.settings()
+    logger.setLevel(logging.DEBUG)
+    assert loggers.settings()[NAME].level == logging.DEBUG
+
+
+def test_handlers_of_streams_and_files_are_taken_over(logger: logging.Logger, tmp_path: pathlib.Path) -> None:
+    file = logging.FileHandler(tmp_path / "train.log", mode="w")
+    file.setFormatter(logging.Formatter("{levelname} {message}", style="{"))
+    out = logging.StreamHandler(sys.stdout)
+    out.setLevel(logging.ERROR)
+    for handler in (file, out, logging.NullHandler()):
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    found = loggers.settings()[NAME]
+    assert found.handlers == (
+        LogHandler(str(tmp_path / "train.log"), 0, ("{levelname} {message}", None, "{")),
+        LogHandler("stdout", logging.ERROR),
+    )
+    file.emit(logging.makeLogRecord({"msg": "from the notebook", "levelname": "INFO"}))
+    file.close()
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    for _ in range(2):  # the second time, it has handlers
+        loggers.take_over({NAME: found})
+    logger.info("from a rank")
+    assert not logger.propagate
+    assert (tmp_path / "train.log").read_text().splitlines() == ["INFO from the notebook", "INFO from a rank"]
+
+
+def test_packages_add_their_handlers_themselves(monkeypatch: pytest.MonkeyPatch, logger: logging.Logger) -> None:
+    logger.addHandler(logging.StreamHandler(sys.stderr))
+    logger.setLevel(logging.ERROR)
+    assert len(loggers.settings()[NAME].handlers) == 1
+    monkeypatch.setitem(sys.modules, "of_a_notebook", logging)
+    assert loggers.settings()[NAME] == loggers.LoggerSettings(logging.ERROR, True, ())
+
+
+def test_a_folder_that_is_missing_is_no_error(logger: logging.Logger, tmp_path: pathlib.Path) -> None:
+    handler = LogHandler(str(tmp_path / "elsewhere" / "train.log"), 0)
+    loggers.take_over({NAME: loggers.LoggerSettings(logging.INFO, False, (handler,))})
+    logger.info("lost")
