@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from notebook_accel import VERSION, config, launch_command, runs_command
 from notebook_accel.config import Option
-from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.errors import ConfigError, NotebookAccelError, documentation_of
 from notebook_accel.formatting import aligned, json_text
 from notebook_accel.launching.kernel import launcher
 from notebook_accel.launching.kernel.config_draft import BASIC, Draft
@@ -67,7 +67,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         return run(parsed)
     except NotebookAccelError as error:
-        sys.stderr.write("\n".join(filter(None, [str(error), error.documentation])) + "\n")
+        sys.stderr.write("\n".join(filter(None, [str(error), documentation_of(error)])) + "\n")
         return 1
     except KeyboardInterrupt:
         sys.stderr.write("\nInterrupted.\n")

@@ -75,19 +75,9 @@ class NotebookAccelError(Exception):
     def __str__(self) -> str:
         return "\n".join(part for part in (self.what, self.why, self.fix and f"Fix: {self.fix}") if part)
 
-    @property
-    def documentation(self) -> str:
-        """A line with the address of this error's section in the documentation.
-
-        Empty unless the installed package has a project URL named ``Documentation``, which a published one has.
-        """
-        address = _documentation_address()
-        known = next((kind.__name__ for kind in type(self).__mro__ if kind.__name__ in __all__), "")
-        return f"More: {address}/errors.html#{known.lower()}" if address and known else ""
-
     def _render_traceback_(self) -> list[str]:
         """Return the error for IPython, without a traceback: all of the kernel's frames are ours."""
-        parts = [f"{type(self).__name__}: {self}", self._advice_in_notebook(), self.documentation]
+        parts = [f"{type(self).__name__}: {self}", self._advice_in_notebook(), documentation_of(self)]
         text = "\n".join(filter(None, parts))
         return [coloured(text) if wants_colours() else text]
 
@@ -98,6 +88,16 @@ class NotebookAccelError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # The constructors differ, so rebuild from the attributes instead of calling them.
         return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def documentation_of(error: NotebookAccelError) -> str:
+    """Return a line with the address of an error's section in the documentation.
+
+    It is empty unless the installed package has a project URL named ``Documentation``, as a published one has.
+    """
+    address = _documentation_address()
+    known = next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in __all__), "")
+    return f"More: {address}/errors.html#{known.lower()}" if address and known else ""
 
 
 @functools.cache
