@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-_STYLES = {logging.PercentStyle: "%", logging.StrFormatStyle: "{", logging.StringTemplateStyle: "$"}
+_STYLES: dict[type, str] = {logging.PercentStyle: "%", logging.StrFormatStyle: "{", logging.StringTemplateStyle: "$"}
 
 
 class LogHandler(msgspec.Struct, frozen=True):
@@ -81,8 +81,9 @@ def _described(handler: logging.Handler) -> LogHandler | None:
     formatter = handler.formatter
     if not isinstance(formatter, logging.Formatter):
         return LogHandler(to, handler.level)
-    style = _STYLES.get(type(formatter._style), "%")
-    return LogHandler(to, handler.level, (formatter._fmt, formatter.datefmt, style))
+    style = _STYLES.get(type(getattr(formatter, "_style", None)), "%")
+    texts = (getattr(formatter, name, None) for name in ("_fmt", "datefmt"))  # a class of the user's may lack them
+    return LogHandler(to, handler.level, (*(text if isinstance(text, str) else None for text in texts), style))
 
 
 def _made(described: LogHandler) -> logging.Handler:

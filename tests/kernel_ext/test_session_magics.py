@@ -60,6 +60,12 @@ def test_modules_that_change_are_reloaded_as_in_the_notebook_or_named(notebook: 
     assert outcome.result == "ranks 0-1: (4444, 4444)"
     assert "0-1 │ SyntaxError" in outcome.stdout
     notebook.run("%autoreload 0")
+    notebook.run("open('later_of_mine.py', 'w').write('VALUE = 1')")
+    imports = """import later_of_mine, pathlib, time
+time.sleep(0.1)  # the clock of files is coarse
+pathlib.Path(later_of_mine.__file__).write_text('VALUE = 22')"""
+    assert notebook.run(f"%%rank 1\n{imports}").stdout == ""
+    assert "later_of_mine.py has changed, and the ranks go on" in notebook.run("%%rank 1\nlater_of_mine.VALUE").stdout
 
 
 def test_displays_and_figures_appear_under_the_cell_that_runs(notebook: kernels.Kernel) -> None:

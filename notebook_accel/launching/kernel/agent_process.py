@@ -200,6 +200,7 @@ class AgentProcess:
             threading.Thread(target=self._run, args=(theirs, started), name=name, daemon=True).start()
             self.process = started.result()
         except BaseException:
+            theirs.close()  # the thread may not have started
             self.close()
             raise
 
@@ -253,7 +254,7 @@ class LocalAgent(AgentLink[RunReceiver]):
         self._answer = _Answer()
         try:
             self.process = AgentProcess()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # a RuntimeError if the system refuses a thread
             raise ProcessStartError(f"The agent process could not be started: {error}.") from None
         self.process.connection.set_receive_deadline(_LOOK_PERIOD_S)
         self._thread = threading.Thread(target=self._run, name="notebook-accel-agent", daemon=True)

@@ -88,7 +88,7 @@ class Cell:
 
     def refuse_arguments(self, args: Sequence[Any]) -> None:
         """Raise ``CellError`` if the function that the cell ends by defining can't be called with these arguments."""
-        last = ast.parse(self.source).body[-1]
+        last = self.tree.body[-1]
         if not isinstance(last, ast.FunctionDef) or last.decorator_list:
             return
         given = last.args

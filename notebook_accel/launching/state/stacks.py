@@ -10,6 +10,7 @@ import itertools
 import linecache
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from notebook_accel import code_places
 from notebook_accel.formatting import ranks_in_words
@@ -152,6 +153,20 @@ class Stacks(tuple[RankStack, ...]):
         where = "; ".join(f"{ranks_in_words(ranks)}: {name}" for name, ranks in by_collective.items())
         return f"The ranks are not at the same collective. The last one of {where}."
 
+    @property
+    def deadlock(self) -> tuple[tuple[str, str, Collective | None], ...]:
+        """Where the ranks wait if each is in a collective, at different places and not all in the same one; else empty.
+
+        Ranks that are found there twice wait for each other in vain.
+        """
+        lines, collectives = {stack.user_line for stack in self}, {stack.collective for stack in self}
+        are_in_one = len(collectives) == 1 and all(
+            stack.collective is not None and stack.waits_in.startswith(stack.collective.name) for stack in self
+        )
+        if len(lines) < 2 or are_in_one or not all(stack.waits_in for stack in self):
+            return ()
+        return tuple((stack.user_line, stack.waits_in, stack.collective) for stack in self)
+
     def __repr__(self) -> str:
         return "\n".join([*map(str, self), *filter(None, [self.disagreement])])
 
@@ -267,7 +282,7 @@ class Silence:
         self._shortest_s = shortest_s
         self._period_s = shortest_s
         self._ask_s = 0.0
-        self._places: list[tuple[str, str, Collective | None]] = []  # of the ranks, at the last answer
+        self._deadlock: tuple[Any, ...] = ()  # by the last answer
 
     def silent(self, state: RunState, now_s: float) -> list[int]:
         """Return the ranks that have done no step for long; none before all of them have started."""
@@ -310,8 +325,8 @@ class Silence:
         # A rank that waits for its device, which in turn waits for other ranks, shows no collective in its stack.
         does_somebody_wait = are_all_silent or any(stack.waits_in for stack in at.values())
         # Before any step, a rank may take its time, as for a download. Those found twice in the same collectives hang.
-        before, self._places = self._places, [(stack.user_line, stack.waits_in, stack.collective) for stack in stacks]
-        do_all_hang = are_all_silent and before == self._places and all(stack.waits_in for stack in stacks)
+        before, self._deadlock = self._deadlock, stacks.deadlock
+        do_all_hang = are_all_silent and before == self._deadlock != ()
         if are_together or not does_somebody_wait or not (do_all_hang or state.first_step_s is not None):
             return []
         return [(rank, _silent(state, rank, stack, now_s)) for rank, stack in at.items()]

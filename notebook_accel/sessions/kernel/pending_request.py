@@ -130,7 +130,7 @@ class PendingRequest(RankRequest):
     _inspections: int = 0  # of their stacks so far; each comes after twice the time of the one before
     _began_s: float = dataclasses.field(default_factory=time.monotonic)
     _next_look_s: float = _TOGETHER_S  # from then to the next inspection while all ranks are busy
-    _places: list[Any] = dataclasses.field(default_factory=list)  # of the ranks, at the last of these inspections
+    _deadlock: tuple[Any, ...] = ()  # by the last of these inspections
 
     def send_and_wait(self) -> None:
         """Send the request and wait until every rank has answered or died.
@@ -234,10 +234,9 @@ class PendingRequest(RankRequest):
             return
         self._next_look_s *= 2
         with contextlib.suppress(NotebookAccelError):
-            stacks, before = self.stacks(_STACKS_DEADLINE_S), self._places
-            self._places = [(stack.user_line, stack.waits_in, stack.collective) for stack in stacks]
-            are_apart = len({stack.user_line for stack in stacks}) > 1
-            if are_apart and before == self._places and all(stack.waits_in for stack in stacks):
+            stacks, before = self.stacks(_STACKS_DEADLINE_S), self._deadlock
+            self._deadlock = stacks.deadlock
+            if before == self._deadlock != ():
                 self.stacks = None
                 places = "; ".join(f"rank {stack.rank} in {stack.waits_in} at {stack.user_line}" for stack in stacks)
                 sys.stderr.write(f"[All ranks wait for each other: {places}. An interrupt ends that]\n")

@@ -255,12 +255,14 @@ class _SessionRank:
 
     def _execute(self, request: messages.Execute) -> dict[str, Any]:
         self._show_sources({request.label: (request.label, request.source)})
+        self._user_modules.note()  # those that came with the request
         self._user_modules.follow(reloads=request.reloads)
+        begun_ns = time.time_ns()
         try:
             with self._displaying(request.number):
                 value = worker.run_cell(request.source, request.label, self._namespace)
         finally:
-            self._user_modules.note()
+            self._user_modules.note(since_ns=begun_ns)
         fields: dict[str, Any] = {"shown": {} if value is None else _bundle(value)}
         if value is not None:
             self._namespace["_"] = value

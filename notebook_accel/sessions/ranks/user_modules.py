@@ -16,18 +16,23 @@ class UserModules:
 
     def __init__(self) -> None:
         self._known: set[str] = set()  # all modules that were looked at
-        self._loaded_ns: dict[str, int] = {}  # the last change of each user's module when it was loaded, by name
+        self._loaded_ns: dict[str, int] = {}  # the last change of each user's module when it was loaded; 0: unknown
         self._told_ns: dict[str, int] = {}  # the change that was last printed
         self._old_objects: dict[Any, Any] = {}  # of the modules before they were reloaded
 
-    def note(self) -> None:
-        """Record the files of modules that were imported since the last call."""
+    def note(self, since_ns: int | None = None) -> None:
+        """Record the files of modules that were imported since the last call.
+
+        A file that has changed after ``since_ns``, in nanoseconds of ``time.time_ns()``, may have done so after the
+        import, as during a long cell. So it counts as changed.
+        """
         new = sys.modules.keys() - self._known
         self._known.update(new)
         for name in new:
             file = getattr(sys.modules.get(name), "__file__", None)
             if isinstance(file, str) and file.endswith(".py") and code_places.is_the_users(file):
-                self._loaded_ns[name] = _changed_ns(file)
+                changed_ns = _changed_ns(file)
+                self._loaded_ns[name] = changed_ns if since_ns is None or changed_ns < since_ns else 0
 
     def follow(self, *, reloads: bool) -> None:
         """Reload the modules whose files have changed, as the notebook does with ``%autoreload``, or print which."""

@@ -116,11 +116,20 @@ def test_end_of_a_short_run_is_not_kept_waiting_by_what_it_has_reported(
     assert not pauses
 
 
-def test_agent_that_the_system_refuses_to_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (subprocess, "Popen", OSError(errno.EAGAIN, "no process is left")),
+        (threading.Thread, "start", RuntimeError("no process is left")),
+    ],
+)
+def test_agent_that_the_system_refuses_to_start_is_reported(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, error: Exception
+) -> None:
     def refuses(*_: object, **__: object) -> None:
-        raise OSError(errno.EAGAIN, "no process is left")
+        raise error
 
-    monkeypatch.setattr(subprocess, "Popen", refuses)
+    monkeypatch.setattr(owner, name, refuses)
     with pytest.raises(ProcessStartError, match=r"^The agent process could not be started: .*no process is left"):
         agent_process.LocalAgent(lambda _: None)
 

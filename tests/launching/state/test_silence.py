@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pathlib
 import sysconfig
@@ -12,7 +13,7 @@ import pytest
 from notebook_accel.launching.ranks import worker
 from notebook_accel.launching.spec import Source
 from notebook_accel.launching.state.run import RunState
-from notebook_accel.launching.state.stacks import Frame, RankStack, Silence, Stacks, read_dump
+from notebook_accel.launching.state.stacks import Collective, Frame, RankStack, Silence, Stacks, read_dump
 from notebook_accel.protocol import events
 from notebook_accel.protocol.agent_messages import RankDump
 from notebook_accel.training.backends import torch_group
@@ -207,6 +208,9 @@ def test_ranks_that_disagree_before_their_first_step_are_named_once_they_are_see
     for other in (stack(1, 30), in_barrier(1, 20)):  # one loads its data, or all are at the same place
         for _ in range(2):
             assert judged(made, in_barrier(0, 20), other) == {}
+    slow = [dataclasses.replace(in_barrier(rank, rank), collective=Collective(3, "barrier", "0")) for rank in (0, 1)]
+    for _ in range(2):  # it takes its time, but all are in it
+        assert judged(made, *slow) == {}
     judged(made, in_barrier(0, 20), in_barrier(1, 31))
     found = made.judge(in_barrier(0, 20), in_barrier(1, 31))
     assert [(rank, event.at, event.waits_in, event.since_s) for rank, event in found] == [
