@@ -105,7 +105,7 @@ def _documentation_address() -> str:
     """Return the address of the documentation that the installed package names, or an empty string."""
     import importlib.metadata  # a slow import
 
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+    with contextlib.suppress(Exception):  # damaged metadata mustn't hide the error that is being shown
         for url in importlib.metadata.metadata("notebook-accel").get_all("Project-URL") or []:
             label, _, address = url.partition(",")
             if label.strip().lower() == "documentation":

@@ -250,7 +250,7 @@ class Job(Handle):
                     incomplete.job = self
                     self._can_be_asked_again = True
                     raise
-        return self._read_results
+        return Results(self._read_results)
 
     def interrupt(self, *, escalate: bool = True) -> None:
         """Raise KeyboardInterrupt in every rank, as an interrupt of the kernel does. Doesn't wait for the end.
