@@ -117,6 +117,38 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: pathlib.Path) -> No
         accelerator.load_state(tmp_path / "state")
 
 
+class _Around(torch.optim.Optimizer):
+    """An optimizer around another, which has no state of its own."""
+
+    def __init__(self, base: torch.optim.Optimizer, defaults: dict[str, Any] | None) -> None:
+        self.base = base
+        self.param_groups = base.param_groups
+        self.state = base.state
+        if defaults is not None:
+            self.defaults = {**base.defaults, **defaults}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+        self.param_groups = self.base.param_groups
+
+
+@pytest.mark.parametrize("defaults", [None, {"rho": 0.05}])
+def test_the_state_of_an_optimizer_around_another_is_loaded(
+    tmp_path: pathlib.Path, defaults: dict[str, Any] | None
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator.prepare(model, _Around(optimizer, defaults))
+    accelerator.save_state(tmp_path / "state")
+    optimizer.param_groups[0]["lr"] = 0.2
+    accelerator.load_state(tmp_path / "state")
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_files_have_the_names_that_accelerates_have(tmp_path: pathlib.Path) -> None:
     accelerator, _, _ = prepared()
     accelerator.register_for_checkpointing(Register())
