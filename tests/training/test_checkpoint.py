@@ -64,6 +64,11 @@ def test_a_number_that_is_taken_is_warned_of_when_training_begins(tmp_path: path
     again, net, _ = prepared(project_config=numbered(tmp_path))
     with pytest.warns(UserWarning, match=r"save_state will fail.*checkpoint_0 already"):
         again.backward(net(torch.ones(1, 3)).sum())
+    _, net, optimizer = prepared(project_config=numbered(tmp_path))
+    net(torch.ones(1, 3)).sum().backward()
+    with pytest.warns(UserWarning, match="save_state will fail") as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__
     resumed, net, _ = prepared(project_config=numbered(tmp_path))
     resumed.load_state()
     with warnings.catch_warnings():
