@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-_STYLES = {logging.PercentStyle: "%", logging.StrFormatStyle: "{", logging.StringTemplateStyle: "$"}
+_STYLES: dict[type, str] = {logging.PercentStyle: "%", logging.StrFormatStyle: "{", logging.StringTemplateStyle: "$"}
 _PLAIN = logging.Formatter(logging.BASIC_FORMAT)
 _taken_over: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
 
