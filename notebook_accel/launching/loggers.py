@@ -7,13 +7,17 @@ standard streams nor a file, are left out.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
+import weakref
 from typing import Any
 
 import msgspec
 
 _STYLES: dict[type, str] = {logging.PercentStyle: "%", logging.StrFormatStyle: "{", logging.StringTemplateStyle: "$"}
+_PLAIN = logging.Formatter(logging.BASIC_FORMAT)
+_taken_over: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
 
 
 class LogHandler(msgspec.Struct, frozen=True):
@@ -27,7 +31,7 @@ class LogHandler(msgspec.Struct, frozen=True):
 
     to: str
     level: int
-    format: tuple[Any, ...] = ()
+    format: tuple[str | None, ...] = ()
 
 
 class LoggerSettings(msgspec.Struct, frozen=True):
@@ -64,7 +68,16 @@ def take_over(found: dict[str, LoggerSettings]) -> None:
         logger.propagate = each.propagate
         for described in () if logger.handlers else each.handlers:
             with contextlib.suppress(OSError):  # another machine may lack the file's folder
-                logger.addHandler(_made(described))
+                handler = _made(described)
+                handler.addFilter(functools.partial(_is_alone, logger, described.to))
+                _taken_over.add(handler)
+                logger.addHandler(handler)
+
+
+def _is_alone(logger: logging.Logger, to: str, _record: logging.LogRecord) -> bool:
+    """Return whether no code of the rank, such as a module when it is imported, has added such a handler itself."""
+    own = (_described(handler) for handler in logger.handlers if handler not in _taken_over)
+    return all(described is None or described.to != to for described in own)
 
 
 def _described(handler: logging.Handler) -> LogHandler | None:
@@ -78,12 +91,12 @@ def _described(handler: logging.Handler) -> LogHandler | None:
         to = "stderr"
     else:
         return None
-    formatter = handler.formatter
-    if not isinstance(formatter, logging.Formatter):
+    # A formatter of the user's class may lack these attributes, or have values of other types.
+    text, dates = (getattr(handler.formatter, name, None) for name in ("_fmt", "datefmt"))
+    style = _STYLES.get(type(getattr(handler.formatter, "_style", None)))
+    if style is None or not isinstance(text, str):
         return LogHandler(to, handler.level)
-    style = _STYLES.get(type(getattr(formatter, "_style", None)), "%")
-    texts = (getattr(formatter, name, None) for name in ("_fmt", "datefmt"))  # a class of the user's may lack them
-    return LogHandler(to, handler.level, (*(text if isinstance(text, str) else None for text in texts), style))
+    return LogHandler(to, handler.level, (text, dates if isinstance(dates, str) else None, style))
 
 
 def _made(described: LogHandler) -> logging.Handler:
@@ -94,9 +107,18 @@ def _made(described: LogHandler) -> logging.Handler:
         else logging.FileHandler(described.to, encoding="utf-8")  # which appends, as the other ranks do
     )
     handler.setLevel(described.level)
-    handler.setFormatter(_formatter(*described.format))
+    handler.setFormatter(_Formatter(*described.format))
     return handler
 
 
-def _formatter(text: str | None = None, dates: str | None = None, style: Any = "%") -> logging.Formatter:
-    return logging.Formatter(text, dates, style, validate=False)  # a class of the user's may not use its text
+class _Formatter(logging.Formatter):
+    """A formatter for texts with fields that a class or a filter in the notebook may have added to its records."""
+
+    def __init__(self, text: str | None = None, dates: str | None = None, style: Any = "%") -> None:
+        super().__init__(text, dates, style, validate=False)  # a class of the user's may not use its text
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        try:
+            return super().formatMessage(record)
+        except (TypeError, ValueError):
+            return _PLAIN.formatMessage(record)

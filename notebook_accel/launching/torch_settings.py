@@ -25,6 +25,12 @@ _SETTINGS: dict[str, tuple[Callable[[Any], Any], Any, Callable[[Any, Any], objec
         "highest",
         lambda torch, name: torch.set_float32_matmul_precision(name),
     ),
+    # In releases from 2.9. The setting above can't be read if this one was set alone.
+    "cuda_matmul_precision": (
+        lambda torch: torch.backends.cuda.matmul.fp32_precision,
+        "none",
+        lambda torch, name: setattr(torch.backends.cuda.matmul, "fp32_precision", name),
+    ),
     "anomaly_mode": (
         lambda torch: torch.is_anomaly_enabled(),
         False,

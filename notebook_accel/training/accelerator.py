@@ -421,6 +421,8 @@ class Accelerator(ProcessState):
         kind, known = self._list_of(new)
         if not any(item is new for item in known):
             known.append(new)
+            if not self._has_begun:
+                unprepared_warnings.await_training(self)
             if self._left.get(kind, 0) > 0:
                 self._left[kind] -= 1
                 unprepared_warnings.warn_of_late(kind)

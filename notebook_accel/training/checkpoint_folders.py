@@ -13,10 +13,10 @@ import os
 import pathlib
 import re
 import shutil
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from notebook_accel import code_places
 from notebook_accel.errors import CheckpointError, ConfigError
 
 MANIFEST = "checkpoint.json"
@@ -98,7 +98,7 @@ def warn_if_taken(configuration: ProjectConfiguration) -> None:
         try:
             next_in(configuration)
         except ConfigError as error:
-            warnings.warn(f"The next save_state will fail. {error.what} Fix: {error.fix}", stacklevel=4)
+            code_places.warn(f"The next save_state will fail. {error.what} Fix: {error.fix}")
 
 
 def latest(configuration: ProjectConfiguration) -> pathlib.Path:

@@ -111,11 +111,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             CheckpointError: The state lacks settings of this optimizer: it is that of another kind.
         """
         together = [group.get("foreach") for group in self.param_groups]
+        # An optimizer around another may have further defaults, or none.
+        own = [name for name in getattr(self, "defaults", ()) if all(name in group for group in self.param_groups)]
         self.optimizer.load_state_dict(state_dict)
         for group, foreach in zip(self.param_groups, together, strict=True):
             if "foreach" in group:
                 group["foreach"] = foreach  # the saved one may be for parameters on other meshes
-        missing = [name for name in self.defaults if any(name not in group for group in self.param_groups)]
+        missing = [name for name in own if any(name not in group for group in self.param_groups)]
         if missing:
             raise CheckpointError(
                 f"The saved state is of another optimizer than {type(self.optimizer).__name__}: it has no "

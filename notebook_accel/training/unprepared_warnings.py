@@ -19,14 +19,17 @@ from notebook_accel.training import gradients, optimizers
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")  # attributes of torch's schedulers that hold their planned length
 
-
-_untrained: weakref.WeakSet[Any] = weakref.WeakSet()
+# Accelerators that haven't trained yet, each with the optimizers that move none of the objects prepared so far.
+_untrained: weakref.WeakKeyDictionary[Any, weakref.WeakSet[torch.optim.Optimizer]] = weakref.WeakKeyDictionary()
 
 
 def await_training(accelerator: Any) -> None:
-    """Have an ``Accelerator`` warn after the first step too, for programs that call ``loss.backward()``."""
+    """Have an ``Accelerator`` warn after the first step too, for programs that call ``loss.backward()``.
+
+    It calls this again when it has prepared further objects.
+    """
     _watch_steps()
-    _untrained.add(accelerator)
+    _untrained[accelerator] = weakref.WeakSet()
 
 
 @functools.cache
@@ -36,16 +39,20 @@ def _watch_steps() -> None:
 
 def end_wait(accelerator: Any) -> None:
     """Undo ``await_training``, since training has begun."""
-    _untrained.discard(accelerator)
+    _untrained.pop(accelerator, None)
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling():  # the step of an optimizer can be compiled
         return
-    for accelerator in list(_untrained):
+    for accelerator, others in list(_untrained.items()):
+        if optimizer in others:
+            continue
         models, trained = [*accelerator._models, *accelerator._leaves], accelerator._optimizers
         known = optimizers.known_parameters([*models, *optimizers.parameters_of(trained)])
-        if not known.isdisjoint(map(id, optimizers.parameters_of([optimizer]))):
+        if known.isdisjoint(map(id, optimizers.parameters_of([optimizer]))):
+            others.add(optimizer)
+        else:
             accelerator._begin_training(optimizer)
 
 

@@ -84,3 +84,46 @@ def test_a_folder_that_is_missing_is_no_error(logger: logging.Logger, tmp_path: 
     handler = LogHandler(str(tmp_path / "elsewhere" / "train.log"), 0)
     loggers.take_over({NAME: loggers.LoggerSettings(logging.INFO, False, (handler,))})
     logger.info("lost")
+
+
+class _WithoutText(logging.Formatter):
+    def __init__(self) -> None:  # without logging's own
+        self.color = ""
+
+
+class _WithOtherTypes(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._fmt = {"message": "text"}  # type: ignore[assignment]
+        self.datefmt = len  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("made", [_WithoutText, _WithOtherTypes])
+def test_a_formatter_without_a_text_of_logging_is_left_out(logger: logging.Logger, made: type) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(made())
+    logger.addHandler(handler)
+    assert loggers.settings()[NAME].handlers == (LogHandler("stderr", 0),)
+
+
+@pytest.mark.parametrize("text", [("%(color)s%(message)s", "%"), ("{color}{message}", "{"), ("%(color)d", "%")])
+def test_a_message_without_a_field_of_the_format_appears(
+    logger: logging.Logger, text: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler = LogHandler("stderr", 0, (text[0], None, text[1]))
+    loggers.take_over({NAME: loggers.LoggerSettings(logging.INFO, False, (handler,))})
+    logger.info("step %d", 1)
+    assert capsys.readouterr().err == f"INFO:{NAME}:step 1\n"
+
+
+def test_handlers_that_a_ranks_module_adds_too_write_once(
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handlers = (LogHandler("stderr", 0), LogHandler("stdout", 0), LogHandler("stdout", logging.ERROR))
+    loggers.take_over({NAME: loggers.LoggerSettings(logging.INFO, False, handlers)})
+    logger.error("before")
+    logger.addHandler(logging.StreamHandler(sys.stderr))
+    logger.error("after")
+    written = capsys.readouterr()
+    assert written.err.split() == ["before", "after"]
+    assert written.out.split() == ["before", "before", "after", "after"]

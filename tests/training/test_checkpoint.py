@@ -64,6 +64,11 @@ def test_a_number_that_is_taken_is_warned_of_when_training_begins(tmp_path: path
     again, net, _ = prepared(project_config=numbered(tmp_path))
     with pytest.warns(UserWarning, match=r"save_state will fail.*checkpoint_0 already"):
         again.backward(net(torch.ones(1, 3)).sum())
+    _, net, optimizer = prepared(project_config=numbered(tmp_path))
+    net(torch.ones(1, 3)).sum().backward()
+    with pytest.warns(UserWarning, match="save_state will fail") as caught:
+        optimizer.step()
+    assert caught[0].filename == __file__
     resumed, net, _ = prepared(project_config=numbered(tmp_path))
     resumed.load_state()
     with warnings.catch_warnings():
@@ -115,6 +120,38 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: pathlib.Path) -> No
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(CheckpointError, match="another optimizer than SGD: it has no momentum, dampening"):
         accelerator.load_state(tmp_path / "state")
+
+
+class _Around(torch.optim.Optimizer):
+    """An optimizer around another, which has no state of its own."""
+
+    def __init__(self, base: torch.optim.Optimizer, defaults: dict[str, Any] | None) -> None:
+        self.base = base
+        self.param_groups = base.param_groups
+        self.state = base.state
+        if defaults is not None:
+            self.defaults = {**base.defaults, **defaults}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+        self.param_groups = self.base.param_groups
+
+
+@pytest.mark.parametrize("defaults", [None, {"rho": 0.05}])
+def test_the_state_of_an_optimizer_around_another_is_loaded(
+    tmp_path: pathlib.Path, defaults: dict[str, Any] | None
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator.prepare(model, _Around(optimizer, defaults))
+    accelerator.save_state(tmp_path / "state")
+    optimizer.param_groups[0]["lr"] = 0.2
+    accelerator.load_state(tmp_path / "state")
+    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_files_have_the_names_that_accelerates_have(tmp_path: pathlib.Path) -> None:

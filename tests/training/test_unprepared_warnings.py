@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator
+from notebook_accel.training import optimizers, unprepared_warnings
 from notebook_accel.training.unprepared_warnings import schedule_hint
 from tests.training.ranks import Ranks
 
@@ -84,6 +86,30 @@ def beside_another_training() -> list[str]:
         other(torch.ones(1, 1)).sum().backward()
         optimizer.step()
     return [str(warning.message) for warning in caught]
+
+
+def test_steps_of_another_training_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unprepared_warnings, "_untrained", weakref.WeakKeyDictionary())  # without other tests'
+    looks: list[Any] = []
+    known_parameters = optimizers.known_parameters
+
+    def counted(prepared: Any) -> set[int]:
+        looks.append(None)
+        return known_parameters(prepared)
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    other = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    monkeypatch.setattr(optimizers, "known_parameters", counted)
+    for _ in range(3):
+        optimizer.step()
+    assert len(looks) == 1
+    accelerator.prepare(other)
+    monkeypatch.setattr(accelerator, "_begin_training", looks.append)
+    optimizer.step()
+    assert len(looks) > 1
+    assert looks[-1] is optimizer
 
 
 def test_on_one_rank() -> None:

@@ -204,7 +204,7 @@ def _hook_optimizers(module: types.ModuleType) -> None:
 
     def end(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         nonlocal is_first
-        if is_first:
+        if is_first and not _is_of_shapes(optimizer):
             is_first = False
             _warn_of_unconnected_ranks()
         is_step = _loops.step_optimizer(optimizer)
@@ -217,6 +217,11 @@ def _hook_optimizers(module: types.ModuleType) -> None:
 
     module.register_optimizer_step_pre_hook(begin)
     module.register_optimizer_step_post_hook(end)
+
+
+def _is_of_shapes(optimizer: Any) -> bool:
+    """Return whether an optimizer has parameters without values, as that of ``estimate_memory`` has."""
+    return any(parameter.is_meta for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _warn_of_unconnected_ranks() -> None:

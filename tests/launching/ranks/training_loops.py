@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from notebook_accel import reporting
+from notebook_accel import estimate_memory, reporting
 
 EPOCHS = 3
 
@@ -43,10 +43,11 @@ def look() -> None:
 def two_steps(connects: bool) -> list[tuple[str, str]]:
     """Return the file and the text of each warning."""
     made = Training()
-    if connects:
-        torch.distributed.init_process_group("gloo")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        estimate_memory(made.model, num_processes=2)  # whose optimizer steps too
+        if connects:
+            torch.distributed.init_process_group("gloo")
         for x, y in itertools.islice(made.loader, 2):
             made.step(x, y)
     return [(warning.filename, str(warning.message)) for warning in caught]
