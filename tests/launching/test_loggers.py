@@ -57,21 +57,6 @@ def test_handlers_of_streams_and_files_are_taken_over(logger: logging.Logger, tm
     assert (tmp_path / "train.log").read_text().splitlines() == ["INFO from the notebook", "INFO from a rank"]
 
 
-class _OwnFormatter(logging.Formatter):
-    """It neither calls the method of its base class, nor has one text."""
-
-    def __init__(self, texts: dict[int, str]) -> None:
-        self._fmt = texts  # type: ignore[assignment]
-
-
-def test_a_formatter_of_the_users_own_stops_no_launch(logger: logging.Logger) -> None:
-    out = logging.StreamHandler(sys.stdout)
-    out.setFormatter(_OwnFormatter({logging.INFO: "%(message)s"}))
-    logger.addHandler(out)
-    found = loggers.settings()[NAME]
-    assert found.handlers == (LogHandler("stdout", 0, (None, None, "%")),)
-
-
 def test_packages_add_their_handlers_themselves(monkeypatch: pytest.MonkeyPatch, logger: logging.Logger) -> None:
     logger.addHandler(logging.StreamHandler(sys.stderr))
     logger.setLevel(logging.ERROR)
