@@ -27,7 +27,7 @@ _CHROMIUM_FLAGS = (
     "--disable-sync",
     "--no-first-run",
 )
-_DEFAULT_TIMEOUT_MS = 30_000
+_DEFAULT_TIMEOUT_MS = 60_000
 
 
 def _missing() -> list[str]:
