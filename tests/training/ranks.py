@@ -206,7 +206,6 @@ def _import_what_ranks_need() -> None:
     import hypothesis  # noqa: F401  tests import it, and ranks import tests
     import numpy  # noqa: F401
     import pytest  # noqa: F401
-    import sklearn.datasets  # noqa: F401  the data of many tests
     import torch
     import torch._dynamo  # the first optimizer imports it
     import torch.distributed.checkpoint
