@@ -46,7 +46,7 @@ def test_first_block_is_the_two_commands() -> None:
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install ")
         assert " -c constraints.txt " in command
     assert main_job.endswith(" && .venv/bin/ipython example_notebooks/01_train_on_every_device.ipynb")
-    assert tests.endswith(" && .venv/bin/pytest -n 3 --dist loadfile")
+    assert tests.endswith(" && .venv/bin/pytest -n 2 --dist loadfile")
 
 
 def test_table_has_every_option_as_it_is() -> None:
