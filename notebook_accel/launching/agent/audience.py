@@ -85,6 +85,7 @@ class Kernel:
 
     def leave(self) -> None:
         """Flush the queue and close the connection. From now on the agent outlives the kernel."""
+        outlive_parent()  # before the kernel reads that the run is detached, and may end
         self._loop.unwatch(self._connection.fileno())
         self._loop.unwatch(self._pidfd)
         os.close(self._pidfd)
@@ -93,7 +94,6 @@ class Kernel:
             self._connection.set_send_deadline(_PATIENCE_S)
             self._connection.flush()
         self._connection.close()
-        outlive_parent()
 
     def _read(self) -> None:
         for message in self._connection.receive():

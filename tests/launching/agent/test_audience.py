@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from notebook_accel.launching import run_folders
+from notebook_accel.launching.agent import audience
 from notebook_accel.launching.agent.audience import Attachments
 from notebook_accel.launching.kernel import detached_link
 from notebook_accel.launching.kernel.detached_job import DetachedJob
@@ -240,3 +241,19 @@ def test_results_are_copied_at_the_end_of_the_run_itself() -> None:
     attachments.close()
     for descriptor in (result, lock):
         os.close(descriptor)
+
+
+def test_agent_outlives_its_kernel_before_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a kernel that ends at once takes the detached run along."""
+    ours, theirs = Connection.pair()
+    was_told: list[bool] = []
+    monkeypatch.setattr(
+        audience, "outlive_parent", lambda: was_told.append(bool(select.select([theirs.fileno()], [], [], 0)[0]))
+    )
+    kernel = audience.Kernel(ours, os.getpid())
+    kernel.begin(EventLoop(), lambda *_: None, lambda: None)
+    kernel.tell(messages.Detached(job_id="night", why=""))
+    kernel.leave()
+    assert was_told == [False]
+    assert theirs.receive()
+    theirs.close()
