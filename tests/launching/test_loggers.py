@@ -69,6 +69,7 @@ def test_a_folder_that_is_missing_is_no_error(logger: logging.Logger, tmp_path: 
     handler = LogHandler(str(tmp_path / "elsewhere" / "train.log"), 0)
     loggers.take_over({NAME: loggers.LoggerSettings(logging.INFO, False, (handler,))})
     logger.info("lost")
+    assert logger.handlers == []
 
 
 class _WithoutText(logging.Formatter):

@@ -175,20 +175,25 @@ def test_interrupt_in_the_middle_of_a_contexts_end_leaves_no_mode_behind(prepare
     assert goes_on(prepared)
 
 
+def _wait_until_said(expected: str, capsys: pytest.CaptureFixture[str]) -> str:
+    said = ""
+
+    def is_said() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return expected in said
+
+    processes.wait_until(is_said, f"a message with {expected!r}")
+    return said
+
+
 def test_rank_that_waits_for_ranks_that_have_ended_the_cell_is_named(
     prepared: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pending_request, "_ALONE_S", 0.1)
     prepared.execute("time.sleep(0.5)", ranks=[0])  # which waits for nobody
     cell = prepared.start("if rank == 1: accelerator.wait_for_everyone()")
-    said = ""
-
-    def is_said() -> bool:
-        nonlocal said
-        said += capsys.readouterr().err
-        return "nothing runs on" in said
-
-    processes.wait_until(is_said, "it is said that rank 1 waits")
+    said = _wait_until_said("nothing runs on", capsys)
     cell.interrupt()
     assert cell.wait(60)
     assert re.fullmatch(
@@ -203,14 +208,7 @@ def test_ranks_that_all_wait_in_different_collectives_are_named(
     monkeypatch.setattr(pending_request, "_TOGETHER_S", 0.1)
     receive = "torch.distributed.recv(torch.ones(1), 1 - rank)"
     cell = prepared.start(f"if rank == 0:\n    {receive}\nelse:\n    {receive}")
-    said = ""
-
-    def is_said() -> bool:
-        nonlocal said
-        said += capsys.readouterr().err
-        return "An interrupt ends that" in said
-
-    processes.wait_until(is_said, "it is said that both ranks wait")
+    said = _wait_until_said("An interrupt ends that", capsys)
     cell.interrupt()
     assert cell.wait(60)
     where = [rf"rank {rank} in recv at session\[\w+\], line {line} in <module>" for rank, line in ((0, 2), (1, 4))]

@@ -6,7 +6,7 @@ import bisect
 import collections
 import dataclasses
 import statistics
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -182,8 +182,7 @@ def steps_between(sums: Mapping[int, list[tuple[int, Sums]]], begin_ms: int, end
         end_ms: Its end.
     """
     measured = {rank: points for rank, points in sums.items() if points and points[0][0] <= begin_ms}
-    found = {rank: _of_a_step(*_interpolated(points, (begin_ms, end_ms))) for rank, points in measured.items()}
-    return split_waiting({rank: phases for rank, phases in found.items() if phases is not None})
+    return _side_by_side({rank: _interpolated(points, (begin_ms, end_ms)) for rank, points in measured.items()})
 
 
 def over_time(sums: Mapping[int, list[tuple[int, Sums]]], shown: Collection[int]) -> tuple[Moment, ...]:
@@ -204,13 +203,18 @@ def over_time(sums: Mapping[int, list[tuple[int, Sums]]], shown: Collection[int]
     at_edges = {rank: _interpolated(points, edges_ms) for rank, points in sums.items() if points}
     moments = []
     for number in range(count):
-        found = {rank: _of_a_step(rows[number], rows[number + 1]) for rank, rows in at_edges.items()}
-        steps = split_waiting({rank: phases for rank, phases in found.items() if phases is not None})
+        steps = _side_by_side({rank: rows[number : number + 2] for rank, rows in at_edges.items()})
         begin_s, end_s = ((edge_ms - begin_ms) / 1000 for edge_ms in edges_ms[number : number + 2])
         of_shown = {rank: steps[rank] for rank in shown if rank in steps}
         first_step = int(max(rows[number][0] for rows in at_edges.values()))
         moments.append(Moment(begin_s, end_s, mean_of(steps.values()), of_shown, first_step))
     return tuple(moments)
+
+
+def _side_by_side(sums: Mapping[int, Sequence[Sums]]) -> dict[int, Phases]:
+    """Return the phases of a step between two sums of each rank, of the ranks that have done a step."""
+    found = {rank: _of_a_step(before, after) for rank, (before, after) in sums.items()}
+    return split_waiting({rank: phases for rank, phases in found.items() if phases is not None})
 
 
 def _interpolated(points: list[tuple[int, Sums]], times_ms: Iterable[float]) -> list[Sums]:
