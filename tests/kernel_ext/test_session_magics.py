@@ -61,9 +61,10 @@ def test_modules_that_change_are_reloaded_as_in_the_notebook_or_named(notebook: 
     assert "0-1 │ SyntaxError" in outcome.stdout
     notebook.run("%autoreload 0")
     notebook.run("open('later_of_mine.py', 'w').write('VALUE = 1')")
-    imports = """import later_of_mine, pathlib, time
-time.sleep(0.1)  # the clock of files is coarse
-pathlib.Path(later_of_mine.__file__).write_text('VALUE = 22')"""
+    # The clock of files is coarse, so the time of the change is set by hand.
+    imports = """import later_of_mine, os, pathlib, time
+pathlib.Path(later_of_mine.__file__).write_text('VALUE = 22')
+os.utime(later_of_mine.__file__, (time.time() + 5, time.time() + 5))"""
     assert notebook.run(f"%%rank 1\n{imports}").stdout == ""
     assert "later_of_mine.py has changed, and the ranks go on" in notebook.run("%%rank 1\nlater_of_mine.VALUE").stdout
 
