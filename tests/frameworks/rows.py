@@ -11,14 +11,14 @@ from collections.abc import Mapping
 _PROGRAMS = pathlib.Path(__file__).parent / "programs"
 
 CHECKS: Mapping[str, str] = {
-    "trains": "trains in a cell and by `notebook_launcher`, and both ranks end with the same model",
+    "trains": "trains in a cell and with `notebook_launcher`, and both ranks end with the same model",
     "again": "runs again in the same notebook, also after a failure and after an interrupt",
     "session": "trains twice in a session, with a failure in between, and again after an interrupt",
-    "progress": "moves its rows: step, total, rate and loss; evaluation apart from training",
+    "progress": "the panel's rows show step, total, rate and loss, and evaluation apart from training",
     "error": "an exception in the user's code is raised in the cell, with the user's lines",
     "interrupt": "an interrupt leaves no process; a program that can resume does so from its checkpoint",
-    "returns": "its model comes back by `--pull`, and a saved one by the library's own loading",
-    "numbers": "ends with the same weights as by Accelerate's `notebook_launcher`, bit by bit",
+    "returns": "`--pull` brings its model back, and the library itself loads a saved one",
+    "numbers": "ends with the same weights as with Accelerate's `notebook_launcher`, bit for bit",
 }
 """What is checked of each row, by the names of the tests."""
 

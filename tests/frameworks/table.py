@@ -14,9 +14,9 @@ from tests.frameworks.rows import CHECKS, ROWS, Row
 _HEAD = """\
 # Libraries
 
-Programs of the libraries that people train with run in a cell as they are. The ranks have the environment that such
-libraries look for, so they find each other without a line for this package. Here is PyTorch's own
-`DistributedDataParallel`:
+Programs of training libraries such as Transformers and Lightning run in a cell as they are. The ranks have the
+environment that these libraries look for, so they find each other without a line for this package. Here is PyTorch's
+own `DistributedDataParallel`:
 
 ```python
 %load_ext notebook_accel
@@ -41,9 +41,9 @@ loss.item()
 
 ## What was tried
 
-Each program below is written as its library's documentation writes it. Only the two with sharded models use our
-`Accelerator`. Each runs on two ranks in a real notebook on the CPU, with gloo. `.ci/frameworks` runs them and writes
-this page; [the programs](../tests/frameworks/programs) are tiny, and nothing is downloaded.
+Each program below follows its library's documentation; only the two with sharded models use our `Accelerator`. Each
+runs on two ranks in a real notebook on the CPU, with gloo. `.ci/frameworks` runs them and writes this page; [the
+programs](../tests/frameworks/programs) are tiny and download nothing. The columns say:
 
 """
 _PASSED, _FAILED, _NOT_RUN = "yes", "**no**", "not run"
@@ -80,17 +80,16 @@ def page(found: Mapping[tuple[str, str], str], date: str) -> str:
 _TAIL = """
 ## What to know
 
-- The first launch that imports a library takes as long as the import, in every rank. `--preload transformers.trainer`
-  lets [the template](launching.md#the-template) import it once; later launches then start at once.
-- The loss in the rows is the number whose gradients the program computes, unless the program reports a metric named
-  `loss`. Where a library divides it by its accumulation steps, as Lightning does, the divided one is shown;
-  Accelerate's is shown undivided.
-- An evaluation is labelled as one from its first batch if gradients are disabled around the loop, and from its fourth
-  batch if they are disabled inside it only, as in Accelerate's and Ignite's.
+- Every rank of a launch spends the time of its imports. `--preload transformers.trainer` lets [the
+  template](launching.md#the-template) import the library once; later launches then start at once.
+- The panel's loss is the number whose gradients the program computes, unless the program reports a metric named
+  `loss`. If a library divides it by its accumulation steps, as Lightning does, the divided loss is shown; Accelerate's
+  is shown undivided.
+- The panel recognises an evaluation from its first batch if gradients are disabled around the loop, and from its fourth
+  batch if they are disabled only inside it, as in Accelerate's and Ignite's.
 - **numbers**: Accelerate's own `notebook_launcher` was called in a plain process with `ACCELERATE_USE_CPU=true`. On a
   machine without a GPU, each rank of Transformers' `Trainer` otherwise trains a model of its own there. In a notebook,
-  it can't run Lightning's programs, since Lightning then starts ranks itself, and Keras' once hung.
-- The traceback of an error counts the library's lines between your own lines. `NOTEBOOK_ACCEL_DEBUG=1` shows them.
+  it can't run Lightning's programs, since Lightning then starts ranks itself, and a program of Keras once hung.
 """
 
 
@@ -104,7 +103,10 @@ def _reasons(row: Row, found: Mapping[tuple[str, str], str]) -> list[str]:
     for check in CHECKS:
         if reason := found.get((row.program, check)):
             by_reason.setdefault(reason, []).append(check)
-    return [f"- {row.name}, {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    return [
+        f"- {row.name} ({'all' if len(names) == len(CHECKS) else ', '.join(names)}): {reason}"
+        for reason, names in by_reason.items()
+    ]
 
 
 def _versions(row: Row) -> str:
