@@ -39,11 +39,11 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
     %distributed logs [RANK]     print the last lines of all ranks, or of one, and the paths of their log files
     %distributed stacks [RANK]   print the stacks of all ranks, or of one, even of ranks that hang
     %distributed why             print where the time of the ranks' steps goes, and why they are slow
-    %distributed profile         profile the next steps of a run that goes on, and show them as a timeline
+    %distributed profile         profile the next steps of a run in progress, and show them as a timeline
     %distributed compare [A [B]] print two runs' phases side by side, the last two or those of these names
     %distributed runs            list your detached runs on this machine, also those of other notebooks
     %distributed attach [NAME]   show a detached run here, live or as it ended; the value is its Job
-    %distributed detach [NAME]   let a run that goes on outlive the kernel, under this name; the value is its new Job
+    %distributed detach [NAME]   let a run in progress outlive the kernel, under this name; the value is its new Job
     %distributed again [NAME]    launch a detached run that has ended once more, with what was sent to it then
     %distributed config          open the form that writes a configuration file
     %distributed doctor          check this machine for problems that a launch would meet

@@ -71,7 +71,7 @@ def make_parser() -> arguments.Parser:
     add("--push", metavar="NAME,...", type=arguments.names, default=(), help=push)
     add("--background", action="store_true", help="Doesn't wait: the cell's value is the Job.")
     detach = (
-        "The run goes on when the kernel ends; the cell's value is the Job. %%distributed attach NAME finds it again."
+        "The run continues when the kernel ends; the cell's value is the Job. %%distributed attach NAME finds it again."
     )
     add("--detach", action="store_true", help=detach)
     add("--fresh", action="store_true", help="Launches the cell in ranks of its own, also where there is a session.")

@@ -358,7 +358,7 @@ class _PanelWidgets:
             description="Interrupt", tooltip="Raise KeyboardInterrupt in every rank, so that each can clean up"
         )
         self.detach = ipywidgets.Button(
-            description="Detach", tooltip="Let this run go on when the notebook's kernel ends"
+            description="Detach", tooltip="Let this run continue when the notebook's kernel ends"
         )
         self.fold = ipywidgets.ToggleButton(description=f"Show all {world_size} ranks", tooltip="A row for every rank")
         self.view = ipywidgets.ToggleButtons(options=list(_VIEWS), tooltips=list(_VIEWS.values()))

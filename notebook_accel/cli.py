@@ -201,7 +201,8 @@ def _ask(draft: Draft, given: Collection[str] = ()) -> bool:
         answer = input(question).strip().lower()
     except EOFError:
         raise ConfigError(
-            "Nobody answers here, so nothing was written.", fix="notebook-accel config --default, with options as flags"
+            "Nobody is here to answer, so nothing was written.",
+            fix="notebook-accel config --default, with options as flags",
         ) from None
     return answer.startswith("y") if draft.file_exists else not answer.startswith("n")
 
@@ -244,7 +245,7 @@ def _offer_others(draft: Draft, done: set[str]) -> None:
                if draft.values[name] != default]  # fmt: skip
     print(f"\nThere are {len(others)} more options, which are rarely needed: {', '.join(others)}.")
     if changed:
-        print(f"Not as by default: {', '.join(changed)}.")
+        print(f"Changed from the defaults: {', '.join(changed)}.")
     if input("Ask for them too? [y/N] ").strip().lower().startswith("y"):
         _ask_options(draft, others, done)
 

@@ -104,13 +104,13 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, _help("Let more ranks than there are GPUs share them, over gloo: slow, for debugging and tests.")
     ] = False
     timeout_s: Annotated[
-        Annotated[float, msgspec.Meta(gt=0)] | None, _help("Stop the run after so many seconds. Default: no limit.")
+        Annotated[float, msgspec.Meta(gt=0)] | None, _help("Stop the run after this many seconds. Default: no limit.")
     ] = None
     end_at: Annotated[
         str,
         _help(
-            "The time limit: 23:30, 11.5h from now, 2026-05-01T08:00. Before, Accelerator.should_stop is true. "
-            "Default: that of a Slurm job."
+            "The time limit: 23:30, 11.5h (from now) or 2026-05-01T08:00. Shortly before it, Accelerator.should_stop "
+            "becomes true. Default: that of a Slurm job."
         ),
     ] = ""
     end_margin_s: Annotated[
@@ -123,7 +123,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 2.0
     main_process_port: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=65535)] | None,
-        _help("TCP port of the ranks' store. Default: a free one. Where several nodes meet; default then: 29500."),
+        _help("TCP port of the ranks' store. Default: a free one; for several nodes, which meet there, 29500."),
     ] = None
     num_nodes: Annotated[
         Annotated[str, msgspec.Meta(pattern=r"^[1-9][0-9]{0,3}(:[1-9][0-9]{0,3})?$")],
@@ -166,13 +166,13 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = ""
     keep_days: Annotated[
         Annotated[float, msgspec.Meta(gt=0, le=3650)],
-        _help("Days that the results, logs and curves of a detached run are kept after its end."),
+        _help("Days for which the results, logs and curves of a detached run are kept after its end."),
     ] = 7.0
     log_dir: Annotated[
         str,
         _help(
-            "Folder for the ranks' logs, which then stay. "
-            "Default: a temporary one, with those of the notebook's last 20 runs."
+            "Folder in which the ranks' logs stay. "
+            "Default: a temporary one, which keeps those of the notebook's last 20 runs."
         ),
     ] = ""
     log_line_prefix_template: Annotated[

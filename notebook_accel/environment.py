@@ -150,7 +150,7 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(
-            f"The environment variable {name} is {text!r}, which is no whole number.", fix=f"unset {name}"
+            f"The environment variable {name} is {text!r}, which isn't a whole number.", fix=f"unset {name}"
         ) from None
 
 

@@ -150,7 +150,7 @@ class PreflightError(LaunchError):
         refusing = [str(finding) for finding in findings if finding.refuses]
         if len(refusing) > 1:
             numbered = [f"{number}. {text}" for number, text in enumerate(refusing, 1)]
-            refusing = [f"{len(refusing)} things speak against this launch:", *numbered]
+            refusing = [f"{len(refusing)} problems prevent this launch:", *numbered]
         super().__init__("\n".join(refusing))
         self.findings = findings
 

@@ -146,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--detach",
         action="store_true",
-        help="Don't wait: the run goes on when the terminal closes. notebook-accel attach NAME shows it.",
+        help="Don't wait: the run continues when the terminal closes. notebook-accel attach NAME shows it.",
     )
     parser.add_argument("-m", "--module", action="store_true", help="The script is a module's name, as for python -m.")
     for name in environment.FSDP_OPTIONS:
@@ -216,7 +216,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _say_how_to_find(job: Job) -> None:
     name = shlex.quote(job.name)
-    print(f"{job.name!r} is launched on {job.devices}, and goes on when this terminal closes.")
+    print(f"{job.name!r} is launched on {job.devices}, and continues when this terminal closes.")
     print(f"To see it: notebook-accel attach {name}. To stop it: notebook-accel stop {name}.")
 
 

@@ -29,7 +29,7 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     runs.add_argument("--json", action="store_true", help="for programs: a list of objects")
     runs.add_argument("--clean", action="store_true", help="remove the runs that have ended, with results and logs")
     runs.set_defaults(run=_runs, parser=runs)
-    attach = add("attach", help="show a detached run until it ends; Ctrl-C leaves it, and it goes on")
+    attach = add("attach", help="show a detached run until it ends; Ctrl-C leaves it, and the run continues")
     attach.set_defaults(run=_attach, parser=attach)
     shown = add("logs", help="print what a detached run has printed")
     shown.add_argument("--rank", type=int, help="Default: all.")
@@ -38,9 +38,7 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     stop = add("stop", help="stop a detached run, as the panel's Stop does")
     stop.set_defaults(run=_stop, parser=stop)
     for parser in (attach, shown):
-        parser.add_argument(
-            "name", nargs="?", default="", help=f"{_NAME} Default: the one that goes on, or the latest."
-        )
+        parser.add_argument("name", nargs="?", default="", help=f"{_NAME} Default: the one in progress, or the latest.")
     stop.add_argument("name", help=_NAME)
 
 

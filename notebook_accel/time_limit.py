@@ -46,7 +46,7 @@ def parse(text: str, now_s: float | None = None) -> float:
     except (ValueError, OverflowError):
         pass
     raise ConfigError(
-        f"end_at={text!r} is no time.",
+        f"end_at={text!r} isn't a time.",
         fix="a time of day such as 23:30, a duration from now such as 11.5h, 90m or 1h30m, or a date with a time such "
         "as 2026-05-01T08:00",
     )

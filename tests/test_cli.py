@@ -172,7 +172,7 @@ def test_output_without_the_prefixs_character_shows_the_lines_all_the_same(tmp_p
 def test_config_without_an_input_writes_nothing(tmp_path: pathlib.Path) -> None:
     run = _in_shell("$notebook_accel config <&-")
     assert run.returncode == 1
-    assert run.stderr.startswith("Nobody answers here, so nothing was written.\nFix: ")
+    assert run.stderr.startswith("Nobody is here to answer, so nothing was written.\nFix: ")
     assert not config.default_path().exists()
 
 
@@ -271,5 +271,5 @@ def test_config_where_nobody_answers_writes_nothing(
 ) -> None:
     _answer(monkeypatch, "2\n")
     assert cli.main(["config"]) == 1
-    assert "Nobody answers here, so nothing was written." in capsys.readouterr().err
+    assert "Nobody is here to answer, so nothing was written." in capsys.readouterr().err
     assert not config.default_path().exists()

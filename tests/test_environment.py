@@ -23,7 +23,7 @@ def test_without_variables_there_is_one_rank() -> None:
 
 
 @pytest.mark.parametrize(("environ", "complaint"), [
-    ({"RANK": "one"}, "RANK is 'one', which is no whole number"),
+    ({"RANK": "one"}, "RANK is 'one', which isn't a whole number"),
     ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
     ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
     ({"RANK": "-1"}, "RANK is -1"),

@@ -56,7 +56,7 @@ _ONE_OF_EACH = [
 def test_several_findings_are_a_numbered_list_and_one_is_none() -> None:
     second = errors.Finding(what="The port is taken.", why="By another.", fix="take another")
     assert str(errors.PreflightError((_FINDING, _WARNING, second))).splitlines() == [
-        "2 things speak against this launch:",
+        "2 problems prevent this launch:",
         "1. CUDA is in use here.",
         "  Why: A fork can't have it.",
         "  Fix: restart the kernel",

@@ -102,7 +102,7 @@ def _check_path(request: ExportRequest) -> None:
     for path in (request.path, request.data_path):
         if not request.overwrite and os.path.lexists(path) and not is_ours:
             raise ConfigError(
-                f"There is a file already that no export has written, or that was changed since: {path}",
+                f"{path} exists already: no export has written it, or it has changed since.",
                 fix="--export another name, or add --overwrite to replace it",
             )
 

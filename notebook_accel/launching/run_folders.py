@@ -264,7 +264,7 @@ def root() -> pathlib.Path:
     state = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
     if not os.path.isabs(state):
         raise LaunchError(
-            f"There is no place for detached runs: {state} is no absolute path.",
+            f"There is no place for detached runs: {state} isn't an absolute path.",
             fix="set XDG_STATE_HOME to a folder of yours on a local disk",
         )
     return pathlib.Path(state, "notebook_accel", "runs")
@@ -316,7 +316,7 @@ def _refuse_taken(name: str) -> None:
     """Raise if a run of this name goes on, or is being launched."""
     if any(folder.has_name(name) and folder.is_held for folder in map(RunFolder, root().iterdir())):
         raise LaunchError(
-            f"A detached run of yours with the name {name!r} goes on already.",
+            f"Your detached run {name!r} is in progress already.",
             fix=f"another name (--name, or %distributed detach NAME); or %distributed attach {shlex.quote(name)}, or "
             f"notebook-accel stop {shlex.quote(name)}",
         )
@@ -364,7 +364,7 @@ def find(which: str = "") -> RunFolder:
     for path in [] if named else filter(pathlib.Path.is_dir, root().iterdir()):
         _check_rights(path)  # raises the reason why ``every`` left it out
     listed = ", ".join(dict.fromkeys(shlex.quote(folder.facts.name) for folder in known))
-    what = f"There is no detached run {which!r}" if which else "Several detached runs go on" if going else ""
+    what = f"There is no detached run {which!r}" if which else "There are several detached runs" if going else ""
     raise NotebookAccelError(
         f"{what or 'There is no detached run'} of yours on this machine.",
         fix=f"name one of: {listed}" if listed else "start one, with %%distributed --detach --name NAME",

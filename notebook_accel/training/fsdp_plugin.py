@@ -142,7 +142,7 @@ class FullyShardedDataParallelPlugin:
         if text.upper() not in _STRATEGIES:
             raise ConfigError(
                 f"The sharding strategy {text!r} isn't supported.",
-                why="What is gathered for a pass is kept or freed after it, and shares are on all ranks or a node's.",
+                why="FSDP 2 keeps or frees blocks after a pass, and shards over all ranks or over those of a node.",
                 fix="FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or HYBRID_SHARD_ZERO2; no plugin at all for NO_SHARD",
             )
         return _STRATEGIES[text.upper()]

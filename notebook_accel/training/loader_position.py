@@ -397,8 +397,8 @@ def _dealt_anew(saved: ResumePoint, length: int | None, deal: Deal) -> ResumePoi
         return dataclasses.replace(here, batches=deal.rounds_of(taken), undealt=taken)
     if left:
         _warn(
-            f"{left} samples of epoch {saved.epoch} come a second time: {saved.samples} had come out when the loader "
-            f"was saved, and now {deal.round_samples} come out at a time."
+            f"{left} samples of epoch {saved.epoch} are repeated: the loader had yielded {saved.samples} when it was "
+            f"saved, and now yields {deal.round_samples} at a time."
         )
     return dataclasses.replace(here, batches=rounds, samples=saved.samples - left)
 

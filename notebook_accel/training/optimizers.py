@@ -253,7 +253,7 @@ def refuse_unrelated(objects: Iterable[Any], prepared: Iterable[Any]) -> None:
         if isinstance(item, AcceleratedOptimizer) and known.isdisjoint(map(id, parameters_of([item]))):
             raise TrainingError(
                 f"The optimizer {type(item.optimizer).__name__} was made for another model: none of the prepared "
-                "models has a parameter that it moves.",
+                "models has a parameter that it updates.",
                 why="Training would run and change nothing. It happens when a model is replaced by a trained one, "
                 "such as by --pull model, and its optimizer isn't.",
                 fix="make the optimizer for this model, or bring both back: --pull model,optimizer",

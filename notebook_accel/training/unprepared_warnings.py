@@ -92,7 +92,7 @@ def warn(
         shapes = _unprepared_shapes(optimizer, prepared)
         if shapes:
             code_places.warn(
-                f"The optimizer moves parameters that haven't been prepared, of shape {shapes}: each of the {ranks} "
+                f"The optimizer updates parameters that haven't been prepared, of shape {shapes}: each of the {ranks} "
                 "ranks trains its own. Fix: prepare the module that has them, or the parameter: "
                 "accelerator.prepare(model, parameter, ...), unless something else averages their gradients"
             )

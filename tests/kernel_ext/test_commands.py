@@ -214,11 +214,11 @@ def test_interrupt_of_a_session_does_not_end_it(monkeypatch: pytest.MonkeyPatch)
 def test_run_in_the_background_is_stopped_by_name(notebook: kernels.Kernel) -> None:
     start(notebook, "one")
     start(notebook, "two")
-    assert "Several runs go on." in notebook.run("%distributed stop").traceback
+    assert "Several runs are in progress." in notebook.run("%distributed stop").traceback
     assert notebook.run("%distributed stop --run one").stdout == "<Job 'one': stopped, 1 rank on 1 CPU>\n"
     assert notebook.value("one.done, two.done") == "(True, False)"
     assert notebook.run("%distributed stop").stdout == "<Job 'two': stopped, 1 rank on 1 CPU>\n"
-    assert "There is no run that goes on." in notebook.run("%distributed stop").traceback
+    assert "There is no run in progress." in notebook.run("%distributed stop").traceback
 
 
 @pytest.mark.front_end

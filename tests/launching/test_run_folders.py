@@ -81,7 +81,7 @@ def test_folder_is_held_until_the_last_process_with_the_lock_has_gone() -> None:
 def test_name_is_taken_from_the_moment_of_the_launch_and_free_when_its_holder_has_gone() -> None:
     _, lock = run_folders.make("the night", is_unique=True)
     with pytest.raises(
-        LaunchError, match=r"'the night' goes on already\.\nFix: .* attach 'the night', .* stop 'the night'$"
+        LaunchError, match=r"'the night' is in progress already\.\nFix: .* attach 'the night', .* stop 'the night'$"
     ):
         run_folders.make("the night", is_unique=True)
     os.close(lock)
@@ -127,7 +127,7 @@ def test_run_is_found_by_name_or_id_and_one_that_goes_on_first() -> None:
         later = ended()
         assert run_folders.find("night").id == first.id
         assert run_folders.find(later.id).id == later.id
-        with pytest.raises(NotebookAccelError, match=r"Several detached runs go on.*\nFix: name one of: "):
+        with pytest.raises(NotebookAccelError, match=r"There are several detached runs.*\nFix: name one of: "):
             run_folders.find()
     assert run_folders.find("night").id == later.id
     assert run_folders.find().id == later.id

@@ -292,7 +292,7 @@ model, optimizer, loader = Accelerator(cpu=True).prepare(model, torch.optim.SGD(
 
 
 def test_cell_with_objects_that_only_the_notebook_has_prepared_is_warned_of(tmp_path: pathlib.Path) -> None:
-    said = "Warning: `loader`, `optimizer`: prepared in the notebook, and sent as before that."
+    said = "Warning: Prepared in the notebook: `loader`, `optimizer`. The ranks get the unprepared objects."
     with kernels.running(tmp_path) as kernel:
         for code in ("%load_ext notebook_accel", _PREPARED_IN_THE_NOTEBOOK):
             assert kernel.run(code, 60).status == "ok"

@@ -115,7 +115,7 @@ def test_a_stream_repeats_what_can_not_be_dealt_out_and_says_so(run: Run, tmp_pa
     assert first == list(range(9))
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(loader_of("stream", 4))
-    with pytest.warns(UserWarning, match="1 samples of epoch 0 come a second time: 9 had come out"):
+    with pytest.warns(UserWarning, match="1 samples of epoch 0 are repeated: the loader had yielded 9"):
         accelerator.load_state(tmp_path / "state")
     assert torch.cat(list(loader)).tolist() == list(range(8, _SAMPLES))
 

@@ -124,7 +124,7 @@ def _served(host: str, port: int) -> Any:
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             raise RefusedError(
-                f"{host} is no address of this machine, and node 0 is where the others come to.",
+                f"{host} isn't an address of this machine, which is node 0, where all nodes meet.",
                 fix=f"master_addr={environment.own_addresses()[0]!r} on all nodes, or another node_rank here",
             ) from None
         raise RefusedError(
@@ -150,7 +150,7 @@ def _store_at(host: str, port: int, patience: Patience) -> Any:
         )
     except (RuntimeError, TimeoutError):
         raise RefusedError(
-            f"What answers at {host}:{port} is no node of a run.",
+            f"The program at {host}:{port} isn't a node of a run.",
             why="Another program listens there, or the node where all meet is about to end.",
             fix="give all nodes another use_port (main_process_port), or mend master_addr (rdzv_endpoint)",
         ) from None

@@ -73,7 +73,9 @@ def _meeting(config: LaunchConfig) -> Meeting:
     least, _, most = config.num_nodes.partition(":")
     lowest, highest = int(least), int(most or least)
     if lowest > highest:
-        raise ConfigError(f"num_nodes={config.num_nodes!r} goes down.", fix=f"num_nodes='{highest}:{lowest}'")
+        raise ConfigError(
+            f"num_nodes={config.num_nodes!r} has its higher number first.", fix=f"num_nodes='{highest}:{lowest}'"
+        )
     if config.rdzv_backend == "static":
         _check_static(config, lowest, highest)
     host, port = _endpoint(config)
@@ -147,7 +149,7 @@ def _settings(config: LaunchConfig) -> dict[str, str]:
             )
         if name not in ("is_host", "store_type") and not _is_duration(value):
             raise ConfigError(
-                f"rdzv_conf has {part!r}, which is no number above 0 and up to {_LONGEST_S:.0e}.",
+                f"rdzv_conf has {part!r}, which isn't a number above 0 and up to {_LONGEST_S:.0e}.",
                 fix=f"{name}=60, in seconds",
             )
         settings[name] = value

@@ -89,7 +89,7 @@ class Handle(abc.ABC):
         if not self.wait(timeout_s):
             raise RunTimeoutError(
                 f"{self.name!r} has not ended after {timeout_s:g} s.",
-                why="It goes on; asking again later does no harm.",
+                why="The run continues; ask again later.",
                 fix="results() to wait for its end, stop() to end it",
             )
         return self._results()

@@ -202,8 +202,8 @@ def _start(request: LaunchRequest, devices: Devices, cluster: ClusterEngine | No
     world_size = config.num_processes or devices.available
     if request.on_death == "keep" and (config.max_restarts or elastic.is_wanted(config)):
         raise ConfigError(
-            "Restarts (max_restarts) and several nodes (num_nodes) are not for ranks that stay.",
-            why="They have what cells have left in them, which a restart would lose, and hear one notebook only.",
+            "A session can't have restarts (max_restarts) or several nodes (num_nodes).",
+            why="A restart would lose the ranks' variables, and a session takes its cells from one notebook.",
             fix="max_restarts=0 and num_nodes=1; %distributed restart is for a rank that has died",
         )
     variables = _variables(config, devices)

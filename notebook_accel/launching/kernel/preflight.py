@@ -388,7 +388,7 @@ def check_prepared(variables: Mapping[str, Any], source: str) -> tuple[Finding, 
     names = ", ".join(f"`{name}`" for name in prepared)
     return (
         Finding(
-            f"{names}: prepared in the notebook, and sent as before that.",
+            f"Prepared in the notebook: {names}. The ranks get the unprepared objects.",
             "The cell prepares nothing, so each rank would train by itself on all of the data.",
             "call accelerator.prepare in the cell",
             refuses=False,

@@ -77,10 +77,11 @@ def find(which: str = "", *, running: bool = False) -> Entry:
     going_on = [entry for entry in meant if entry.is_running]
     if len(going_on) > 1:
         if not which:
-            raise NotebookAccelError("Several runs go on.", fix=f"name one with --run: {_listed(going_on)}")
+            raise NotebookAccelError("Several runs are in progress.", fix=f"name one with --run: {_listed(going_on)}")
         numbers = " or ".join(f"--run {entry.number}" for entry in going_on)
         raise NotebookAccelError(
-            f"Several runs named {which!r} go on.", fix=f"{numbers}; %distributed status shows when each began"
+            f"Several runs named {which!r} are in progress.",
+            fix=f"{numbers}; %distributed status shows when each began",
         )
     if going_on or (meant and not running):
         return (going_on or meant)[-1]
@@ -88,10 +89,10 @@ def find(which: str = "", *, running: bool = False) -> Entry:
 
 
 def _nothing_found(which: str, *, has_ended: bool, running: bool) -> NotebookAccelError:
-    named, that_goes_on = f" {which!r}" if which else "", " that goes on" if running else ""
+    named, in_progress = f" {which!r}" if which else "", " in progress" if running else ""
     if detached := _detached_names(which, running=running):
         return NotebookAccelError(
-            f"There is no run{named}{that_goes_on} in this notebook.",
+            f"There is no run{named}{in_progress} in this notebook.",
             why=f"This notebook isn't attached to the detached run {' or '.join(map(repr, detached))}.",
             fix=" or ".join(f"%distributed attach {shlex.quote(name)}" for name in detached),
         )
@@ -100,7 +101,7 @@ def _nothing_found(which: str, *, has_ended: bool, running: bool) -> NotebookAcc
     if which and has_ended:
         shown = f"%distributed status --run {shlex.quote(which)} shows how it ended"
         return NotebookAccelError(f"The run{named} has ended.", fix=fix if others else shown)
-    return NotebookAccelError(f"There is no run{named}{that_goes_on}.", fix=fix)
+    return NotebookAccelError(f"There is no run{named}{in_progress}.", fix=fix)
 
 
 def _listed(entries: Iterable[Entry]) -> str:

@@ -145,7 +145,7 @@ class RayRun(RemoteRun):
             if version != here[name]:
                 raise LaunchError(
                     f"The node {node.address} has {name} {version or 'not at all'}, the notebook {here[name]}.",
-                    why="What is sent to the ranks is read by another version than has written it.",
+                    why="One version would have to read the data that another version writes.",
                     fix=f"the same {name} on both, or engine_options={{'runtime_env': {{'pip': [...]}}}}",
                 )
         return there, facts
@@ -154,7 +154,7 @@ class RayRun(RemoteRun):
         if not self._cluster.is_alive(node):
             return _host_lost_error(self._cluster, node, "what was to start ranks there", error)
         return ProcessStartError(
-            f"What starts ranks on the node {node.address} could not be started there.",
+            f"The process that starts ranks on the node {node.address} could not be started.",
             why=last_line(error),
             fix="install notebook-accel and torch on every node, or engine_options={'runtime_env': {'pip': [...]}}",
         )
@@ -287,7 +287,7 @@ def _put(cluster: Cluster, payload: int) -> Any:
         return cluster.connection.call(lambda: cluster.ray.put(data), _TRANSFER_DEADLINE_S)
     except cluster.ray.exceptions.RayError as error:
         raise LaunchError(
-            "What is sent to the ranks could not be put into the cluster's object store.",
+            "The data for the ranks could not be put into the cluster's object store.",
             why=last_line(error),
             fix="ray start --object-store-memory=BYTES, or send less",
         ) from None

@@ -163,7 +163,7 @@ def find(which: str) -> RunFolder:
     if run is None:
         named = f" {which!r}" if which else ""
         raise RunError(
-            f"There is no detached session{named} of yours that goes on.",
+            f"You have no detached session{named} in progress.",
             fix="%distributed runs lists what there is; %distributed start --detach --name NAME starts one",
         )
     facts = run.facts

@@ -269,8 +269,8 @@ class Console:
             sys.stdout.write("\n")
         except NotImplementedError:  # raised by a kernel whose front end can't ask
             self.refusal = RunError(
-                "A debugger asks for commands, and nobody can be asked here.",
-                why="What runs this notebook, such as nbconvert or papermill, has nobody who could type something.",
+                "The debugger needs commands, and nobody can type them here.",
+                why="A program such as nbconvert or papermill runs this notebook.",
                 fix="open the notebook in a front end, or call session.debug() in a terminal",
             )
         self._has_ended = True

@@ -316,7 +316,7 @@ class RankPool:
         while missing:
             check()
             if self.job.done:
-                raise self.job.error or LaunchError("The session has ended before it began.")
+                raise self.job.error or LaunchError("The session ended before it started.")
             for death in filter(None, map(self.job.death, ranks)):
                 raise death
             if time.monotonic() > deadline_s:

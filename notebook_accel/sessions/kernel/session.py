@@ -291,7 +291,7 @@ def _start_pool(config: LaunchConfig, *, detach: bool) -> RankPool:
     if config.start_method not in ("auto", "spawn"):
         raise ConfigError(
             f"start_method={config.start_method!r} can't be used for a session.",
-            why="Its ranks are processes that stay, and that start clean.",
+            why="A session's ranks start as clean processes, and stay.",
             fix="leave out start_method",
         )
     return detached_pool.DetachedRankPool(config) if detach else RankPool(config)

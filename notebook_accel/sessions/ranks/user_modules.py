@@ -48,8 +48,8 @@ class UserModules:
             elif self._told_ns.get(name) != changed_ns:
                 self._told_ns[name] = changed_ns
                 print(
-                    f"[{file} has changed, and the ranks go on with the module {name} as it was: %autoreload 2 in the "
-                    "notebook has them follow]",
+                    f"[{file} has changed, but the ranks keep the module {name} as it was. With %autoreload 2 in the "
+                    "notebook, they reload it]",
                     file=sys.stderr,
                 )
 

@@ -325,7 +325,9 @@ def _register_hook(parallel: DistributedDataParallel, options: DistributedDataPa
         parallel.register_comm_hook(state, wrappers[options.comm_wrapper](hooks[options.comm_hook]))
     except TypeError as error:
         raise ConfigError(
-            f"Gradients can't travel here by {options.comm_hook}.", why=str(error), fix="DDPCommunicationHookType.FP16"
+            f"Gradients can't be sent here with {options.comm_hook}.",
+            why=str(error),
+            fix="DDPCommunicationHookType.FP16",
         ) from None
 
 

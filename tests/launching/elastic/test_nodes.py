@@ -213,9 +213,9 @@ def test_what_is_no_meeting_place_is_said(launch: Launch) -> None:
             restarted.on_two_nodes, **options, rdzv_backend="c10d", rdzv_endpoint="no-such-host.invalid:29500"
         )
         for job, port in zip(strangers, (loud, mute), strict=True):
-            assert f"What answers at 127.0.0.1:{port} is no node of a run." in str(error(job))
+            assert f"The program at 127.0.0.1:{port} isn't a node of a run." in str(error(job))
         assert f"The port {loud} where the nodes meet can't be used: Address already in use." in str(error(taken))
-        assert "203.0.113.7 is no address of this machine" in str(error(elsewhere)) and error(elsewhere).fix
+        assert "203.0.113.7 isn't an address of this machine" in str(error(elsewhere)) and error(elsewhere).fix
         too_long = launch(restarted.on_two_nodes, **options, rdzv_backend="c10d", rdzv_endpoint=f"{'a' * 64}.de:29500")
         for job in (unknown, dynamic):
             assert "The name 'no-such-host.invalid' of the node where all meet is not known" in str(error(job))

@@ -381,7 +381,7 @@ def test_variable_that_no_pull_has_named_is_not_kept(mark: pathlib.Path) -> None
 
 def test_name_of_a_run_that_goes_on_is_refused_and_free_again_after_it(mark: pathlib.Path) -> None:
     job = launch(functions.reports_until, str(mark), ranks=1)
-    with pytest.raises(LaunchError, match=r"'night' goes on already\.\nFix: another name"):
+    with pytest.raises(LaunchError, match=r"'night' is in progress already\.\nFix: another name"):
         launch(functions.reports_until, str(mark), ranks=1)
     mark.touch()
     job.results(_LONG_S)

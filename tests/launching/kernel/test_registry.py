@@ -44,17 +44,16 @@ def refused(which: str = "", *, running: bool = False) -> str:
 def test_without_a_name_it_is_the_one_that_goes_on_or_the_last_one() -> None:
     assert refused() == "There is no run.\nFix: start one, with %%distributed or notebook_launcher"
     first, second = started("first"), started("second")
-    assert refused() == "Several runs go on.\nFix: name one with --run: 1 (first), 2 (second)"
+    assert refused() == "Several runs are in progress.\nFix: name one with --run: 1 (first), 2 (second)"
     second.end("stopped")
     third = started("third")
-    assert refused() == "Several runs go on.\nFix: name one with --run: 1 (first), 3 (third)"
+    assert refused() == "Several runs are in progress.\nFix: name one with --run: 1 (first), 3 (third)"
     third.end("stopped")
     assert registry.find().name == "first"
     first.end("stopped")
     assert registry.find().name == "third"
     assert (
-        refused(running=True)
-        == "There is no run that goes on.\nFix: start one, with %%distributed or notebook_launcher"
+        refused(running=True) == "There is no run in progress.\nFix: start one, with %%distributed or notebook_launcher"
     )
 
 
@@ -85,7 +84,8 @@ def test_of_several_that_go_on_under_one_name_none_is_taken() -> None:
     kept = [started("train"), started("train")]
     for running in (True, False):
         assert refused("train", running=running) == (
-            "Several runs named 'train' go on.\nFix: --run 1 or --run 2; %distributed status shows when each began"
+            "Several runs named 'train' are in progress.\n"
+            "Fix: --run 1 or --run 2; %distributed status shows when each began"
         )
     assert registry.find("1", running=True).job is kept[0]
 
