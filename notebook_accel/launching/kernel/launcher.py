@@ -254,8 +254,8 @@ def _working_directory() -> str:
 def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     is_on_cpu = devices.kind == "CPU"
     shares = devices.kind == "GPU" and (config.num_processes or 0) > devices.available
-    # All but those of the training have a value in every launch: otherwise ranks would read a variable of that name in
-    # the kernel's environment.
+    # All but those of the training have a value in every launch, if only the default: otherwise ranks would read a
+    # variable of that name in the kernel's environment, where it states the default of %%distributed.
     variables = {
         **training_variables(config),
         environment.PROFILE: config.profile,
