@@ -66,6 +66,12 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]
         yield running
 
 
+@pytest.fixture
+def file(tmp_path: pathlib.Path) -> pathlib.Path:
+    """The path of a configuration file. Neither the file nor its folder exists."""
+    return tmp_path / "folder" / "config.yaml"
+
+
 @pytest.fixture(scope="module")
 def engine() -> local.LocalEngine:
     """The agent and the template of this process, for tests that launch without a kernel. All modules share them."""
