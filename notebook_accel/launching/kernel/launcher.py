@@ -46,6 +46,7 @@ def launch_function(
     kwargs: dict[str, Any],
     config: LaunchConfig,
     *,
+    name: str = "",
     foreground_lock: threading.Lock | None = None,
     on_death: OnDeath = "stop",
     detach: bool = False,
@@ -54,13 +55,14 @@ def launch_function(
 ) -> Job:
     """Start a function on all ranks and return its job. Raises as ``notebook_launcher`` does, up to the start.
 
+    ``name`` is the run's name if the options have none, by default the function's.
     For ``foreground_lock``, ``on_death`` and ``detach`` see ``LaunchRequest``. ``detached_id`` is the id of a detached
     run whose function must know it, and implies ``detach``. ``show`` shows a background run.
     """
     request = LaunchRequest(
         Target(names={}, function=function, args=args, kwargs=kwargs),
         run_payload.call_roots(function, args, kwargs),
-        JobSpec(name=config.name or getattr(function, "__name__", type(function).__name__)),
+        JobSpec(name=config.name or name or getattr(function, "__name__", type(function).__name__)),
         config,
         foreground_lock=foreground_lock,
         on_death=on_death,

@@ -618,9 +618,14 @@ def test_script_that_a_terminal_has_launched_goes_on_without_it(mark: pathlib.Pa
     script.write_text(f"import os, time\nwhile not os.path.exists({str(mark)!r}): time.sleep(0.01)\nprint('trained')")
     ended = command("launch", "--detach", "--num_processes=2", "--use_cpu", str(script))
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert "notebook-accel attach train.py" in ended.stdout
-    job = attach("train.py", view="none")
+    assert "notebook-accel attach train.py. " in ended.stdout
+    again = command("launch", "--detach", "--num_processes=1", "--use_cpu", str(script))
+    assert again.stdout.startswith("'train.py-2' is launched") and "notebook-accel attach train.py-2. " in again.stdout
+    refused = command("launch", "--detach", "--use_cpu", "--name=train.py", str(script))
+    assert "A detached run of yours with the name 'train.py' goes on already." in refused.stderr
+    jobs = [attach(name, view="none") for name in ("train.py", "train.py-2")]
     mark.touch()
-    job.results(_LONG_S)
-    assert job.logs(1) == "trained\n"
-    wait_for_its_end(job)
+    for job in jobs:
+        job.results(_LONG_S)
+        assert job.logs(0) == "trained\n"
+        wait_for_its_end(job)
