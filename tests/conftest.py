@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ import hypothesis
 import pytest
 from jupyter_client.manager import KernelManager
 
-from notebook_accel.launching.kernel import local
+from notebook_accel.launching.kernel import launcher, local
 from tests import kernels, processes
 
 pytest_plugins = ["tests.launches"]  # fixtures that launch, for the tests of several folders
@@ -56,6 +57,14 @@ def _made_once() -> Iterator[None]:
     KernelManager().is_alive()  # makes the event loop that jupyter_client waits in
     yield
     local.engine().close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_filter_warnings_as_python_does() -> Iterator[None]:
+    """Keep pytest's filters in this process: in ranks they would make errors of the warnings of libraries."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "warning_filters", types.SimpleNamespace(settings=list))
+        yield
 
 
 @pytest.fixture(scope="module")

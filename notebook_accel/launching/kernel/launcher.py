@@ -33,6 +33,7 @@ from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.engine import ClusterEngine, LaunchRequest, connect_cluster
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ranks import warning_filters
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.protocol.agent_messages import OnDeath
@@ -217,6 +218,7 @@ def _start(request: LaunchRequest, devices: Devices, cluster: ClusterEngine | No
         sys_path=environment.import_path(),
         loggers=loggers.settings(),
         torch_settings=torch_settings.settings(),
+        warning_filters=warning_filters.settings(),
         is_detached=request.detach,
     )
     request = dataclasses.replace(
