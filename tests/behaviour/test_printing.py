@@ -45,8 +45,11 @@ def test_loggers_are_set_up_as_in_the_notebook(fresh_notebook: kernels.Kernel) -
 logging.basicConfig(level=logging.INFO, format="%(name)s says %(message)s")
 log = logging.getLogger("mine")
 def train(): log.info("hello")""")
-    outcome = run(fresh_notebook, "%%distributed -n 2 --view lines\ntrain(); log.debug('much')")
-    assert [of_rank(rank, outcome) for rank in (0, 1)] == [["mine says hello"]] * 2
+    for method in ("spawn", "fork"):
+        cell = f"%%distributed -n 2 --view lines --start_method {method}\ntrain(); log.debug('much')"
+        outcome = run(fresh_notebook, cell)
+        assert [of_rank(rank, outcome) for rank in (0, 1)] == [["mine says hello"]] * 2
+        assert outcome.stderr == ""  # the kernel's handler has written nothing
     run(fresh_notebook, "%distributed start -n 2")
     assert of_rank(1, run(fresh_notebook, "%%distributed\nlogging.warning('careful')")) == ["root says careful"]
 
