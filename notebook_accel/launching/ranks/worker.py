@@ -45,6 +45,7 @@ from notebook_accel.launching.ranks import (
     store,
     streams,
     torch_hooks,
+    warning_filters,
 )
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
@@ -185,6 +186,8 @@ def _run_user_code(
     try:
         _join_run(spec, order, files.store)
         namespace, target, by_value = _open_target(spec, order.place.rank, files.payload, inherited)
+        # Not before: what the notebook has imported before it set a filter is imported before that here too.
+        warning_filters.take_over(spec.warning_filters)
         try:
             value = call(spec, target, namespace)
         finally:
