@@ -184,7 +184,7 @@ class Accelerator(ProcessState):
         self._memory_reports = memory_estimate.ModelMemoryReports(self._backend.device)
         self._forget_prepared()
         self._has_begun = False
-        unprepared_warnings.await_training(self)
+        self._await_training()
 
     # Settings
 
@@ -422,7 +422,7 @@ class Accelerator(ProcessState):
         if not any(item is new for item in known):
             known.append(new)
             if not self._has_begun:
-                unprepared_warnings.await_training(self)
+                self._await_training()
             if self._left.get(kind, 0) > 0:
                 self._left[kind] -= 1
                 unprepared_warnings.warn_of_late(kind)
@@ -530,6 +530,10 @@ class Accelerator(ProcessState):
         except RuntimeError as error:
             self._backend.explain(error)
             raise
+
+    def _await_training(self) -> None:
+        prepared_by = operator.attrgetter("_all_prepared")
+        unprepared_warnings.await_training(self, prepared_by, Accelerator._begin_training)
 
     def _begin_training(self, stepped: torch.optim.Optimizer | None = None) -> None:
         self._has_begun = True
