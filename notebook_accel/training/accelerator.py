@@ -792,7 +792,7 @@ class Accelerator(ProcessState):
 
         Loaders resume the interrupted epoch, their ``epoch``, at its next batch. If the loop had received the last
         batch of that epoch, it gets no further one, and the code after the loop runs. A loop that is running during
-        this call goes on with its own next batch.
+        this call goes on with its own next batch; if it has none, the next loop resumes.
 
         The number of ranks may differ from the saved run's. Loaders then resume at the first sample that no saved rank
         had taken, and additional ranks draw fresh random numbers, with a warning.

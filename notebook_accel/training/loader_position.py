@@ -308,8 +308,12 @@ class LoaderPosition:
             self.reuses_workers = True
 
     def go_on(self, current: LoaderIteration) -> None:
-        """Record that a loop asks for its next batch. A resume point that was loaded inside of this loop is dropped."""
-        if self._resume_point is not None and self._latest is current:
+        """Record that a loop asks for its next batch, so that a resume point which was loaded inside of it is dropped.
+
+        A resume point that was loaded during the last batch is kept for the next loop. Ranks with different numbers of
+        batches decide this by the last one that every rank has.
+        """
+        if self._resume_point is not None and self._latest is current and not current.ends_window:
             self._resume_point = self.reuses_workers = None
             self.epochs.following = self.epochs.running + 1
 

@@ -386,6 +386,36 @@ def test_a_loop_in_which_a_checkpoint_is_loaded_goes_on_with_its_own_batches(
         assert (loader.epoch, [batch.item() for batch in loader]) == (1, [3])
 
 
+def loaded_in_the_last_batch(folder: str, even_batches: bool) -> list[list[int]]:
+    """Return the batches of each loop, the second of which goes back to the first one in its last batch."""
+    config = DataLoaderConfiguration(even_batches=even_batches)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    _, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.arange(7), batch_size=1))
+    last = 7 // accelerator.num_processes  # of those that every rank has
+    loops = []
+    for loop in range(4):
+        loops.append([])
+        for step, batch in enumerate(loader, 1):
+            loops[-1].append(batch.item())
+            if (loop, step) == (0, 2):
+                accelerator.save_state(folder)
+            if (loop, step) == (1, last):
+                accelerator.load_state(folder)
+    return [*loops, [loader.epoch]]
+
+
+def test_a_checkpoint_that_is_loaded_in_the_last_batch_is_continued_by_the_next_loop(
+    two_ranks: Ranks, tmp_path: pathlib.Path
+) -> None:
+    whole = list(range(7))
+    assert loaded_in_the_last_batch(str(tmp_path / "one"), even_batches=True) == [whole, whole, whole[2:], whole, [2]]
+    first, second = [0, 2, 4, 6], [1, 3, 5]
+    assert two_ranks.run(loaded_in_the_last_batch, str(tmp_path / "two"), False) == [
+        [first, first, first[2:], first, [2]],
+        [second, second, second[2:], second, [2]],
+    ]
+
+
 def test_a_pass_that_was_abandoned_does_not_move_the_position() -> None:
     loader = Accelerator(cpu=True).prepare(DataLoader(torch.arange(6), batch_size=1))
     abandoned, running = iter(loader), iter(loader)
