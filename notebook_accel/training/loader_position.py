@@ -203,6 +203,7 @@ class ResumePoint:
             them from the generator that also draws the order. ``None`` for Accelerate's checkpoints.
         generators_now: States of the loader's own generators at the checkpoint, from which a program draws that goes on
             with another epoch. Empty if the epoch hadn't begun, and for Accelerate's checkpoints.
+        seeds: The seed of each ``SeedableRandomSampler`` of the loader. Empty for Accelerate's checkpoints.
     """
 
     epoch: int
@@ -219,6 +220,7 @@ class ResumePoint:
     workers: int = 0
     reuses_workers: bool | None = None
     generators_now: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    seeds: list[int] = dataclasses.field(default_factory=list)
 
 
 class LoaderPosition:

@@ -358,6 +358,26 @@ def test_gradients_that_are_summed_by_hand_are_saved(tmp_path: pathlib.Path, sto
     assert len(saved) == stop % 2  # those that a step has used aren't saved
 
 
+def test_a_seedable_sampler_keeps_its_seed(tmp_path: pathlib.Path) -> None:
+    def prepared(seed: int) -> tuple[Accelerator, Any]:
+        torch.manual_seed(seed)
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+        return accelerator, accelerator.prepare(DataLoader(torch.arange(20), shuffle=True))
+
+    accelerator, loader = prepared(1)
+    epochs = [[batch.item() for batch in loader]]
+    epochs.append([])
+    for batch in loader:
+        epochs[1].append(batch.item())
+        if len(epochs[1]) == 5:
+            accelerator.save_state(tmp_path / "state")
+    epochs.append([batch.item() for batch in loader])
+    accelerator, loader = prepared(2)
+    accelerator.load_state(tmp_path / "state")
+    assert [batch.item() for batch in loader] == epochs[1][5:]
+    assert [batch.item() for batch in loader] == epochs[2]
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_loop_in_which_a_checkpoint_is_loaded_goes_on_with_its_own_batches(
     tmp_path: pathlib.Path, leaves: bool
