@@ -113,6 +113,7 @@ class Accelerator(ProcessState):
         dataloader_config: How later ``prepare`` calls read data: a copy of what was given.
         project_configuration: The folders of the run.
         trackers: The trackers that ``log`` writes to, on rank 0 after ``init_trackers``.
+        before_save: Functions that ``save_state`` calls on every rank before it looks at any state.
 
     Raises:
         ConfigError: An option has an invalid value, or a tracker isn't installed or has no folder.
@@ -705,9 +706,10 @@ class Accelerator(ProcessState):
         self._stopping = stopping.of_rank(self._backend, self, saves_on_end=self._save_on_end is not None)
         self._saving: checkpoint_saving.Saving | None = None
         self._registered: list[Any] = []
+        self.before_save: list[Callable[[], None]] = []
         # Not plain dictionaries, which can't be referenced weakly as RemovableHandle does.
-        self._before_save: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
-        self._before_load: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
+        self._save_hooks: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
+        self._load_hooks: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
 
     @property
     def project_dir(self) -> _Path | None:
@@ -765,10 +767,12 @@ class Accelerator(ProcessState):
                 checkpoint_folders.delete_oldest(folder.parent, configuration.total_limit)
 
         self._wait_for_checkpoint()
+        for function in self.before_save:
+            function()
         self._saving = checkpoint_saving.save(
             self._backend,
             self._checkpoint_state(),
-            [*self._before_save.values()],
+            [*self._save_hooks.values()],
             choose,
             safe=safe_serialization,
             in_background=async_,
@@ -815,7 +819,7 @@ class Accelerator(ProcessState):
             return checkpoint_folders.latest(configuration) if is_numbered else _absolute(input_dir)
 
         self._wait_for_checkpoint()
-        hooks = [*self._before_load.values()]
+        hooks = [*self._load_hooks.values()]
         weights_only = bool((load_kwargs or {}).get("weights_only", True))
         options = {"strict": strict, "weights_only": weights_only}
         folder, self._left = checkpoint.load(self._backend, self._checkpoint_state(), hooks, choose, **options)
@@ -859,14 +863,14 @@ class Accelerator(ProcessState):
         ``folder`` has a temporary name at that time. Weights that the hook removes from the list aren't saved. The
         returned handle's ``remove()`` removes the hook.
         """
-        return _add_hook(self._before_save, hook)
+        return _add_hook(self._save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[[list[torch.nn.Module], str], None]) -> RemovableHandle:
         """Call ``hook(models, folder)`` on every rank before models are loaded.
 
         Models that the hook removes from the list aren't loaded. The returned handle's ``remove()`` removes the hook.
         """
-        return _add_hook(self._before_load, hook)
+        return _add_hook(self._load_hooks, hook)
 
     # Weights and other files
 

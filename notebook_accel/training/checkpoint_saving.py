@@ -183,7 +183,6 @@ def _norms_of_copies(models: Sequence[torch.nn.Module]) -> dict[str, float]:
     return {
         f"{type(model.module).__name__}.{name}": _norm(parameter.detach())
         for model in copied
-        if model.require_backward_grad_sync  # not in local SGD
         for name, parameter in model.module.named_parameters()
         if parameter.is_floating_point() and name not in model.parameters_to_ignore
     }
@@ -203,7 +202,7 @@ def _warn_of_differences(norms: Sequence[dict[str, float]]) -> None:
         shown = f"{', '.join(apart[:3])}{', ...' if len(apart) > 3 else ''}"
         warnings.warn(
             f"Each rank has trained a model of its own: {shown} differ between the ranks, and rank 0's are saved. "
-            "Fix: prepare the optimizer, call what prepare returned, and "
+            "Fix: prepare the optimizer, call what prepare returned, average weights that you train in no_sync, and "
             "change no weight under `if accelerator.is_main_process:`",
             stacklevel=5,
         )
