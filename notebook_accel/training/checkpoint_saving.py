@@ -89,9 +89,8 @@ class Saving:
 
 def is_possible(gradients: GradientState, models: Sequence[torch.nn.Module]) -> bool:
     """Return whether a checkpoint can be saved now: not where gradients of a sharded model are in torch's buffers."""
-    if gradients.sync_gradients or gradients.averages_each_batch:
-        return True
-    return not any(map(fsdp.was_fully_sharded, models))
+    is_in_window = not (gradients.sync_gradients or gradients.averages_each_batch)
+    return not any(map(fsdp.was_fully_sharded if is_in_window else fsdp.has_local_gradients, models))
 
 
 def save(
@@ -289,7 +288,7 @@ def _own_state(backend: Backend, state: CheckpointState) -> dict[str, Any]:
         raise CheckpointError(
             "A checkpoint can't be saved within an accumulation window of a sharded model.",
             why="The gradients so far are in torch's own buffers.",
-            fix="save where accelerator.sync_gradients is true, or "
+            fix="save after the window's last backward pass, which averages them, or "
             "gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=..., sync_each_batch=True)",
         )
     is_unused = state.gradients.is_unused and any(state.states["optimizer"])

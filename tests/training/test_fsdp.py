@@ -298,6 +298,7 @@ def refusals() -> list[str]:
         lambda: Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=True)).prepare(
             torch.nn.Linear(2, 2)
         ),
+        lambda: Accelerator(cpu=True, fsdp_plugin=plugin).prepare(torch.optim.SGD(net.parameters(), lr=0.1)).step(),
     ]
     with accelerator.accumulate(net):
         accelerator.backward(net(torch.ones(1, 4)).sum())
@@ -321,6 +322,7 @@ def test_what_can_not_be_is_refused(two_ranks: Ranks) -> None:
         "reduce takes tensors",
         "gradient_accumulation_steps within a window can't be used",
         "cpu_offload needs a GPU",
+        "gradients of a sharded model haven't been averaged",
     ]
     for found in two_ranks.run(refusals):
         for text, of_one in zip(texts, found, strict=True):
