@@ -450,7 +450,7 @@ class Accelerator(ProcessState):
             AcceleratedScheduler: ("scheduler", self._schedulers),
             DataLoaderShard: ("loader", self._dataloaders),
         }
-        return next((found for kind, found in lists.items() if isinstance(prepared, kind)), ("", self._leaves))
+        return next((found for kind, found in lists.items() if isinstance(prepared, kind)), ("tensor", self._leaves))
 
     @property
     def _all_prepared(self) -> list[Any]:
@@ -838,7 +838,9 @@ class Accelerator(ProcessState):
         }
         writes_whole = self._sharding is not None and self._sharding.saves_whole
         # A hook may change the list of models.
-        return CheckpointState([*self._models], states, self._dataloaders, self.gradient_state, writes_whole)
+        return CheckpointState(
+            [*self._models], states, self._dataloaders, self.gradient_state, self._leaves, writes_whole=writes_whole
+        )
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects to each checkpoint.

@@ -118,7 +118,12 @@ def save(
     with _abandoned_on_failure(folder, rank):
         parts = _collect_on_all_ranks(backend, state, hooks, draft, copies=in_background)
     counts = {kind: len(items) for kind, items in state.states.items()}
-    manifest = {"world_size": backend.place.world_size, "counts": counts, "models": parts.fingerprints}
+    manifest = {
+        "world_size": backend.place.world_size,
+        "counts": counts,
+        "models": parts.fingerprints,
+        "optimizers": state.parameters_of_optimizers(),
+    }
 
     def complete() -> None:
         if rank == 0:
@@ -292,10 +297,13 @@ def _own_state(backend: Backend, state: CheckpointState) -> dict[str, Any]:
             "gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=..., sync_each_batch=True)",
         )
     is_unused = state.gradients.is_unused and any(state.states["optimizer"])
-    models = state.models if is_unused or not state.gradients.sync_gradients else []
+    has_gradients = is_unused or not state.gradients.sync_gradients
     return {
         "loaders": [loader.state_dict() for loader in state.loaders],
         "window": state.gradients.state_dict(),
-        "gradients": [backend.to_host(gradients_of(model)) for model in models],
+        **{
+            name: [backend.to_host(gradients_of(item)) for item in items if has_gradients]
+            for name, items in state.trained.items()
+        },
         "random": random_state.capture(backend),
     }

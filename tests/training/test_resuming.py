@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import random
 from collections.abc import Callable, Iterator
@@ -376,6 +377,49 @@ def test_a_seedable_sampler_keeps_its_seed(tmp_path: pathlib.Path) -> None:
     accelerator.load_state(tmp_path / "state")
     assert [batch.item() for batch in loader] == epochs[1][5:]
     assert [batch.item() for batch in loader] == epochs[2]
+
+
+def with_a_tensor(folder: str, stop_after: int) -> list[float]:
+    """Train a model and a bare tensor, two batches a step; save after ``stop_after`` batches, or load."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1, bias=False)
+    prompt = torch.zeros(2, requires_grad=True)
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD([prompt, model.weight], lr=0.01, momentum=0.9)
+    net, prompt, optimizer = accelerator.prepare(model, prompt, optimizer)
+    batches = torch.arange(1.0, 13.0).view(6, 2, 1)
+    first = 0 if stop_after else int(accelerator.load_state(folder)[-1])
+    for number in range(first, 6):
+        row = batches[number, accelerator.process_index : accelerator.process_index + 1]
+        with contextlib.ExitStack() as local:
+            for trained in (net, prompt) if number % 2 == 0 else ():
+                local.enter_context(accelerator.no_sync(trained))
+            accelerator.backward((net(row) + prompt.sum()).square().sum())
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        if number + 1 == stop_after:
+            accelerator.save_state(folder)
+    return [*prompt.tolist(), model.weight.item()]
+
+
+@pytest.mark.parametrize("stop", [3, 4])
+def test_a_prepared_tensor_is_part_of_a_checkpoint(two_ranks: Ranks, tmp_path: pathlib.Path, stop: int) -> None:
+    folder = str(tmp_path / str(stop))
+    expected = two_ranks.run(with_a_tensor, folder, stop)
+    assert two_ranks.run(with_a_tensor, folder, 0) == expected
+    assert expected[0] == expected[1]
+    assert expected[0][0] != 0
+
+
+def test_gradients_from_before_are_gone_after_loading(tmp_path: pathlib.Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, prompt = torch.nn.Linear(1, 1), torch.zeros(1, requires_grad=True)
+    net, prompt, _ = accelerator.prepare(model, prompt, torch.optim.SGD([*model.parameters(), prompt], lr=0.1))
+    accelerator.save_state(tmp_path / "state")
+    accelerator.backward((net(torch.full((1, 1), torch.nan)) + prompt).sum())
+    accelerator.load_state(tmp_path / "state")
+    assert [parameter.grad for parameter in (*net.parameters(), prompt)] == [None] * 3
 
 
 @pytest.mark.parametrize("leaves", [False, True])
