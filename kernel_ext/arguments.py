@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import builtins
+import contextlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from notebook_accel import config
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,6 +54,32 @@ class Parser(argparse.ArgumentParser):
     def flags(self) -> list[str]:
         """All flags of the magic."""
         return list(self._option_string_actions)
+
+
+def options(given: argparse.Namespace, namespace: Mapping[str, Any]) -> LaunchConfig:
+    """Merge the options of a magic's line with those of the environment and the configuration file.
+
+    Raises:
+        ConfigError: A value isn't allowed. If it is an expression of the notebook's, the error says how to give it.
+    """
+    flags = config.given_flags(given)
+    try:
+        return config.resolve(flags, file=config.default_path())
+    except ConfigError as error:
+        for option, text in flags.items():
+            if error.what.startswith(f"{option}={text!r}") and _is_expression(text, namespace):
+                flag = "-n" if option == "num_processes" else f"--{option}"
+                fix = f"{flag} {{{text}}}, with braces, which give the value in the notebook"
+                raise ConfigError(error.what, fix=fix) from None
+        raise
+
+
+def _is_expression(text: object, namespace: Mapping[str, Any]) -> bool:
+    """Return whether a text is a Python expression with names of the notebook."""
+    names: list[str] = []
+    with contextlib.suppress(SyntaxError, ValueError):
+        names = [node.id for node in ast.walk(ast.parse(str(text), mode="eval")) if isinstance(node, ast.Name)]
+    return not namespace.keys().isdisjoint(names) and (namespace.keys() | vars(builtins).keys()).issuperset(names)
 
 
 def name(text: str) -> str:

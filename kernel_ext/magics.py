@@ -125,7 +125,7 @@ class Magics:
                 )
             value = self.sessions.cell(given, cell)
             return None if _is_silenced(cell) else value
-        config = configuration.resolve(configuration.given_flags(given), file=configuration.default_path())
+        config = arguments.options(given, self._shell.user_ns)
         parsed = self._read(cell)
         args = self._arguments(given.args, parsed)
 
@@ -158,11 +158,10 @@ class Magics:
         return None if is_empty or _is_silenced(cell) else outcome
 
     def _export(self, given: argparse.Namespace, cell: str) -> None:
-        chosen = configuration.given_flags(given)
         request = export.ExportRequest(
             path=given.export.expanduser(),
-            options=configuration.resolve(chosen, file=configuration.default_path()),
-            given=chosen,
+            options=arguments.options(given, self._shell.user_ns),
+            given=configuration.given_flags(given),
             args=given.args,
             push=given.push,
             overwrite=given.overwrite,

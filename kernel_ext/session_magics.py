@@ -17,7 +17,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from kernel_ext import commands
-from kernel_ext.arguments import Parser, names, split
+from kernel_ext.arguments import Parser, names, options, split
 from notebook_accel import config as configuration
 from notebook_accel.errors import CellError, ResultError, RunError
 from notebook_accel.formatting import ranks_in_words
@@ -128,7 +128,7 @@ class SessionMagics:
 
         given = self._start_parser.parse(split(line, "%distributed start"))
         self.release()
-        config = configuration.resolve(configuration.given_flags(given), file=configuration.default_path())
+        config = options(given, self._shell.user_ns)
         with held():  # an interrupt before the assignment would leave ranks that nobody could end
             self.session = Session.from_config(config, detach=given.detach)
         job = self.session.job

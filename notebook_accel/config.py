@@ -434,7 +434,8 @@ def _refusal(given: Mapping[str, Any], text: str) -> ConfigError:
     known = {option.name: option for option in fields()}
     unknown = next((name for name in given if name not in known), "")
     if unknown:
-        return ConfigError(f"There is no option {unknown!r}.", fix="use one of " + ", ".join(sorted(known)))
+        fix = closest_name(unknown, known) or f"one of {', '.join(sorted(known))}"
+        return ConfigError(f"There is no option {unknown!r}.", fix=f"use {fix}")
     what, _, where = text.rpartition(" - at `$.")
     option = known[where.rstrip("`").partition("[")[0]]
     shown = f"{option.name}={given[option.name]!r}"
@@ -480,6 +481,7 @@ _NAMES_ELSEWHERE = {
     "--num_nodes": ("nnodes", "num_machines"),
     "--mixed_precision": ("fp16", "bf16", "amp"),
     "--main_process_port": ("use_port", "master_port"),
+    "--use_port": ("main_process_port", "master_port"),
 }
 _CLOSE = 0.7  # difflib's ratio from which a word counts as a misspelt flag
 
@@ -494,3 +496,8 @@ def closest_flag(word: str, flags: Iterable[str]) -> str:
     elsewhere = [flag for flag, names in _NAMES_ELSEWHERE.items() if name.strip("-") in names and flag in flags]
     longer = [flag for flag in flags if name.strip("-") in flag.strip("-").split("_")]
     return next(iter([*elsewhere, *longer, *difflib.get_close_matches(name, flags, cutoff=_CLOSE)]), "")
+
+
+def closest_name(word: str, names: Iterable[str]) -> str:
+    """Return the name that is closest to an unknown one, as ``closest_flag`` does with flags."""
+    return closest_flag(f"--{word}", [f"--{name}" for name in names]).removeprefix("--")

@@ -119,6 +119,8 @@ def first_line(text: str) -> str:
 
 def plain_text(line: str) -> str:
     """Return a line as a terminal finally shows it, without colours and overwritten text."""
+    if line.isprintable():  # as most lines are, of which a log may have millions
+        return line
     line = _ESCAPE_SEQUENCE.sub("", line).rstrip("\r")
     return _CONTROL_CHARACTER.sub("\N{REPLACEMENT CHARACTER}", line.rpartition("\r")[2])
 

@@ -130,6 +130,9 @@ class Delays(NamedTuple):
     disk: float
 
 
+NO_DELAYS = Delays(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 class _Counts(NamedTuple):
     """The counts of waiting up to some time."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import select
@@ -193,15 +194,11 @@ def run(parsed: argparse.Namespace) -> int:
     with end_signals_as_interrupts() as received:
         try:
             printable = "".join(character if character.isprintable() else "?" for character in script.name[:80])
-            named = chosen.replace(name=chosen.name or printable)
+            launch = functools.partial(launcher.launch_function, script.run, (), {}, chosen, name=printable)
             if parsed.detach:
-                launcher.launch_function(script.run, (), {}, named, detach=True, show=_say_how_to_find)
+                launch(detach=True, show=_say_how_to_find)
                 return 0
-            foreground.run_in_foreground(
-                lambda foreground_lock: launcher.launch_function(
-                    script.run, (), {}, named, foreground_lock=foreground_lock
-                )
-            )
+            foreground.run_in_foreground(lambda foreground_lock: launch(foreground_lock=foreground_lock))
         except RankFailedError as error:
             sys.stderr.write(f"{error}\n")
             return _status(error)

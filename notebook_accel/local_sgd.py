@@ -22,7 +22,8 @@ class LocalSGD:
     """A context in which gradients stay local, and weights are averaged every few steps and at the end.
 
     The method is from Stich, "Local SGD Converges Fast and Communicates Little" (2019). All ranks have to take the
-    same number of steps. A checkpoint has rank 0's weights, which differ from the others' between two averagings.
+    same number of steps. ``save_state`` averages the weights too, and the count of steps begins anew from there, as in
+    a run that is resumed. The optimizer's state, such as momentum, isn't averaged, and a checkpoint has rank 0's.
 
     Args:
         accelerator: The Accelerator that has prepared the model.
@@ -57,6 +58,8 @@ class LocalSGD:
     def __enter__(self) -> Self:
         if self._is_enabled:
             self._local.enter_context(self._accelerator.no_sync(self._model))
+            self._accelerator.before_save.append(self._begin_anew)
+            self._local.callback(self._accelerator.before_save.remove, self._begin_anew)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -69,6 +72,10 @@ class LocalSGD:
         self._steps += 1
         if self._is_enabled and self._steps % self._period == 0:
             self._average()
+
+    def _begin_anew(self) -> None:
+        self._average()
+        self._steps = 0
 
     def _average(self) -> None:
         model = self._model

@@ -96,9 +96,10 @@ def _logs(parsed: argparse.Namespace) -> int:
         )
     for rank in range(facts.world_size) if parsed.rank is None else [parsed.rank]:
         path = logs.log_file(facts.log_folder, rank)
-        print(f"rank {rank}: {path}")
-        if path.exists():  # a rank that is starting has none yet
-            print("\n".join(plain_lines(logs.read(path, parsed.tail).rstrip("\n"))))
+        has_begun = path.exists() or not path.parent.exists()  # in a removed folder, reading says so
+        text = logs.read(path, parsed.tail).rstrip("\n") if has_begun else ""
+        print(f"rank {rank}: {path}" if text else f"rank {rank} has printed nothing: {path}")
+        print("\n".join(plain_lines(text)), end="\n" if text else "")
     return 0
 
 

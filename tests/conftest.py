@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ import hypothesis
 import pytest
 from jupyter_client.manager import KernelManager
 
-from notebook_accel.launching.kernel import local
+from notebook_accel.launching.kernel import launcher, local
 from tests import kernels, processes
 
 pytest_plugins = ["tests.launches"]  # fixtures that launch, for the tests of several folders
@@ -58,12 +59,26 @@ def _made_once() -> Iterator[None]:
     local.engine().close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_filter_warnings_as_python_does() -> Iterator[None]:
+    """Keep pytest's filters in this process: in ranks they would make errors of the warnings of libraries."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "warning_filters", types.SimpleNamespace(settings=list))
+        yield
+
+
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
     """A kernel that the tests of a module share."""
     with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
         assert running.value("1 + 1") == "2"  # what the client makes lazily belongs to the fixture, not to a test
         yield running
+
+
+@pytest.fixture
+def file(tmp_path: pathlib.Path) -> pathlib.Path:
+    """The path of a configuration file. Neither the file nor its folder exists."""
+    return tmp_path / "folder" / "config.yaml"
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ _PAGE = (_ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 _PACKAGES = ("kernel_ext", "notebook_accel")
 
 
-def _rooms() -> list[str]:
-    """The rooms of the picture, as modules."""
+def _folders() -> list[str]:
+    """The folders of the picture, as modules."""
     names = set(re.findall(r"[\w.]+", _arrows()))
     return [name if name == "kernel_ext" else f"notebook_accel.{name}" for name in names]
 
@@ -23,8 +23,8 @@ def _arrows() -> str:
     return _PAGE.partition("flowchart TD\n")[2].partition("```")[0].replace("-->", " ")
 
 
-def _room_of(module: str, rooms: list[str]) -> str | None:
-    inside = [room for room in rooms if module == room or module.startswith(f"{room}.")]
+def _folder_of(module: str, folders: list[str]) -> str | None:
+    inside = [folder for folder in folders if module == folder or module.startswith(f"{folder}.")]
     return max(inside, key=len, default=None)
 
 
@@ -34,12 +34,12 @@ def graph() -> grimp.ImportGraph:
 
 
 def test_arrows_are_the_imports(graph: grimp.ImportGraph) -> None:
-    rooms = _rooms()
+    folders = _folders()
     drawn = {tuple(line.split()) for line in _arrows().splitlines() if line.strip()}
     found = set()
     for module in graph.modules:
         for imported in graph.find_modules_directly_imported_by(module):
-            ends = _room_of(module, rooms), _room_of(imported, rooms)
+            ends = _folder_of(module, folders), _folder_of(imported, folders)
             if None not in ends and ends[0] != ends[1]:
                 found.add(tuple(str(end).removeprefix("notebook_accel.") for end in ends))
     assert drawn == found, f"the picture should have these arrows: {sorted(found)}"

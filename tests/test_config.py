@@ -11,12 +11,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 
 
-@pytest.fixture
-def file(tmp_path: pathlib.Path) -> pathlib.Path:
-    return tmp_path / "folder" / "config.yaml"
-
-
-def _write(file: pathlib.Path, text: str) -> pathlib.Path:
+def write(file: pathlib.Path, text: str) -> pathlib.Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     return file
@@ -40,7 +35,8 @@ def _write(file: pathlib.Path, text: str) -> pathlib.Path:
     ({"name": "a\udcff"}, r"name='a\udcff' can't be used: it has characters that can't be printed."),
     ({"preload": "sklearn"}, "preload='sklearn' is not a list of names."),
     ({"preload": ["sklearn", 3]}, "preload=['sklearn', 3] is not a list of names."),
-    ({"gpus": 2}, "There is no option 'gpus'."),
+    ({"gpus": 2}, "There is no option 'gpus'.\nFix: use num_processes"),
+    ({"colour": 2}, "There is no option 'colour'.\nFix: use one of allow_initialized_cuda, "),
 ])  # fmt: skip
 def test_bad_value_is_one_clear_line_and_a_fix(options: dict, complaint: str) -> None:
     for given_to in (lambda: config.resolve(options, environ={}), lambda: LaunchConfig().replace(**options)):
@@ -63,7 +59,7 @@ def test_replace_changes_a_copy() -> None:
 
 
 def test_arguments_win_over_environment_over_file_over_defaults(file: pathlib.Path) -> None:
-    _write(file, "num_processes: 2\ngrace_s: 3\nmixed_precision: bf16\n")
+    write(file, "num_processes: 2\ngrace_s: 3\nmixed_precision: bf16\n")
     environ = {"NOTEBOOK_ACCEL_NUM_PROCESSES": "4", "NOTEBOOK_ACCEL_GRACE_S": "5"}
     resolved = config.resolve({"num_processes": 8, "grace_s": None}, file=file, environ=environ)
     assert resolved == LaunchConfig(num_processes=8, grace_s=5.0, mixed_precision="bf16")
@@ -75,7 +71,7 @@ def test_yes_and_no_in_the_environment(text: str, value: bool) -> None:
 
 
 def test_none_in_the_environment_undoes_what_the_file_says(file: pathlib.Path) -> None:
-    _write(file, "timeout_s: 5\n")
+    write(file, "timeout_s: 5\n")
     assert config.resolve({}, file=file, environ={"NOTEBOOK_ACCEL_TIMEOUT_S": "none"}).timeout_s is None
 
 
@@ -136,7 +132,7 @@ def test_sizes_of_a_mesh_that_is_not_asked_for_do_not_count() -> None:
 
 
 def test_accelerates_variable_for_the_precision_counts_unless_ours_is_set(file: pathlib.Path) -> None:
-    _write(file, "mixed_precision: no\n")
+    write(file, "mixed_precision: no\n")
     theirs = {"ACCELERATE_MIXED_PRECISION": "BF16"}
     assert config.resolve({}, file=file, environ=theirs).mixed_precision == "bf16"
     assert config.resolve({}, environ={**theirs, "NOTEBOOK_ACCEL_MIXED_PRECISION": "fp16"}).mixed_precision == "fp16"
@@ -148,7 +144,7 @@ def test_accelerates_variable_for_the_precision_counts_unless_ours_is_set(file: 
 
 
 def test_file_of_accelerate_reads_as_ours(file: pathlib.Path) -> None:
-    _write(
+    write(
         file,
         "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: MULTI_CPU\nmachine_rank: 0\n"
         "mixed_precision: 'no'\nnum_machines: 1\nnum_processes: 2\nrdzv_backend: static\nuse_cpu: true\n",
@@ -157,7 +153,7 @@ def test_file_of_accelerate_reads_as_ours(file: pathlib.Path) -> None:
 
 
 def test_sharding_in_accelerates_words(file: pathlib.Path) -> None:
-    _write(
+    write(
         file,
         "distributed_type: FSDP\nfsdp_config:\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
         "  fsdp_offload_params: false\n  fsdp_transformer_layer_cls_to_wrap: A,B\n  fsdp_version: 2\n",
@@ -171,12 +167,12 @@ def test_sharding_in_accelerates_words(file: pathlib.Path) -> None:
         "FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B",
         "FSDP_VERSION": "2",
     }
-    _write(file, "distributed_type: FSDP\nfsdp: false\nfsdp_config: {}\n")
+    write(file, "distributed_type: FSDP\nfsdp: false\nfsdp_config: {}\n")
     assert config.load(file) == {"fsdp": False}  # our own words count first
 
 
 def test_variables_of_sharding_count_above_the_file_and_below_arguments(file: pathlib.Path) -> None:
-    _write(
+    write(
         file,
         "distributed_type: FSDP\nfsdp_config:\n  fsdp_min_num_params: 5\n  fsdp_version: 2\n"
         "  fsdp_transformer_layer_cls_to_wrap: [A, B]\n",
@@ -200,7 +196,7 @@ def test_settings_of_sharding_are_checked_at_once() -> None:
 
 
 def test_a_division_of_the_ranks_in_accelerates_words(file: pathlib.Path) -> None:
-    _write(
+    write(
         file,
         "parallelism_config:\n  parallelism_config_cp_comm_strategy: allgather\n  parallelism_config_cp_size: 1\n"
         "  parallelism_config_dp_replicate_size: 1\n  parallelism_config_dp_shard_size: 2\n"
@@ -212,17 +208,17 @@ def test_a_division_of_the_ranks_in_accelerates_words(file: pathlib.Path) -> Non
         "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
         "PARALLELISM_CONFIG_TP_SIZE": "4",
     }
-    _write(file, "use_cpu: true\nparallelism_config:\n  parallelism_config_cp_size: 2\n")
+    write(file, "use_cpu: true\nparallelism_config:\n  parallelism_config_cp_size: 2\n")
     with pytest.raises(ConfigError, match="line 2: parallelism_config_cp_size: 2 asks for context parallelism"):
         config.load(file)
 
 
 def test_no_without_quotes_is_the_precision_not_false(file: pathlib.Path) -> None:
-    assert config.load(_write(file, "mixed_precision: no\nprofile: off\n")) == {
+    assert config.load(write(file, "mixed_precision: no\nprofile: off\n")) == {
         "mixed_precision": "no",
         "profile": "off",
     }
-    assert config.load(_write(file, "profile: on\ndistributed_type: XLA\n")) == {"profile": "on"}
+    assert config.load(write(file, "profile: on\ndistributed_type: XLA\n")) == {"profile": "on"}
 
 
 @pytest.mark.parametrize(("content", "complaint"), [
@@ -242,14 +238,14 @@ def test_no_without_quotes_is_the_precision_not_false(file: pathlib.Path) -> Non
     ("gpu_ids: 0,1\n", "line 1: gpu_ids: 0,1 asks for certain GPUs; set the variable CUDA_VISIBLE_DEVICES"),
 ])  # fmt: skip
 def test_bad_file_is_named(file: pathlib.Path, content: str, complaint: str) -> None:
-    _write(file, content)
+    write(file, content)
     with pytest.raises(ConfigError, match=complaint) as caught:
         config.resolve({}, file=file, environ={})
     assert str(file) in str(caught.value)
 
 
 def test_everything_that_is_wrong_with_a_file_is_said_at_once(file: pathlib.Path) -> None:
-    _write(file, "deepspeed_config:\n  zero_stage: 3\nnum_processes: two\nsfdp: 1\nfsdp_config: {}\nuse_cpu: true\n")
+    write(file, "deepspeed_config:\n  zero_stage: 3\nnum_processes: two\nsfdp: 1\nfsdp_config: {}\nuse_cpu: true\n")
     with pytest.raises(ConfigError) as caught:
         config.load(file)
     assert [line.split(" (")[0].strip() for line in caught.value.what.splitlines()[1:]] == [
@@ -267,7 +263,7 @@ def test_value_as_text_is_that_value_again() -> None:
 
 
 def test_empty_file_sets_nothing(file: pathlib.Path) -> None:
-    assert config.load(_write(file, "# nothing yet\n")) == {}
+    assert config.load(write(file, "# nothing yet\n")) == {}
 
 
 def test_where_the_file_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

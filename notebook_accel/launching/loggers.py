@@ -27,11 +27,13 @@ class LogHandler(msgspec.Struct, frozen=True):
         to: ``stdout``, ``stderr``, or the path of a file.
         level: Its level.
         format: The arguments of its ``logging.Formatter``; empty for logging's own format.
+        encoding: Encoding of the file, and its handling of errors.
     """
 
     to: str
     level: int
     format: tuple[str | None, ...] = ()
+    encoding: tuple[str | None, str | None] = (None, None)
 
 
 class LoggerSettings(msgspec.Struct, frozen=True):
@@ -64,7 +66,8 @@ def take_over(found: dict[str, LoggerSettings]) -> None:
     """Set up this process's loggers. Those that have handlers keep them."""
     for name, each in found.items():
         logger = logging.getLogger(name)
-        logger.setLevel(each.level)
+        if logger.level != each.level:  # setting a level clears the caches of all loggers, which takes 2 ms in a fork
+            logger.setLevel(each.level)
         logger.propagate = each.propagate
         for described in () if logger.handlers else each.handlers:
             with contextlib.suppress(OSError):  # another machine may lack the file's folder
@@ -83,8 +86,9 @@ def _is_alone(logger: logging.Logger, to: str, _record: logging.LogRecord) -> bo
 def _described(handler: logging.Handler) -> LogHandler | None:
     console = getattr(handler, "console", None)  # of rich
     stream = getattr(handler, "stream", None) or getattr(console, "file", None)
+    encoding: tuple[str | None, str | None] = (None, None)
     if isinstance(handler, logging.FileHandler):
-        to = handler.baseFilename
+        to, encoding = handler.baseFilename, (handler.encoding, handler.errors)
     elif stream is not None and stream in (sys.stdout, sys.__stdout__):
         to = "stdout"
     elif stream is not None and stream in (sys.stderr, sys.__stderr__):
@@ -95,16 +99,18 @@ def _described(handler: logging.Handler) -> LogHandler | None:
     text, dates = (getattr(handler.formatter, name, None) for name in ("_fmt", "datefmt"))
     style = _STYLES.get(type(getattr(handler.formatter, "_style", None)))
     if style is None or not isinstance(text, str):
-        return LogHandler(to, handler.level)
-    return LogHandler(to, handler.level, (text, dates if isinstance(dates, str) else None, style))
+        return LogHandler(to, handler.level, (), encoding)
+    return LogHandler(to, handler.level, (text, dates if isinstance(dates, str) else None, style), encoding)
 
 
 def _made(described: LogHandler) -> logging.Handler:
     streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+    encoding, errors = described.encoding
     handler = (
         logging.StreamHandler(streams[described.to])
         if described.to in streams
-        else logging.FileHandler(described.to, encoding="utf-8")  # which appends, as the other ranks do
+        # This one appends, as the other ranks do. Several processes can't rotate a file.
+        else logging.FileHandler(described.to, encoding=encoding, errors=errors)
     )
     handler.setLevel(described.level)
     handler.setFormatter(_Formatter(*described.format))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import operator
 import os
 import pathlib
@@ -154,11 +155,12 @@ class RunFolder:
         os.pwrite(descriptor, this_process().encode(), 0)
         return descriptor
 
-    def has_name(self, name: str) -> bool:
-        """Return whether this is the run's name. Before the run is published, its name is in the lock's file."""
+    @property
+    def name(self) -> str:
+        """The run's name, which is in the lock's file before the run is published; empty if it can't be read."""
         with contextlib.suppress(OSError, NotebookAccelError):
-            return name == (self.facts.name if self.is_published else (self.path / _LOCK).read_text("utf-8"))
-        return False
+            return self.facts.name if self.is_published else (self.path / _LOCK).read_text("utf-8")
+        return ""
 
     @property
     def is_held(self) -> bool:
@@ -275,23 +277,25 @@ def new_id(name: str) -> str:
     return f"{logs.dated(name)}-{secrets.token_hex(3)}"
 
 
-def make(name: str, run_id: str = "", *, is_unique: bool = False) -> tuple[RunFolder, int]:
+def make(name: str, run_id: str = "", *, is_fixed: bool = False) -> tuple[RunFolder, int]:
     """Make the folder of a run, by default with a new id. Return it with the descriptor that holds its lock.
 
+    If a run of that name goes on, the folder's ``name`` is a free one, such as ``train-2``; with ``is_fixed``, that is
+    an error.
+
     Raises:
-        LaunchError: The folder can't be made; or a run of that name goes on, and the name has to be unique.
+        LaunchError: The folder can't be made, or the fixed name is taken.
     """
     path = root() / (run_id or new_id(name))
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_rights(path.parent)
         with _one_at_a_time(path.parent):
-            if is_unique:
-                _refuse_taken(name)
+            free = _free_name(name, is_fixed=is_fixed)
             path.mkdir(mode=0o700)
             folder = RunFolder(path)
             lock = folder.hold()
-            os.pwrite(lock, name.encode(), 0)
+            os.pwrite(lock, free.encode(), 0)
             return folder, lock
     except OSError as error:
         raise LaunchError(
@@ -312,14 +316,17 @@ def _one_at_a_time(folder: pathlib.Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _refuse_taken(name: str) -> None:
-    """Raise if a run of this name goes on, or is being launched."""
-    if any(folder.has_name(name) and folder.is_held for folder in map(RunFolder, root().iterdir())):
+def _free_name(name: str, *, is_fixed: bool) -> str:
+    """Return the name, with a number if a run of this name goes on or is being launched. Raise if it ``is_fixed``."""
+    taken = {folder.name for folder in map(RunFolder, root().iterdir()) if folder.is_held}
+    if is_fixed and name in taken:
         raise LaunchError(
             f"Your detached run {name!r} is in progress already.",
             fix=f"another name (--name, or %distributed detach NAME); or %distributed attach {shlex.quote(name)}, or "
             f"notebook-accel stop {shlex.quote(name)}",
         )
+    numbered = (f"{name}-{number}" for number in itertools.count(2))
+    return next(free for free in itertools.chain([name], numbered) if free not in taken)
 
 
 def every() -> list[RunFolder]:

@@ -36,6 +36,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         sys_path: The kernel's import path at the launch.
         loggers: The kernel's loggers at the launch, by name.
         torch_settings: The kernel's settings of torch at the launch that aren't its defaults, by name.
+        warning_filters: The kernel's filters of warnings at the launch.
         sources: Sources of the notebook's functions, by the file name in their code.
         cell: The cell's source; ``None`` if the target is a function.
         cell_filename: The file name of the cell's code; a key of ``sources``.
@@ -53,6 +54,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     sys_path: list[str] = []
     loggers: dict[str, LoggerSettings] = {}
     torch_settings: dict[str, Any] = {}
+    warning_filters: list[tuple[str, str, tuple[str, str], str, int]] = []
     sources: dict[str, Source] = {}
     cell: str | None = None
     cell_filename: str = ""

@@ -7,6 +7,7 @@ agent -> any kernel  Attached, then the same messages as to the launching kernel
 agent -> template    Fork, ForkElastic
 template -> agent    Ready, Unusable, Forked, NotForked, Exited
 agent -> rank        Profile, PeersFinished, Named
+rank -> agent        the events of ``events.py``, which the agent forwards in Said
 
 Messages between the agent and a run's elastic process are in ``elastic_messages``.
 """
@@ -205,7 +206,7 @@ class Attached(_AgentMessage, frozen=True, kw_only=True):
 
 
 class Said(_OfRun, frozen=True, kw_only=True):
-    """An encoded event of a rank."""
+    """An encoded event of a rank, or of the agent about it."""
 
     rank: int
     event: msgspec.Raw

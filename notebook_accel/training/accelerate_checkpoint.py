@@ -38,6 +38,7 @@ class AccelerateCheckpoint:
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
         self.ranks = self._count(_RANDOM.format)
+        self.optimizers: list[Any] = []  # Accelerate doesn't save what their parameters are
         sharded = [path.name for pattern in _SHARDED for path in folder.glob(pattern)]
         if sharded and not self._has_weights(0):
             raise CheckpointError(

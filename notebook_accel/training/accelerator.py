@@ -113,6 +113,7 @@ class Accelerator(ProcessState):
         dataloader_config: How later ``prepare`` calls read data: a copy of what was given.
         project_configuration: The folders of the run.
         trackers: The trackers that ``log`` writes to, on rank 0 after ``init_trackers``.
+        before_save: Functions that ``save_state`` calls on every rank before it looks at any state.
 
     Raises:
         ConfigError: An option has an invalid value, or a tracker isn't installed or has no folder.
@@ -184,7 +185,7 @@ class Accelerator(ProcessState):
         self._memory_reports = memory_estimate.ModelMemoryReports(self._backend.device)
         self._forget_prepared()
         self._has_begun = False
-        unprepared_warnings.await_training(self)
+        self._await_training()
 
     # Settings
 
@@ -422,7 +423,7 @@ class Accelerator(ProcessState):
         if not any(item is new for item in known):
             known.append(new)
             if not self._has_begun:
-                unprepared_warnings.await_training(self)
+                self._await_training()
             if self._left.get(kind, 0) > 0:
                 self._left[kind] -= 1
                 unprepared_warnings.warn_of_late(kind)
@@ -449,7 +450,7 @@ class Accelerator(ProcessState):
             AcceleratedScheduler: ("scheduler", self._schedulers),
             DataLoaderShard: ("loader", self._dataloaders),
         }
-        return next((found for kind, found in lists.items() if isinstance(prepared, kind)), ("", self._leaves))
+        return next((found for kind, found in lists.items() if isinstance(prepared, kind)), ("tensor", self._leaves))
 
     @property
     def _all_prepared(self) -> list[Any]:
@@ -530,6 +531,10 @@ class Accelerator(ProcessState):
         except RuntimeError as error:
             self._backend.explain(error)
             raise
+
+    def _await_training(self) -> None:
+        prepared_by = operator.attrgetter("_all_prepared")
+        unprepared_warnings.await_training(self, prepared_by, Accelerator._begin_training)
 
     def _begin_training(self, stepped: torch.optim.Optimizer | None = None) -> None:
         self._has_begun = True
@@ -701,9 +706,10 @@ class Accelerator(ProcessState):
         self._stopping = stopping.of_rank(self._backend, self, saves_on_end=self._save_on_end is not None)
         self._saving: checkpoint_saving.Saving | None = None
         self._registered: list[Any] = []
+        self.before_save: list[Callable[[], None]] = []
         # Not plain dictionaries, which can't be referenced weakly as RemovableHandle does.
-        self._before_save: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
-        self._before_load: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
+        self._save_hooks: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
+        self._load_hooks: collections.OrderedDict[int, Callable[..., None]] = collections.OrderedDict()
 
     @property
     def project_dir(self) -> _Path | None:
@@ -761,10 +767,12 @@ class Accelerator(ProcessState):
                 checkpoint_folders.delete_oldest(folder.parent, configuration.total_limit)
 
         self._wait_for_checkpoint()
+        for function in self.before_save:
+            function()
         self._saving = checkpoint_saving.save(
             self._backend,
             self._checkpoint_state(),
-            [*self._before_save.values()],
+            [*self._save_hooks.values()],
             choose,
             safe=safe_serialization,
             in_background=async_,
@@ -788,7 +796,7 @@ class Accelerator(ProcessState):
 
         Loaders resume the interrupted epoch, their ``epoch``, at its next batch. If the loop had received the last
         batch of that epoch, it gets no further one, and the code after the loop runs. A loop that is running during
-        this call goes on with its own next batch.
+        this call goes on with its own next batch; if it has none, the next loop resumes.
 
         The number of ranks may differ from the saved run's. Loaders then resume at the first sample that no saved rank
         had taken, and additional ranks draw fresh random numbers, with a warning.
@@ -811,7 +819,7 @@ class Accelerator(ProcessState):
             return checkpoint_folders.latest(configuration) if is_numbered else _absolute(input_dir)
 
         self._wait_for_checkpoint()
-        hooks = [*self._before_load.values()]
+        hooks = [*self._load_hooks.values()]
         weights_only = bool((load_kwargs or {}).get("weights_only", True))
         options = {"strict": strict, "weights_only": weights_only}
         folder, self._left = checkpoint.load(self._backend, self._checkpoint_state(), hooks, choose, **options)
@@ -830,7 +838,9 @@ class Accelerator(ProcessState):
         }
         writes_whole = self._sharding is not None and self._sharding.saves_whole
         # A hook may change the list of models.
-        return CheckpointState([*self._models], states, self._dataloaders, self.gradient_state, writes_whole)
+        return CheckpointState(
+            [*self._models], states, self._dataloaders, self.gradient_state, self._leaves, writes_whole=writes_whole
+        )
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Add objects to each checkpoint.
@@ -855,14 +865,14 @@ class Accelerator(ProcessState):
         ``folder`` has a temporary name at that time. Weights that the hook removes from the list aren't saved. The
         returned handle's ``remove()`` removes the hook.
         """
-        return _add_hook(self._before_save, hook)
+        return _add_hook(self._save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[[list[torch.nn.Module], str], None]) -> RemovableHandle:
         """Call ``hook(models, folder)`` on every rank before models are loaded.
 
         Models that the hook removes from the list aren't loaded. The returned handle's ``remove()`` removes the hook.
         """
-        return _add_hook(self._before_load, hook)
+        return _add_hook(self._load_hooks, hook)
 
     # Weights and other files
 

@@ -8,9 +8,11 @@ be used.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import pathlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +37,7 @@ from notebook_accel.training.models import unwrap_model
 from notebook_accel.training.optimizers import parameters_of
 
 CUSTOM = "custom_checkpoint"  # the kind of objects that users register, named as in Accelerate's files
+TENSOR = "tensor"  # the kind of prepared bare tensors
 SHARDED_MODEL = "sharded_model"
 
 _SHOWN_TENSORS = 5
@@ -50,7 +53,48 @@ class CheckpointState:
     states: dict[str, list[Any]]  # objects whose state is equal on all ranks, by kind; the kind names their files
     loaders: list[Any]
     gradients: GradientState
+    tensors: list[torch.Tensor]  # bare ones that were prepared in place of models
     writes_whole: bool = False  # gather sharded models on rank 0
+
+    def __post_init__(self) -> None:
+        self.states = {**self.states, TENSOR: [TensorState(tensor) for tensor in self.tensors]}
+
+    @property
+    def trained(self) -> dict[str, Sequence[Any]]:
+        """Models and bare tensors, by the name of their gradients in a rank's own state."""
+        return {"gradients": self.models, "tensor_gradients": self.tensors}
+
+    def parameters_of_optimizers(self) -> list[list[Any]]:
+        """Return the names, where they are known, and the shapes of each optimizer's parameters in their order."""
+        names = {
+            id(parameter): f"model_{number}.{name}" if number else name
+            for number, model in enumerate(self.models)
+            for name, parameter in _parameters_of(model).items()
+        }
+        return [
+            [[names.get(id(parameter), ""), list(parameter.shape)] for parameter in parameters_of([optimizer])]
+            for optimizer in self.states["optimizer"]
+        ]
+
+
+class TensorState:
+    """The state of a bare tensor that was prepared in place of a model."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the values."""
+        return {"value": self._tensor.detach().clone()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Load values in place."""
+        saved = state["value"]
+        if saved.shape != self._tensor.shape:
+            shapes = f"{tuple(saved.shape)} in the checkpoint, {tuple(self._tensor.shape)} here"
+            raise CheckpointError(f"A prepared tensor has another shape: {shapes}.", fix="make it as it was then")
+        with torch.no_grad():
+            self._tensor.copy_(saved)
 
 
 def state_of(model: torch.nn.Module) -> dict[str, Any]:
@@ -65,10 +109,15 @@ def _inner(model: torch.nn.Module) -> torch.nn.Module:
     return unwrap_model(model, keep_torch_compile=False)
 
 
-def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's gradients by the names of their parameters."""
-    named = _inner(model).named_parameters()
+def gradients_of(item: torch.nn.Module | torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the gradients of a model or a bare tensor by the names of their parameters."""
+    named = _parameters_of(item).items()
     return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+def _parameters_of(item: torch.nn.Module | torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the parameters of a model by name, or a bare tensor under an empty name."""
+    return {"": item} if isinstance(item, torch.Tensor) else dict(_inner(item).named_parameters())
 
 
 def load(
@@ -83,7 +132,8 @@ def load(
     """Restore training from a checkpoint.
 
     Every rank reads and checks everything before any rank changes anything. The exception is the weights of sharded
-    models, which are read in place, since a rank may lack the memory for two copies. Only rank 0 calls ``choose``,
+    models, which are read in place, since a rank may lack the memory for two copies. Optimizers and other objects check
+    their states themselves: if one refuses its own, all get back those from before. Only rank 0 calls ``choose``,
     which returns the folder. Models that a hook removes from its list aren't loaded. Registered objects may need
     ``weights_only=False``, which can run code.
 
@@ -97,6 +147,7 @@ def load(
     parts: list[_RankPart] = []  # not the action's value, which would be sent to the other ranks
     read = functools.partial(_read, backend, state, hooks, folder, strict=strict, weights_only=weights_only)
     on_all_ranks(backend, "read a checkpoint", lambda: parts.append(read()))
+    _load_states(backend, parts[0].states)
     on_all_ranks(backend, "load a checkpoint", lambda: _apply(backend, state, parts[0], strict=strict))
     _tell_new_ranks(parts[0].saved_ranks, backend, folder)
     return folder, parts[0].left
@@ -123,9 +174,12 @@ def _read(
     strict: bool,
     weights_only: bool,
 ) -> _RankPart:
-    saved: _Checkpoint | accelerate_checkpoint.AccelerateCheckpoint = (
-        accelerate_checkpoint.AccelerateCheckpoint(folder) if folders.is_of_accelerate(folder) else _Checkpoint(folder)
-    )
+    saved: _Checkpoint | accelerate_checkpoint.AccelerateCheckpoint
+    if folders.is_of_accelerate(folder):
+        saved = accelerate_checkpoint.AccelerateCheckpoint(folder)
+        state = dataclasses.replace(state, tensors=[])  # it doesn't save them
+    else:
+        saved = _Checkpoint(folder)
     if not (state.models or state.loaders or any(state.states.values())):
         raise CheckpointError(
             f"The checkpoint {folder} can't be loaded: nothing has been prepared.",
@@ -143,19 +197,24 @@ def _read(
     for number, model in enumerate(models):
         own = state_of(model)
         of_model = files.fitted(saved.weights(number, own), _by_name(own), in_place, in_place=True)
-        if strict and fingerprint_of(own) != fingerprint_of(of_model):
-            raise _other_model_error(own, of_model, folder)
+        # Without ``strict``, buffers may differ: some modules take over the shapes of saved ones.
+        names = {*own, *of_model} if strict else dict(_inner(model).named_parameters()).keys() & of_model.keys()
+        differing = sorted(name for name in names if _shape(own, name) != _shape(of_model, name))
+        if differing:
+            raise _other_model_error(own, of_model, differing, folder, strict=strict)
         weights.append((model, of_model))
+    _check_optimizers(saved.optimizers, state.parameters_of_optimizers(), folder)
     states = []
     for kind, items in state.states.items():
         for number, item in enumerate(items):
             of_item = saved.state(kind, number, weights_only=weights_only)
             states.append((item, files.fitted(of_item, _counterpart_in(item), to_read)))
     own_state = saved.own_state(backend, state)
-    own_state["gradients"] = [
-        files.fitted(gradients, _by_name(dict(_inner(model).named_parameters())), to_read)
-        for model, gradients in zip(state.models, own_state["gradients"], strict=False)
-    ]
+    for name, trained in state.trained.items():
+        own_state[name] = [
+            files.fitted(gradients, _by_name(_parameters_of(item)), to_read)
+            for item, gradients in zip(trained, own_state.get(name, ()), strict=False)
+        ]
     files.read(to_read)
     prepared = {"model": state.models, **state.states}
     left = {kind: counts.get(kind, 0) - len(items) for kind, items in prepared.items()}
@@ -175,6 +234,7 @@ class _Checkpoint:
         self._folder = folder
         self._manifest = folders.read_manifest(folder)
         self.ranks: int = self._manifest["world_size"]
+        self.optimizers: list[list[Any]] = self._manifest.get("optimizers", [])
 
     def counts(self, _: Iterable[str]) -> dict[str, int]:
         """Return the number of saved objects of each kind."""
@@ -203,15 +263,16 @@ class _Checkpoint:
         own = self._own_state_of(rank if rank < self.ranks else 0)
         if rank >= self.ranks:
             own["afresh"] = own.pop("random")
-        values = [gradient for gradients in own["gradients"] for gradient in gradients.values()]
         is_spread = backend.place.world_size != self.ranks or any(map(fsdp.is_sharded, state.models))
-        if is_spread and all(isinstance(value, torch.Tensor) for value in values):
-            # Training continues from the mean over the saved ranks, however many ranks there are now.
-            parts = (self._own_state_of(other)["gradients"] for other in range(self.ranks))
-            own["gradients"] = functools.reduce(_added, parts)
-            for gradients in own["gradients"]:
-                for gradient in gradients.values():
-                    gradient.div_(self.ranks)
+        for name in state.trained if is_spread else ():
+            values = [gradient for gradients in own.get(name, ()) for gradient in gradients.values()]
+            if all(isinstance(value, torch.Tensor) for value in values):
+                # Training continues from the mean over the saved ranks, however many ranks there are now.
+                parts = (self._own_state_of(other).get(name, []) for other in range(self.ranks))
+                own[name] = functools.reduce(_added, parts)
+                for gradients in own[name]:
+                    for gradient in gradients.values():
+                        gradient.div_(self.ranks)
         return own
 
     def _own_state_of(self, rank: int) -> dict[str, Any]:
@@ -253,19 +314,42 @@ def _added(sums: list[dict[str, torch.Tensor]], gradients: list[dict[str, torch.
     return sums
 
 
+def _load_states(backend: Backend, states: Sequence[tuple[Any, Any]]) -> None:
+    """Load objects' states on all ranks, or if that fails on a rank, give all objects back those from before.
+
+    States from before aren't copied, since most objects replace them when they load.
+    """
+    before: list[tuple[Any, Any]] = []
+
+    def load_all() -> None:
+        for item, saved in states:
+            before.append((item, item.state_dict()))
+            item.load_state_dict(saved)
+
+    try:
+        on_all_ranks(backend, "load a checkpoint", load_all)
+    except Exception:
+        for item, its_state in before:
+            with contextlib.suppress(Exception):  # the one that has failed may refuse any state
+                item.load_state_dict(its_state)
+        raise
+
+
 def _apply(backend: Backend, state: CheckpointState, read: _RankPart, *, strict: bool) -> None:
     read.read_in_place()
     for model, saved in read.models:
         _inner(model).load_state_dict(saved, strict=strict)
-    for item, saved in read.states:
-        item.load_state_dict(saved)
     for loader, position in zip(state.loaders, read.own["loaders"], strict=False):  # some may be prepared later
         loader.load_state_dict(position)
     state.gradients.load_state_dict(read.own["window"])
-    for model, gradients in zip(state.models, read.own["gradients"], strict=False):
-        for name, parameter in _inner(model).named_parameters():
-            gradient = gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+    for kind, items in state.trained.items():
+        # Others than those of an unfinished window are cleared: they belong to the training before.
+        for item, gradients in zip(items, itertools.chain(read.own[kind], itertools.repeat({})), strict=False):
+            parameters = _parameters_of(item)
+            fsdp.drop_local_gradients(parameters.values())
+            for name, parameter in parameters.items():
+                gradient = gradients.get(name)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
     if "afresh" in read.own:
         random_state.draw_afresh(read.own["afresh"], backend.place.rank, backend)
     else:
@@ -328,16 +412,31 @@ def _check_counts(
             )
 
 
-def _other_model_error(own: Mapping[str, Any], saved: Mapping[str, Any], folder: pathlib.Path) -> CheckpointError:
-    differing = [
+def _check_optimizers(saved: Sequence[Any], own: Sequence[Any], folder: pathlib.Path) -> None:
+    """Raise ``CheckpointError`` if parameters would get the state of others, which torch doesn't notice."""
+    for theirs, ours in zip(saved, own, strict=False):
+        is_in_another_order = sorted(name for name, _ in theirs) == sorted(name for name, _ in ours)
+        for (there, saved_shape), (here, shape) in zip(theirs, ours, strict=False):
+            if saved_shape != shape or (is_in_another_order and there != here):
+                raise CheckpointError(
+                    f"An optimizer of the checkpoint {folder} has other parameters: {there} of shape "
+                    f"{tuple(saved_shape)} is where this run has {here} of shape {tuple(shape)}.",
+                    fix="give the optimizer the same parameters in the same order as when it was saved",
+                )
+
+
+def _other_model_error(
+    own: Mapping[str, Any], saved: Mapping[str, Any], differing: Sequence[str], folder: pathlib.Path, *, strict: bool
+) -> CheckpointError:
+    shown = [
         f"  {name}: {_shape(saved, name)} in the checkpoint, {_shape(own, name)} in the model"
-        for name in sorted({*own, *saved})
-        if _shape(own, name) != _shape(saved, name)
+        for name in differing[:_SHOWN_TENSORS]
     ]
     more = [f"  and {len(differing) - _SHOWN_TENSORS} more"] if len(differing) > _SHOWN_TENSORS else []
     return CheckpointError(
-        "\n".join([f"The checkpoint {folder} is of another model:", *differing[:_SHOWN_TENSORS], *more]),
-        fix="make the model as it was when it was saved; load_state(..., strict=False) loads what has the same name",
+        "\n".join([f"The checkpoint {folder} is of another model:", *shown, *more]),
+        fix="make the model as it was when it was saved"
+        + ("; load_state(..., strict=False) loads what has the same name" if strict else ""),
     )
 
 

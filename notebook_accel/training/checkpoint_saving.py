@@ -89,9 +89,8 @@ class Saving:
 
 def is_possible(gradients: GradientState, models: Sequence[torch.nn.Module]) -> bool:
     """Return whether a checkpoint can be saved now: not where gradients of a sharded model are in torch's buffers."""
-    if gradients.sync_gradients or gradients.averages_each_batch:
-        return True
-    return not any(map(fsdp.was_fully_sharded, models))
+    is_in_window = not (gradients.sync_gradients or gradients.averages_each_batch)
+    return not any(map(fsdp.was_fully_sharded if is_in_window else fsdp.has_local_gradients, models))
 
 
 def save(
@@ -119,7 +118,12 @@ def save(
     with _abandoned_on_failure(folder, rank):
         parts = _collect_on_all_ranks(backend, state, hooks, draft, copies=in_background)
     counts = {kind: len(items) for kind, items in state.states.items()}
-    manifest = {"world_size": backend.place.world_size, "counts": counts, "models": parts.fingerprints}
+    manifest = {
+        "world_size": backend.place.world_size,
+        "counts": counts,
+        "models": parts.fingerprints,
+        "optimizers": state.parameters_of_optimizers(),
+    }
 
     def complete() -> None:
         if rank == 0:
@@ -183,7 +187,6 @@ def _norms_of_copies(models: Sequence[torch.nn.Module]) -> dict[str, float]:
     return {
         f"{type(model.module).__name__}.{name}": _norm(parameter.detach())
         for model in copied
-        if model.require_backward_grad_sync  # not in local SGD
         for name, parameter in model.module.named_parameters()
         if parameter.is_floating_point() and name not in model.parameters_to_ignore
     }
@@ -203,7 +206,7 @@ def _warn_of_differences(norms: Sequence[dict[str, float]]) -> None:
         shown = f"{', '.join(apart[:3])}{', ...' if len(apart) > 3 else ''}"
         warnings.warn(
             f"Each rank has trained a model of its own: {shown} differ between the ranks, and rank 0's are saved. "
-            "Fix: prepare the optimizer, call what prepare returned, and "
+            "Fix: prepare the optimizer, call what prepare returned, average weights that you train in no_sync, and "
             "change no weight under `if accelerator.is_main_process:`",
             stacklevel=5,
         )
@@ -290,14 +293,17 @@ def _own_state(backend: Backend, state: CheckpointState) -> dict[str, Any]:
         raise CheckpointError(
             "A checkpoint can't be saved within an accumulation window of a sharded model.",
             why="The gradients so far are in torch's own buffers.",
-            fix="save where accelerator.sync_gradients is true, or "
+            fix="save after the window's last backward pass, which averages them, or "
             "gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=..., sync_each_batch=True)",
         )
     is_unused = state.gradients.is_unused and any(state.states["optimizer"])
-    models = state.models if is_unused or not state.gradients.sync_gradients else []
+    has_gradients = is_unused or not state.gradients.sync_gradients
     return {
         "loaders": [loader.state_dict() for loader in state.loaders],
         "window": state.gradients.state_dict(),
-        "gradients": [backend.to_host(gradients_of(model)) for model in models],
+        **{
+            name: [backend.to_host(gradients_of(item)) for item in items if has_gradients]
+            for name, items in state.trained.items()
+        },
         "random": random_state.capture(backend),
     }

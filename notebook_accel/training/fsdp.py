@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +31,8 @@ _sharded_models: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[torch.Ten
     weakref.WeakKeyDictionary()
 )
 
+_accumulating: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # sharded models that were in ``no_sync``
+
 
 def is_sharded(model: object) -> bool:
     """Return whether a model was prepared and is sharded by ``fully_shard``."""
@@ -45,15 +48,17 @@ def _units(model: torch.nn.Module) -> Iterator[Any]:
     return filter(is_sharded_module, model.modules())
 
 
-def data_mesh(model: torch.nn.Module) -> Any:
-    """Return the mesh over which ``fully_shard`` shards and replicates a model; ``None`` if it has no parameters."""
+def _groups(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield torch's groups of parameters that are gathered together."""
     for unit in _units(model):
         state = unit._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.13 has several
-        for group in groups:
-            if group is not None:
-                return group.mesh_info.mesh
-    return None
+        yield from (group for group in groups if group is not None)
+
+
+def data_mesh(model: torch.nn.Module) -> Any:
+    """Return the mesh over which ``fully_shard`` shards and replicates a model; ``None`` if it has no parameters."""
+    return next((group.mesh_info.mesh for group in _groups(model)), None)
 
 
 def register(model: torch.nn.Module, before_forward: Callable[[], None]) -> None:
@@ -451,6 +456,7 @@ def remap(optimizer: torch.optim.Optimizer) -> None:
 @contextlib.contextmanager
 def no_sync(model: torch.nn.Module) -> Iterator[None]:
     """Keep a sharded model's gradients local and unsharded in the body's backward passes."""
+    _accumulating.add(uncompiled(model))
     for unit in _units(model):
         unit.set_requires_gradient_sync(False, recurse=False)
     try:
@@ -458,6 +464,43 @@ def no_sync(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for unit in _units(model):
             unit.set_requires_gradient_sync(True, recurse=False)
+
+
+def has_local_gradients(model: torch.nn.Module) -> bool:
+    """Return whether ``no_sync`` has left gradients of a sharded model in torch's own buffers."""
+    return uncompiled(model) in _accumulating and any(True for _ in _local_parts(model))
+
+
+def drop_local_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Drop the gradients that ``no_sync`` has left of sharded parameters, which torch's ``zero_grad`` doesn't reach."""
+    for part in _local_parts_of(parameters):
+        part.unsharded_accumulated_grad = part._unsharded_param.grad = None
+
+
+def refuse_local_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise ``TrainingError`` if ``no_sync`` has left gradients of sharded parameters, which no step would use."""
+    if any(True for _ in _local_parts_of(parameters)):
+        raise TrainingError(
+            "An optimizer steps, and gradients of a sharded model haven't been averaged.",
+            why="A rank updates its shares, and no_sync and accumulate leave whole gradients on each rank.",
+            fix="make the last backward pass of a window outside of no_sync, through every model in it",
+        )
+
+
+def _local_parts_of(parameters: Iterable[torch.Tensor]) -> Iterator[Any]:
+    if _accumulating:
+        wanted = set(map(id, parameters))
+        parts = itertools.chain.from_iterable(map(_local_parts, _accumulating))
+        yield from (part for part in parts if id(part.sharded_param) in wanted)
+
+
+def _local_parts(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield torch's records of those parameters that have a gradient of this rank alone."""
+    for group in _groups(model):
+        for part in group.fsdp_params:
+            gathered = getattr(part, "_unsharded_param", None)  # torch makes it when it first gathers the parameter
+            if part.unsharded_accumulated_grad is not None or getattr(gathered, "grad", None) is not None:
+                yield part
 
 
 def refuse_sharded(models: Iterable[Any], what: str, fix: str) -> None:

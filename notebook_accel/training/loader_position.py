@@ -203,6 +203,7 @@ class ResumePoint:
             them from the generator that also draws the order. ``None`` for Accelerate's checkpoints.
         generators_now: States of the loader's own generators at the checkpoint, from which a program draws that goes on
             with another epoch. Empty if the epoch hadn't begun, and for Accelerate's checkpoints.
+        seeds: The seed of each ``SeedableRandomSampler`` of the loader. Empty for Accelerate's checkpoints.
     """
 
     epoch: int
@@ -219,6 +220,7 @@ class ResumePoint:
     workers: int = 0
     reuses_workers: bool | None = None
     generators_now: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    seeds: list[int] = dataclasses.field(default_factory=list)
 
 
 class LoaderPosition:
@@ -308,8 +310,12 @@ class LoaderPosition:
             self.reuses_workers = True
 
     def go_on(self, current: LoaderIteration) -> None:
-        """Record that a loop asks for its next batch. A resume point that was loaded inside of this loop is dropped."""
-        if self._resume_point is not None and self._latest is current:
+        """Record that a loop asks for its next batch, so that a resume point which was loaded inside of it is dropped.
+
+        A resume point that was loaded during the last batch is kept for the next loop. Ranks with different numbers of
+        batches decide this by the last one that every rank has.
+        """
+        if self._resume_point is not None and self._latest is current and not current.ends_window:
             self._resume_point = self.reuses_workers = None
             self.epochs.following = self.epochs.running + 1
 

@@ -26,6 +26,7 @@ from notebook_accel.training.sharding import (
     IterableDatasetShard,
     MarkedBatch,
     Round,
+    SeedableRandomSampler,
     SkipBatchSampler,
     Tail,
     chain_of,
@@ -129,12 +130,15 @@ class DataLoaderShard(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch, the number of batches handed out, and the random states that drew them."""
-        return self.position.state_dict(
+        state = self.position.state_dict(
             self._generators(), self._total(), self._deal, reuses_workers=self._reuses_workers
         )
+        return {**state, "seeds": [sampler.seed for sampler in self._seedable_samplers()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration resume where ``state_dict`` was taken."""
+        for sampler, seed in zip(self._seedable_samplers(), state.get("seeds", ()), strict=False):
+            sampler.seed = seed
         self.position.load_state_dict(state, self._generators(), self._total(), self._deal)
 
     def set_epoch(self, epoch: int) -> None:
@@ -247,6 +251,9 @@ class DataLoaderShard(DataLoader[Any]):
             return False
         saved = self.position.reuses_workers
         return self._reader._iterator is not None if saved is None else saved
+
+    def _seedable_samplers(self) -> list[SeedableRandomSampler]:
+        return [part for part in chain_of(self._batches) if isinstance(part, SeedableRandomSampler)]
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators, besides torch's global one, that draw the order of the batches."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,11 +53,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._uncalled = UncalledModels(optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step if gradients sync and, in fp16, none has overflowed."""
+        """Step if gradients sync and, in fp16, none has overflowed.
+
+        Raises:
+            TrainingError: Gradients of a sharded model haven't been averaged, or there is a closure in fp16.
+        """
         if not self._gradients.sync_gradients:
             return None
         if closure is None:  # a closure computes the gradients itself
             self.average_uncalled()
+            fsdp.refuse_local_gradients(self._own_parameters())
         self._uncalled.has_stepped()
         if self._scaler is None:
             value = self.optimizer.step() if closure is None else self.optimizer.step(self._agreeing(closure))
@@ -95,10 +100,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         self._uncalled.average(parameters, may_be_local=not self._gradients.is_counting)
 
+    def _own_parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless an accumulation window is still summing them."""
         if self._gradients.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
+            fsdp.drop_local_gradients(self._own_parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state."""

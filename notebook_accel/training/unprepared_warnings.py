@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,17 +20,35 @@ from notebook_accel.training import gradients, optimizers
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")  # attributes of torch's schedulers that hold their planned length
 
-# Accelerators that haven't trained yet, each with the optimizers that move none of the objects prepared so far.
-_untrained: weakref.WeakKeyDictionary[Any, weakref.WeakSet[torch.optim.Optimizer]] = weakref.WeakKeyDictionary()
+
+@dataclasses.dataclass
+class _Wait:
+    """What an ``Accelerator`` that hasn't trained yet waits for."""
+
+    prepared_by: Callable[[Any], Sequence[Any]]
+    begin: Callable[[Any, torch.optim.Optimizer], None]
+    others: weakref.WeakSet[torch.optim.Optimizer] = dataclasses.field(default_factory=weakref.WeakSet)
 
 
-def await_training(accelerator: Any) -> None:
+_untrained: weakref.WeakKeyDictionary[Any, _Wait] = weakref.WeakKeyDictionary()
+
+
+def await_training(
+    accelerator: Any,
+    prepared_by: Callable[[Any], Sequence[Any]],
+    begin: Callable[[Any, torch.optim.Optimizer], None],
+) -> None:
     """Have an ``Accelerator`` warn after the first step too, for programs that call ``loss.backward()``.
 
     It calls this again when it has prepared further objects.
+
+    Args:
+        accelerator: The Accelerator, held weakly.
+        prepared_by: Returns the objects that the Accelerator has prepared.
+        begin: Called with the Accelerator and the first optimizer that steps and moves one of these objects.
     """
     _watch_steps()
-    _untrained[accelerator] = weakref.WeakSet()
+    _untrained[accelerator] = _Wait(prepared_by, begin)
 
 
 @functools.cache
@@ -45,15 +64,16 @@ def end_wait(accelerator: Any) -> None:
 def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling():  # the step of an optimizer can be compiled
         return
-    for accelerator, others in list(_untrained.items()):
-        if optimizer in others:
+    for accelerator, wait in list(_untrained.items()):
+        if optimizer in wait.others:
             continue
-        models, trained = [*accelerator._models, *accelerator._leaves], accelerator._optimizers
-        known = optimizers.known_parameters([*models, *optimizers.parameters_of(trained)])
+        prepared = wait.prepared_by(accelerator)
+        trained = optimizers.parameters_of(item for item in prepared if isinstance(item, torch.optim.Optimizer))
+        known = optimizers.known_parameters([*prepared, *trained])
         if known.isdisjoint(map(id, optimizers.parameters_of([optimizer]))):
-            others.add(optimizer)
+            wait.others.add(optimizer)
         else:
-            accelerator._begin_training(optimizer)
+            wait.begin(accelerator, optimizer)
 
 
 def warn(

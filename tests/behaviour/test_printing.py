@@ -45,10 +45,24 @@ def test_loggers_are_set_up_as_in_the_notebook(fresh_notebook: kernels.Kernel) -
 logging.basicConfig(level=logging.INFO, format="%(name)s says %(message)s")
 log = logging.getLogger("mine")
 def train(): log.info("hello")""")
-    outcome = run(fresh_notebook, "%%distributed -n 2 --view lines\ntrain(); log.debug('much')")
-    assert [of_rank(rank, outcome) for rank in (0, 1)] == [["mine says hello"]] * 2
+    for method in ("spawn", "fork"):
+        cell = f"%%distributed -n 2 --view lines --start_method {method}\ntrain(); log.debug('much')"
+        outcome = run(fresh_notebook, cell)
+        assert [of_rank(rank, outcome) for rank in (0, 1)] == [["mine says hello"]] * 2
+        assert outcome.stderr == ""  # the kernel's handler has written nothing
     run(fresh_notebook, "%distributed start -n 2")
     assert of_rank(1, run(fresh_notebook, "%%distributed\nlogging.warning('careful')")) == ["root says careful"]
+
+
+def test_warnings_are_filtered_as_in_the_notebook(fresh_notebook: kernels.Kernel) -> None:
+    fresh_notebook.run("import warnings\nwarnings.filterwarnings('ignore', 'the old')")
+    fresh_notebook.run("old, new = 'the old way', 'the new way'")
+    warn = "warnings.warn(old); warnings.warn(new)"
+    outcome = run(fresh_notebook, f"%%distributed -n 1 --view lines\n{warn}")
+    assert "UserWarning: the new way" in outcome.stdout and "the old way" not in outcome.stdout
+    fresh_notebook.run("warnings.simplefilter('error')")
+    run(fresh_notebook, "%distributed start -n 1")
+    assert fresh_notebook.run(f"%%distributed\n{warn}").traceback.endswith("UserWarning: the new way")
 
 
 def test_rank_prints_on_while_the_agent_is_stopped(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:

@@ -149,9 +149,14 @@ def test_ranks_that_are_still_to_come_have_printed_nothing(
     registry.add(job)
     (tmp_path / "rank_0.log").write_text("hello\n")
     commands.run("logs")
-    job.end("stopped")
     said = capsys.readouterr().out.splitlines()
     assert said[1:] == ["hello", f"rank 1 has printed nothing yet: {tmp_path / 'rank_1.log'}"]
+    job.end("stopped")
+    for _ in range(2):  # the second time, nothing but the registry knows the run
+        commands.run("logs 1")
+        assert capsys.readouterr().out == f"rank 1 has printed nothing: {tmp_path / 'rank_1.log'}\n"
+        job = None
+        gc.collect()
 
 
 def test_ranks_of_a_later_node_have_their_numbers_among_all(

@@ -62,6 +62,8 @@ def test_another_extensions_magic_of_that_name_is_mentioned(tmp_path: pathlib.Pa
         ("-n 0", "num_processes=0 can't be used: it has to be >= 1."),
         ("-n -1", "num_processes=-1 can't be used"),
         ("-n two", "num_processes='two' is not a whole number."),
+        ("-n os.cpu_count()", "Fix: -n {os.cpu_count()}, with braces"),
+        ("--timeout_s os", "Fix: --timeout_s {os}, with braces"),
         ("--mixed_precision fp4", "mixed_precision='fp4' is not known."),
         ("--timeout_s soon", "timeout_s='soon' is not a number."),
         ("--nonsense 3", "there is no option --nonsense"),

@@ -66,10 +66,13 @@ def test_modules_that_change_are_reloaded_as_in_the_notebook_or_named(notebook: 
 pathlib.Path(later_of_mine.__file__).write_text('VALUE = 22')
 os.utime(later_of_mine.__file__, (time.time() + 5, time.time() + 5))"""
     assert notebook.run(f"%%rank 1\n{imports}").stdout == ""
-    assert (
-        "later_of_mine.py has changed, but the ranks keep the module"
-        in notebook.run("%%rank 1\nlater_of_mine.VALUE").stdout
-    )
+    kept = "_of_mine.py has changed, but the ranks keep the module"
+    assert f"later{kept}" in notebook.run("%%rank 1\nlater_of_mine.VALUE").stdout
+    # A push imports the module in the ranks, and it changes before the next cell.
+    notebook.run("open('pushed_of_mine.py', 'w').write('class Thing: pass')")
+    notebook.run("import pushed_of_mine\nthing = pushed_of_mine.Thing()\n%push thing")
+    notebook.run("open('pushed_of_mine.py', 'w').write('class Thing: size = 22')")
+    assert f"pushed{kept}" in notebook.run("%%distributed\nthing").stdout
 
 
 def test_displays_and_figures_appear_under_the_cell_that_runs(notebook: kernels.Kernel) -> None:

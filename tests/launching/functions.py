@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import pathlib
 import signal
@@ -30,6 +31,13 @@ def threads() -> tuple[int, int, dict[str, str | None]]:
     [blas] = [info["num_threads"] for info in threadpoolctl.threadpool_info() if "numpy" in info["filepath"]]
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return torch.get_num_threads(), blas, {name: os.environ.get(name) for name in names}
+
+
+def shows_compile_times(shows: bool) -> None:
+    """Have torch log what it logs about compilations at the process's end, if ``shows``."""
+    if shows:
+        torch._logging.set_logs(dynamo=logging.INFO)
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
 
 
 def reports_once() -> int:

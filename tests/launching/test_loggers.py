@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def test_handlers_of_streams_and_files_are_taken_over(logger: logging.Logger, tm
     logger.propagate = False
     found = loggers.settings()[NAME]
     assert found.handlers == (
-        LogHandler(str(tmp_path / "train.log"), 0, ("{levelname} {message}", None, "{")),
+        LogHandler(str(tmp_path / "train.log"), 0, ("{levelname} {message}", None, "{"), ("locale", None)),
         LogHandler("stdout", logging.ERROR),
     )
     file.emit(logging.makeLogRecord({"msg": "from the notebook", "levelname": "INFO"}))
@@ -55,6 +56,23 @@ def test_handlers_of_streams_and_files_are_taken_over(logger: logging.Logger, tm
     logger.info("from a rank")
     assert not logger.propagate
     assert (tmp_path / "train.log").read_text().splitlines() == ["INFO from the notebook", "INFO from a rank"]
+
+
+def test_a_file_keeps_its_encoding_and_is_rotated_by_the_notebook_alone(
+    logger: logging.Logger, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "train.log"
+    handler = logging.handlers.RotatingFileHandler(
+        path, maxBytes=1, backupCount=1, encoding="latin-1", errors="replace"
+    )
+    logger.addHandler(handler)
+    found = loggers.settings()
+    logger.removeHandler(handler)
+    handler.close()
+    loggers.take_over({NAME: found[NAME]})
+    for text in ("früh", "spät \N{SNOWMAN}"):
+        logger.error(text)
+    assert path.read_bytes() == "früh\nspät ?\n".encode("latin-1")
 
 
 def test_packages_add_their_handlers_themselves(monkeypatch: pytest.MonkeyPatch, logger: logging.Logger) -> None:

@@ -79,13 +79,18 @@ def test_folder_is_held_until_the_last_process_with_the_lock_has_gone() -> None:
 
 
 def test_name_is_taken_from_the_moment_of_the_launch_and_free_when_its_holder_has_gone() -> None:
-    _, lock = run_folders.make("the night", is_unique=True)
+    _, lock = run_folders.make("the night", is_fixed=True)
     with pytest.raises(
         LaunchError, match=r"'the night' is in progress already\.\nFix: .* attach 'the night', .* stop 'the night'$"
     ):
-        run_folders.make("the night", is_unique=True)
+        run_folders.make("the night", is_fixed=True)
+    numbered = [run_folders.make("the night") for _ in range(2)]
+    assert [folder.name for folder, _ in numbered] == ["the night-2", "the night-3"]
     os.close(lock)
-    os.close(run_folders.make("the night", is_unique=True)[1])
+    again, lock = run_folders.make("the night", is_fixed=True)
+    assert again.name == "the night"
+    for each in (lock, *(lock for _, lock in numbered)):
+        os.close(each)
 
 
 def test_of_launches_at_the_same_time_one_gets_the_name() -> None:
@@ -95,7 +100,7 @@ def test_of_launches_at_the_same_time_one_gets_the_name() -> None:
     def launches() -> None:
         os.read(begin, 1)
         try:
-            run_folders.make("night", is_unique=True)
+            run_folders.make("night", is_fixed=True)
             os.write(tell, b"1")
         except LaunchError:
             os.write(tell, b"0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import signal
 import threading
 import warnings
@@ -120,6 +121,77 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: pathlib.Path) -> No
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(CheckpointError, match="another optimizer than SGD: it has no momentum, dampening"):
         accelerator.load_state(tmp_path / "state")
+
+
+@pytest.mark.parametrize(("others", "text"), [
+    ("swapped", ": 1.weight of shape (2, 2) is where this run has 0.weight of shape (2, 2)"),
+    ("another", ": 1.weight of shape (2, 2) is where this run has 2.weight of shape (3, 2)"),
+])  # fmt: skip
+def test_the_state_of_other_parameters_is_refused(tmp_path: pathlib.Path, others: str, text: str) -> None:
+    def of(places: list[int]) -> Accelerator:
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, width, bias=False) for width in (2, 2, 3)))
+        accelerator.prepare(model, torch.optim.Adam([model[place].weight for place in places]))
+        return accelerator
+
+    of([1, 0]).save_state(tmp_path / "state")
+    of([1, 0]).load_state(tmp_path / "state")
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        of([0, 1] if others == "swapped" else [2, 0]).load_state(tmp_path / "state")
+
+
+class Refusing(Register):
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        raise KeyError("epoch")
+
+
+def load_another(folder: str, fault: str) -> tuple[str, list[str]]:
+    """Return the error of loading a checkpoint that doesn't fit, and the parts of the state that it has changed."""
+
+    def trained(fault: str, lr: float) -> tuple[Accelerator, dict[str, Any]]:
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(int(lr))
+        model = torch.nn.Linear(5 if fault == "shape" else 3, 2)
+        others = torch.nn.Linear(1, 1)
+        groups: Any = [*model.parameters(), *others.parameters()] if fault == "group" else model.parameters()
+        optimizer = torch.optim.SGD(groups, lr=lr) if fault == "kind" else torch.optim.Adam(groups, lr=lr)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        first = torch.optim.SGD(others.parameters(), lr=lr, momentum=0.9)
+        net, other_net, first, optimizer, schedule = accelerator.prepare(model, others, first, optimizer, schedule)
+        accelerator.backward(net(torch.ones(1, model.in_features)).sum() + other_net(torch.ones(1, 1)).sum())
+        first.step()
+        optimizer.step()
+        schedule.step()
+        counter = Register(lr)
+        is_refusing = fault == "object" and accelerator.process_index == accelerator.num_processes - 1
+        accelerator.register_for_checkpointing(counter, Refusing() if is_refusing else Register())
+        parts = {"other model": others, "model": model, "first optimizer": first, "optimizer": optimizer}
+        return accelerator, {**parts, "scheduler": schedule, "counter": counter}
+
+    def states(parts: dict[str, Any]) -> dict[str, str]:
+        return {name: repr(part.state_dict()) for name, part in parts.items()}
+
+    trained("", 1.0)[0].save_state(folder)
+    accelerator, parts = trained(fault, 2.0)
+    before = states(parts)
+    with pytest.raises(CheckpointError) as raised:
+        accelerator.load_state(folder, strict=fault != "shape")
+    after = states(parts)
+    return str(raised.value), [name for name in parts if after[name] != before[name]]
+
+
+@pytest.mark.parametrize(("fault", "text"), [
+    ("kind", "The saved state is of another optimizer than SGD"),
+    ("group", "Rank 0 could not load a checkpoint: ValueError: loaded state dict contains a parameter group"),
+    ("object", "Rank 1 could not load a checkpoint: KeyError: 'epoch'"),
+    ("shape", "weight: (2, 3) in the checkpoint, (2, 5) in the model"),
+])  # fmt: skip
+def test_a_checkpoint_that_does_not_fit_changes_nothing(
+    two_ranks: Ranks, tmp_path: pathlib.Path, fault: str, text: str
+) -> None:
+    for error, changed in two_ranks.run(load_another, str(tmp_path / "state"), fault):
+        assert text in error
+        assert changed == []
 
 
 class _Around(torch.optim.Optimizer):

@@ -211,6 +211,35 @@ class Stream(IterableDataset[Any]):
             yield torch.full((4,), 1.0 + number)
 
 
+def gradients_dropped(folder: str, by: str) -> list[Any]:
+    """Return the weights of a whole model after a step, and of a sharded one that dropped a micro-batch before."""
+    weights = []
+    for plugin in (None, FullyShardedDataParallelPlugin()):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+        net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        x = torch.full((1, 4), 1.0 + accelerator.process_index)
+        accelerator.save_state(folder)
+        if plugin is not None:
+            with accelerator.no_sync(net):
+                accelerator.backward(net(x).square().mean())
+            optimizer.zero_grad() if by == "zero_grad" else accelerator.load_state(folder)
+        accelerator.backward(net(x).square().mean())
+        optimizer.step()
+        weights.append([value.tolist() for value in accelerator.get_state_dict(net).values()])
+        accelerator.end_training()
+    return weights
+
+
+@pytest.mark.parametrize("by", ["zero_grad", "load_state"])
+def test_gradients_that_a_program_drops_are_gone(two_ranks: Ranks, tmp_path: pathlib.Path, by: str) -> None:
+    whole, sharded = two_ranks.run(gradients_dropped, str(tmp_path / "state"), by)[0]
+    assert len(sharded) == len(whole) == 4
+    for ours, expected in zip(sharded, whole, strict=True):
+        assert torch.allclose(torch.tensor(ours), torch.tensor(expected), atol=1e-6)
+
+
 def train_on_stream(*, sharded: bool) -> list[Any]:
     torch.manual_seed(0)
     plugin = FullyShardedDataParallelPlugin() if sharded else None
@@ -298,6 +327,7 @@ def refusals() -> list[str]:
         lambda: Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=True)).prepare(
             torch.nn.Linear(2, 2)
         ),
+        lambda: Accelerator(cpu=True, fsdp_plugin=plugin).prepare(torch.optim.SGD(net.parameters(), lr=0.1)).step(),
     ]
     with accelerator.accumulate(net):
         accelerator.backward(net(torch.ones(1, 4)).sum())
@@ -321,6 +351,7 @@ def test_what_can_not_be_is_refused(two_ranks: Ranks) -> None:
         "reduce takes tensors",
         "gradient_accumulation_steps within a window can't be used",
         "cpu_offload needs a GPU",
+        "gradients of a sharded model haven't been averaged",
     ]
     for found in two_ranks.run(refusals):
         for text, of_one in zip(texts, found, strict=True):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from typing import Any
 
 import pytest
@@ -36,6 +37,34 @@ def test_weights_are_averaged_every_few_steps_and_at_the_end(two_ranks: Ranks) -
 
 def test_after_an_error_nothing_is_averaged(two_ranks: Ranks) -> None:
     assert two_ranks.run(train, 3, 0) == [[-1, -1, 2], [-2, -2, 2]]
+
+
+def saved_between_averagings(folder: str, loads: bool) -> list[float]:
+    """Return the rank's weight after each of the last steps; its gradient is the rank plus 1."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    if loads:
+        accelerator.load_state(folder)
+    seen = []
+    with LocalSGD(accelerator, net, 3) as local:
+        for step in range(2 if loads else 0, 6):
+            accelerator.backward(net(torch.full((1, 1), accelerator.process_index + 1.0)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+            seen.append(model.weight.item())
+            if step == 1 and not loads:
+                accelerator.save_state(folder)
+    accelerator.save_state(f"{folder} later")  # averages nothing more
+    return [*seen[-4:], model.weight.item()]
+
+
+def test_a_checkpoint_has_the_average(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    expected = [[-4, -5, -7.5, -8.5, -9], [-5, -7, -7.5, -9.5, -9]]  # from -3 on
+    for loads in (False, True):
+        assert two_ranks.run(saved_between_averagings, str(tmp_path / "state"), loads) == expected
 
 
 def gradients_afterwards() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import random
 from collections.abc import Callable, Iterator
@@ -358,6 +359,69 @@ def test_gradients_that_are_summed_by_hand_are_saved(tmp_path: pathlib.Path, sto
     assert len(saved) == stop % 2  # those that a step has used aren't saved
 
 
+def test_a_seedable_sampler_keeps_its_seed(tmp_path: pathlib.Path) -> None:
+    def prepared(seed: int) -> tuple[Accelerator, Any]:
+        torch.manual_seed(seed)
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+        return accelerator, accelerator.prepare(DataLoader(torch.arange(20), shuffle=True))
+
+    accelerator, loader = prepared(1)
+    epochs = [[batch.item() for batch in loader]]
+    epochs.append([])
+    for batch in loader:
+        epochs[1].append(batch.item())
+        if len(epochs[1]) == 5:
+            accelerator.save_state(tmp_path / "state")
+    epochs.append([batch.item() for batch in loader])
+    accelerator, loader = prepared(2)
+    accelerator.load_state(tmp_path / "state")
+    assert [batch.item() for batch in loader] == epochs[1][5:]
+    assert [batch.item() for batch in loader] == epochs[2]
+
+
+def with_a_tensor(folder: str, stop_after: int) -> list[float]:
+    """Train a model and a bare tensor, two batches a step; save after ``stop_after`` batches, or load."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1, bias=False)
+    prompt = torch.zeros(2, requires_grad=True)
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD([prompt, model.weight], lr=0.01, momentum=0.9)
+    net, prompt, optimizer = accelerator.prepare(model, prompt, optimizer)
+    batches = torch.arange(1.0, 13.0).view(6, 2, 1)
+    first = 0 if stop_after else int(accelerator.load_state(folder)[-1])
+    for number in range(first, 6):
+        row = batches[number, accelerator.process_index : accelerator.process_index + 1]
+        with contextlib.ExitStack() as local:
+            for trained in (net, prompt) if number % 2 == 0 else ():
+                local.enter_context(accelerator.no_sync(trained))
+            accelerator.backward((net(row) + prompt.sum()).square().sum())
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        if number + 1 == stop_after:
+            accelerator.save_state(folder)
+    return [*prompt.tolist(), model.weight.item()]
+
+
+@pytest.mark.parametrize("stop", [3, 4])
+def test_a_prepared_tensor_is_part_of_a_checkpoint(two_ranks: Ranks, tmp_path: pathlib.Path, stop: int) -> None:
+    folder = str(tmp_path / str(stop))
+    expected = two_ranks.run(with_a_tensor, folder, stop)
+    assert two_ranks.run(with_a_tensor, folder, 0) == expected
+    assert expected[0] == expected[1]
+    assert expected[0][0] != 0
+
+
+def test_gradients_from_before_are_gone_after_loading(tmp_path: pathlib.Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, prompt = torch.nn.Linear(1, 1), torch.zeros(1, requires_grad=True)
+    net, prompt, _ = accelerator.prepare(model, prompt, torch.optim.SGD([*model.parameters(), prompt], lr=0.1))
+    accelerator.save_state(tmp_path / "state")
+    accelerator.backward((net(torch.full((1, 1), torch.nan)) + prompt).sum())
+    accelerator.load_state(tmp_path / "state")
+    assert [parameter.grad for parameter in (*net.parameters(), prompt)] == [None] * 3
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_loop_in_which_a_checkpoint_is_loaded_goes_on_with_its_own_batches(
     tmp_path: pathlib.Path, leaves: bool
@@ -384,6 +448,36 @@ def test_a_loop_in_which_a_checkpoint_is_loaded_goes_on_with_its_own_batches(
     if not leaves:
         accelerator.load_state(tmp_path / "second")
         assert (loader.epoch, [batch.item() for batch in loader]) == (1, [3])
+
+
+def loaded_in_the_last_batch(folder: str, even_batches: bool) -> list[list[int]]:
+    """Return the batches of each loop, the second of which goes back to the first one in its last batch."""
+    config = DataLoaderConfiguration(even_batches=even_batches)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    _, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.arange(7), batch_size=1))
+    last = 7 // accelerator.num_processes  # of those that every rank has
+    loops = []
+    for loop in range(4):
+        loops.append([])
+        for step, batch in enumerate(loader, 1):
+            loops[-1].append(batch.item())
+            if (loop, step) == (0, 2):
+                accelerator.save_state(folder)
+            if (loop, step) == (1, last):
+                accelerator.load_state(folder)
+    return [*loops, [loader.epoch]]
+
+
+def test_a_checkpoint_that_is_loaded_in_the_last_batch_is_continued_by_the_next_loop(
+    two_ranks: Ranks, tmp_path: pathlib.Path
+) -> None:
+    whole = list(range(7))
+    assert loaded_in_the_last_batch(str(tmp_path / "one"), even_batches=True) == [whole, whole, whole[2:], whole, [2]]
+    first, second = [0, 2, 4, 6], [1, 3, 5]
+    assert two_ranks.run(loaded_in_the_last_batch, str(tmp_path / "two"), False) == [
+        [first, first, first[2:], first, [2]],
+        [second, second, second[2:], second, [2]],
+    ]
 
 
 def test_a_pass_that_was_abandoned_does_not_move_the_position() -> None:

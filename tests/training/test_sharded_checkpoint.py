@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import pickle
@@ -122,6 +123,34 @@ def test_within_an_accumulation_window(two_ranks: Ranks, tmp_path: pathlib.Path)
     with pytest.raises(CheckpointError, match="within an accumulation window of a sharded model") as raised:
         two_ranks.run(saved_within_a_window, str(tmp_path / "other"), False, False)
     assert "sync_each_batch=True" in (raised.value.fix or "")
+
+
+def saved_between_own_micro_batches(folder: str) -> list[bool]:
+    """Return whether each of three checkpoints was saved: before, after a backward pass in ``no_sync``, and after."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    model = sharded_programs.Writer()
+    net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = sharded_programs.digits()[:2]
+
+    def is_saved() -> bool:
+        try:
+            accelerator.save_state(folder)
+        except CheckpointError as error:
+            assert "within an accumulation window of a sharded model" in str(error)  # noqa: PT017
+            return False
+        return True
+
+    saved = [is_saved()]
+    for context in (accelerator.no_sync(net), contextlib.nullcontext()):
+        with context:
+            accelerator.backward(F.cross_entropy(net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()))
+        saved.append(is_saved())
+    optimizer.step()
+    return saved
+
+
+def test_within_a_window_of_the_programs_own(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    assert two_ranks.run(saved_between_own_micro_batches, str(tmp_path / "state")) == [[True, False, True]] * 2
 
 
 class NotPicklable:

@@ -105,8 +105,8 @@ def test_steps_of_another_training_are_looked_at_once(monkeypatch: pytest.Monkey
     for _ in range(3):
         optimizer.step()
     assert len(looks) == 1
+    monkeypatch.setattr(Accelerator, "_begin_training", lambda _, stepped: looks.append(stepped))
     accelerator.prepare(other)
-    monkeypatch.setattr(accelerator, "_begin_training", looks.append)
     optimizer.step()
     assert len(looks) > 1
     assert looks[-1] is optimizer

@@ -201,6 +201,11 @@ def _with_variables_of_commands(source: str) -> ast.Module:
 
 def _refuse_magics(tree: ast.Module, label: str) -> None:
     for node, method in calls_of_shell(tree):
+        if method == "show_usage":  # IPython's translation of a lone `?`
+            raise CellError(
+                f"{label}, line {node.lineno}: ? alone explains IPython, which a rank doesn't have.",
+                fix="put a name before it, such as model?, in a cell of its own; %%distributed? explains this magic",
+            )
         if method not in ("run_line_magic", "run_cell_magic"):
             continue
         name = str(node.args[0].value) if node.args and isinstance(node.args[0], ast.Constant) else "?"

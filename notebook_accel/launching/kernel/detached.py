@@ -8,6 +8,7 @@ agent's new messages. So an attached job equals a launched one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shlex
 import socket
@@ -53,10 +54,10 @@ def launch(request: LaunchRequest) -> Job:
     request, pickled = run_payload.pickle_target(request)
 
     def start() -> DetachedJob:
-        is_unique = bool(request.config.name)
+        is_fixed = bool(request.config.name)
         with (
-            _new_folder(request.spec.name, request.detached_id, is_unique=is_unique) as (folder, lock, release),
-            run_payload.prepared_run(request, pickled, folder=folder) as (job, payload),
+            _new_folder(request.spec.name, request.detached_id, is_fixed=is_fixed) as (folder, lock, release),
+            run_payload.prepared_run(_renamed(request, folder.name), pickled, folder=folder) as (job, payload),
         ):
             assert isinstance(job, DetachedJob)
             folder.write_facts(_facts(job, job.name))
@@ -66,19 +67,24 @@ def launch(request: LaunchRequest) -> Job:
     return uninterruptible.call(start, Job.discard, request.foreground_lock)
 
 
+def _renamed(request: LaunchRequest, name: str) -> LaunchRequest:
+    return dataclasses.replace(request, spec=msgspec.structs.replace(request.spec, name=name))
+
+
 @contextlib.contextmanager
-def _new_folder(name: str, run_id: str = "", *, is_unique: bool) -> Iterator[tuple[RunFolder, int, Callable[[], None]]]:
+def _new_folder(
+    name: str, run_id: str = "", *, is_fixed: bool = True
+) -> Iterator[tuple[RunFolder, int, Callable[[], None]]]:
     """Make the folder of a new run. Remove it on leaving if no agent has taken over the launch.
 
     Yields:
         The folder, the descriptor that holds its lock, and a function that closes the descriptor in this process.
     """
     run_folders.remove_old()
-    if is_unique:
-        for earlier in run_folders.every():
-            if earlier.has_name(name):
-                _wait_if_ending(earlier)
-    folder, lock = run_folders.make(name, run_id, is_unique=is_unique)
+    for earlier in run_folders.every():
+        if earlier.name == name:
+            _wait_if_ending(earlier)
+    folder, lock = run_folders.make(name, run_id, is_fixed=is_fixed)
     with contextlib.ExitStack() as held:
         held.callback(os.close, lock)
         try:
@@ -139,7 +145,7 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
 
 
 def _detach(job: Job, name: str) -> RunFolder:
-    with _new_folder(name, job.id, is_unique=True) as (folder, lock, _):
+    with _new_folder(name, job.id) as (folder, lock, _):
         try:
             folder.write_facts(msgspec.structs.replace(_facts(job, name), has_payload=False))
             _write_definitions(job, name, folder)
@@ -293,7 +299,7 @@ def again(
 
 
 def _launch_again(earlier: RunFolder, request: LaunchRequest) -> DetachedJob:
-    with _new_folder(request.spec.name, is_unique=True) as (folder, lock, release):
+    with _new_folder(request.spec.name) as (folder, lock, release):
         os.link(earlier.path / PAYLOAD, folder.path / PAYLOAD)
         payload = folder.open(PAYLOAD)
         try:

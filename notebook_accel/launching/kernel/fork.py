@@ -30,6 +30,7 @@ from notebook_accel.launching.kernel import local, run_payload
 from notebook_accel.launching.kernel.agent_process import ForkedTemplate
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ranks import streams
 from notebook_accel.launching.ranks.worker import Inherited
 from notebook_accel.launching.template import preloading, template
 from notebook_accel.payload import serialization
@@ -149,6 +150,11 @@ def _detach_from_kernel(keep: set[int], log: int) -> None:
     atexit._clear()  # only the kernel must run its exit functions
     os.dup2(log, 1)
     os.dup2(log, 2)
+    held = sys.stdout, sys.stderr  # by the handlers of loggers, and others
+    streams.replace_streams()
+    for old, new in zip(held, (sys.stdout, sys.stderr), strict=True):
+        with contextlib.suppress(AttributeError):
+            old.write, old.flush = new.write, new.flush  # type: ignore[method-assign]
     nowhere = os.open(os.devnull, os.O_RDWR)
     sys.stdout = sys.stderr = os.fdopen(os.dup(nowhere), "w")
     for name in os.listdir("/proc/self/fd"):

@@ -33,6 +33,7 @@ from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.engine import ClusterEngine, LaunchRequest, connect_cluster
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.ranks import warning_filters
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.protocol.agent_messages import OnDeath
@@ -46,6 +47,7 @@ def launch_function(
     kwargs: dict[str, Any],
     config: LaunchConfig,
     *,
+    name: str = "",
     foreground_lock: threading.Lock | None = None,
     on_death: OnDeath = "stop",
     detach: bool = False,
@@ -54,13 +56,14 @@ def launch_function(
 ) -> Job:
     """Start a function on all ranks and return its job. Raises as ``notebook_launcher`` does, up to the start.
 
+    ``name`` is the run's name if the options have none, by default the function's.
     For ``foreground_lock``, ``on_death`` and ``detach`` see ``LaunchRequest``. ``detached_id`` is the id of a detached
     run whose function must know it, and implies ``detach``. ``show`` shows a background run.
     """
     request = LaunchRequest(
         Target(names={}, function=function, args=args, kwargs=kwargs),
         run_payload.call_roots(function, args, kwargs),
-        JobSpec(name=config.name or getattr(function, "__name__", type(function).__name__)),
+        JobSpec(name=config.name or name or getattr(function, "__name__", type(function).__name__)),
         config,
         foreground_lock=foreground_lock,
         on_death=on_death,
@@ -215,6 +218,7 @@ def _start(request: LaunchRequest, devices: Devices, cluster: ClusterEngine | No
         sys_path=environment.import_path(),
         loggers=loggers.settings(),
         torch_settings=torch_settings.settings(),
+        warning_filters=warning_filters.settings(),
         is_detached=request.detach,
     )
     request = dataclasses.replace(
@@ -254,8 +258,8 @@ def _working_directory() -> str:
 def _variables(config: LaunchConfig, devices: Devices) -> dict[str, str]:
     is_on_cpu = devices.kind == "CPU"
     shares = devices.kind == "GPU" and (config.num_processes or 0) > devices.available
-    # All but those of the training have a value in every launch: otherwise ranks would read a variable of that name in
-    # the kernel's environment.
+    # All but those of the training have a value in every launch, if only the default: otherwise ranks would read a
+    # variable of that name in the kernel's environment, where it states the default of %%distributed.
     variables = {
         **training_variables(config),
         environment.PROFILE: config.profile,

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from notebook_accel import config as configuration
-from notebook_accel.config import LaunchConfig
+from notebook_accel.config import LaunchConfig, closest_name
 from notebook_accel.config_file import plain_text
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel import foreground, launcher
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.results import Results
 
+_Arguments = ParamSpec("_Arguments")
+_Returned = TypeVar("_Returned")
 
+
+def _suggesting(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
+    """Make the error about an unknown keyword argument suggest a known one, which Python does only from 3.13 on."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
+        for name in kwargs.keys() - known.keys():
+            advice = ""
+            if close := closest_name(name, known):
+                advice = f" Did you mean {close!r}?"
+            elif "kwargs" in known:
+                advice = f" The function's own arguments go into kwargs={{{name!r}: ...}}."
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}.{advice}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_suggesting
 def notebook_launcher(
     function: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -144,6 +167,7 @@ def notebook_launcher(
     return launch() if background or detach else foreground.run_in_foreground(launch)
 
 
+@_suggesting
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Results:
     """Run a function in ranks on the CPU, even where there are GPUs, to try it out.
 

@@ -21,7 +21,7 @@ def when_imported(name: str, hook: Hook) -> None:
     if module is not None:
         hook(module)
     else:
-        _FINDER.hooks[name] = hook
+        _FINDER.hooks.setdefault(name, []).append(hook)
         if _FINDER not in sys.meta_path:
             sys.meta_path.insert(0, _FINDER)
 
@@ -30,26 +30,26 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Wraps the loaders of the modules that have hooks; other finders find the modules."""
 
     def __init__(self) -> None:
-        self.hooks: dict[str, Hook] = {}
+        self.hooks: dict[str, list[Hook]] = {}
 
     def find_spec(self, fullname: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        hook = self.hooks.pop(fullname, None)  # removed, so that the search below skips this finder
-        if hook is None:
+        hooks = self.hooks.pop(fullname, None)  # removed, so that the search below skips this finder
+        if hooks is None:
             return None
         spec = importlib.util.find_spec(fullname)
         if spec is None or spec.loader is None:
-            self.hooks[fullname] = hook
+            self.hooks[fullname] = hooks
         else:
-            spec.loader = _Loader(spec.loader, hook)
+            spec.loader = _Loader(spec.loader, hooks)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
-    """Runs the module's own loader and then the hook."""
+    """Runs the module's own loader and then the hooks."""
 
-    def __init__(self, loader: importlib.abc.Loader, hook: Hook) -> None:
+    def __init__(self, loader: importlib.abc.Loader, hooks: list[Hook]) -> None:
         self._loader = loader
-        self._hook = hook
+        self._hooks = hooks
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
         return self._loader.create_module(spec)
@@ -59,7 +59,8 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._hook(module)
+        for hook in self._hooks:
+            hook(module)
 
 
 _FINDER = _Finder()

@@ -83,7 +83,7 @@ class StepClock:
         self._counts = _Counts()
         self._device = _DeviceClock()
         self._sent_s = self._since_s
-        self._delays = host_memory.DelayWatch()
+        self._delays: host_memory.DelayWatch | None = None  # from the first sample on: it reads a dozen files
         self._times_sent: Mapping[str, float] = {}
         self._sending = threading.Lock()
         self._is_examination_due = True  # the main thread is to read values that only it can read
@@ -224,6 +224,7 @@ class StepClock:
             False during a pause, when samples are pointless.
         """
         self._is_examination_due = self._counts.is_reading_due = True
+        self._delays = self._delays or host_memory.DelayWatch()
         now_s = time.perf_counter()
         if self._paused_until_s:
             if now_s >= self._paused_until_s:
@@ -266,7 +267,7 @@ class StepClock:
         counts.split_backward(seconds)
         _split_by_samples(seconds, lines)
         counts.add_unmeasured_steps(seconds)
-        delays = self._delays.take()
+        delays = host_memory.NO_DELAYS if self._delays is None else self._delays.take()
         reporting.reporter().post(counts.event(seconds, lines, delays, is_on_device=self._device.has_measured))
 
 

@@ -14,6 +14,7 @@ import gc
 import importlib
 import importlib.machinery
 import linecache
+import logging
 import os
 import random
 import select
@@ -44,6 +45,7 @@ from notebook_accel.launching.ranks import (
     store,
     streams,
     torch_hooks,
+    warning_filters,
 )
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
@@ -184,6 +186,8 @@ def _run_user_code(
     try:
         _join_run(spec, order, files.store)
         namespace, target, by_value = _open_target(spec, order.place.rank, files.payload, inherited)
+        # Not before: what the notebook has imported before it set a filter is imported before that here too.
+        warning_filters.take_over(spec.warning_filters)
         try:
             value = call(spec, target, namespace)
         finally:
@@ -466,8 +470,16 @@ def _leave(*, is_waited_for: bool) -> None:
     late = _late_told("waits at most a minute") if is_waited_for else contextlib.nullcontext()
     with late, contextlib.suppress(Exception, KeyboardInterrupt):
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the user's threads that aren't daemons
+        _leave_out_compile_times()
         atexit._run_exitfuncs()  # ends DataLoader workers, and runs the user's own exit functions
     streams.flush()
+
+
+def _leave_out_compile_times() -> None:
+    """Keep torch from making its table of compile times at the exit, which takes 3 ms, if no logger shows it."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None and not dynamo.log.isEnabledFor(logging.INFO):
+        atexit.unregister(dynamo.dump_compile_times)
 
 
 @contextlib.contextmanager

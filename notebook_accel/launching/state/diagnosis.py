@@ -58,7 +58,7 @@ class Verdict:
     """A reason why steps are slow.
 
     Attributes:
-        cause: The cause in one word, such as ``data`` or ``straggler``.
+        cause: The cause in one or two words, such as ``data`` or ``busy cores``.
         share: Its share of the step, from 0 to 1.
         what: The reason in a sentence, with its figures.
         fix: What to do.

@@ -141,8 +141,12 @@ class _SessionRank:
 
     def _answer(self, request: Any, message: Message) -> None:
         def act() -> dict[str, Any]:
-            call = self._open_delivery(request, message)
-            return _HANDLERS[type(request)](self, request) if call is None else self._call(request, call)
+            begun_ns = time.time_ns()
+            try:
+                call = self._open_delivery(request, message)
+                return _HANDLERS[type(request)](self, request) if call is None else self._call(request, call)
+            finally:
+                self._user_modules.note(since_ns=begun_ns)
 
         with self._serving(request), contextlib.ExitStack() as opened:
             descriptors: list[int] = []
@@ -255,14 +259,9 @@ class _SessionRank:
 
     def _execute(self, request: messages.Execute) -> dict[str, Any]:
         self._show_sources({request.label: (request.label, request.source)})
-        self._user_modules.note()  # those that came with the request
         self._user_modules.follow(reloads=request.reloads)
-        begun_ns = time.time_ns()
-        try:
-            with self._displaying(request.number):
-                value = worker.run_cell(request.source, request.label, self._namespace)
-        finally:
-            self._user_modules.note(since_ns=begun_ns)
+        with self._displaying(request.number):
+            value = worker.run_cell(request.source, request.label, self._namespace)
         fields: dict[str, Any] = {"shown": {} if value is None else _bundle(value)}
         if value is not None:
             self._namespace["_"] = value

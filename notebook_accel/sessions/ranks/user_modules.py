@@ -20,7 +20,7 @@ class UserModules:
         self._told_ns: dict[str, int] = {}  # the change that was last printed
         self._old_objects: dict[Any, Any] = {}  # of the modules before they were reloaded
 
-    def note(self, since_ns: int | None = None) -> None:
+    def note(self, since_ns: int) -> None:
         """Record the files of modules that were imported since the last call.
 
         A file that has changed after ``since_ns``, in nanoseconds of ``time.time_ns()``, may have done so after the
@@ -32,7 +32,7 @@ class UserModules:
             file = getattr(sys.modules.get(name), "__file__", None)
             if isinstance(file, str) and file.endswith(".py") and code_places.is_the_users(file):
                 changed_ns = _changed_ns(file)
-                self._loaded_ns[name] = changed_ns if since_ns is None or changed_ns < since_ns else 0
+                self._loaded_ns[name] = changed_ns if changed_ns < since_ns else 0
 
     def follow(self, *, reloads: bool) -> None:
         """Reload the modules whose files have changed, as the notebook does with ``%autoreload``, or print which."""

@@ -1,1 +1,1 @@
-"""Backends, one file each, behind one seam: ``backend.Backend``."""
+"""Backends, one file each, behind one interface: ``backend.Backend``."""

@@ -43,7 +43,7 @@ class TorchDevice:
     def mark_step(self) -> None:
         pass
 
-    def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:  # noqa: ARG002  # the seam's signature
+    def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:  # noqa: ARG002  # the interface's signature
         return False
 
     def seed(self, seed: int) -> None:

@@ -48,7 +48,7 @@ class SingleProcess(_Alone):
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value]
 
-    def broadcast_object(self, value: Any, source: int) -> Any:  # noqa: ARG002  # the seam's signature
+    def broadcast_object(self, value: Any, source: int) -> Any:  # noqa: ARG002  # the interface's signature
         return value
 
     def scatter_object(self, values: Sequence[Any] | None) -> Any:
@@ -58,7 +58,7 @@ class SingleProcess(_Alone):
     def data_parallel(self, model: torch.nn.Module, options: DistributedDataParallelKwargs) -> torch.nn.Module:  # noqa: ARG002
         return model
 
-    def mesh(self, sizes: Any, joint: Any) -> Any:  # noqa: ARG002  # the seam's signature
+    def mesh(self, sizes: Any, joint: Any) -> Any:  # noqa: ARG002  # the interface's signature
         raise ConfigError("A model can't be sharded over one rank.", fix="num_processes=2 or more")
 
     def background_group(self) -> Any:

@@ -129,7 +129,7 @@ class XlaDevice:
         self._compute()
         return _pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
 
-    def uploader(self, *, non_blocking: bool) -> _XlaUploader:  # noqa: ARG002  # the seam's signature
+    def uploader(self, *, non_blocking: bool) -> _XlaUploader:  # noqa: ARG002  # the interface's signature
         return _XlaUploader(self.device, self._compilations, self.mark_step)
 
     def mark_step(self) -> None:
@@ -226,7 +226,7 @@ class XlaDevice:
         self._compute()
         return xla_collectives.XlaDataParallel(model, self.place.world_size, self._collectives)
 
-    def mesh(self, sizes: Any, joint: Any) -> Any:  # noqa: ARG002  # the seam's signature
+    def mesh(self, sizes: Any, joint: Any) -> Any:  # noqa: ARG002  # the interface's signature
         raise ConfigError(
             "A model can't be sharded on an XLA device.",
             why="torch's fully_shard is for GPUs and CPUs.",

@@ -116,6 +116,13 @@ def test_end_of_a_short_run_is_not_kept_waiting_by_what_it_has_reported(
     assert not pauses
 
 
+@pytest.mark.parametrize("shows", [True, False])
+def test_torchs_table_of_compile_times_appears_if_it_is_asked_for(launch: Callable[..., Job], shows: bool) -> None:
+    job = launch(functions.shows_compile_times, shows, num_processes=1)
+    job.results(timeout_s=60)
+    assert ("TorchDynamo compilation metrics" in job.logs(0)) is shows
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "error"),
     [

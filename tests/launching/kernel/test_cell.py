@@ -136,6 +136,7 @@ def test_await_says_what_to_write_instead() -> None:
     ("source", "said"),
     [
         ("get_ipython().run_line_magic('timeit', '1')", "the magic %timeit needs the kernel"),
+        ("x = 1\nget_ipython().show_usage()", r"line 2: \? alone explains IPython"),
         ("get_ipython().run_line_magic('pinfo', 'x.y')", r"line 1: x\.y\? needs the kernel"),
         ("get_ipython().run_line_magic('pinfo2', 'x.y')", r"line 1: x\.y\?\? needs the kernel"),
         ("get_ipython().run_line_magic('psearch', '*x*')", r"line 1: \*x\*\? needs the kernel"),

@@ -19,6 +19,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel.config_draft import Draft
 from notebook_accel.launching.kernel.devices import Devices, Gpu, Machine
+from tests.test_config import write
 
 _CPU = Machine(Devices("CPU", 1), cores=2, memory_bytes=8 << 30)
 _GPUS = Machine(Devices("GPU", 2), (Gpu("Tesla T4", 15 << 30, (7, 5)),) * 2)
@@ -30,17 +31,6 @@ def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for name in ("HF_HOME", "NOTEBOOK_ACCEL_CONFIG_FILE"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def file(tmp_path: pathlib.Path) -> pathlib.Path:
-    return tmp_path / "folder" / "config.yaml"
-
-
-def _write(file: pathlib.Path, text: str) -> pathlib.Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-    return file
 
 
 def test_without_a_file_it_starts_from_the_machine(file: pathlib.Path) -> None:
@@ -77,7 +67,7 @@ def test_written_configuration_loads_as_it_was(tmp_path_factory: pytest.TempPath
 
 
 def test_a_file_is_read_shown_against_what_would_be_and_replaced_only_when_told_to(file: pathlib.Path) -> None:
-    _write(file, "compute_environment: LOCAL_MACHINE\ngrace_s: 5\nnum_processes: 4\nmain_training_function: main\n")
+    write(file, "compute_environment: LOCAL_MACHINE\ngrace_s: 5\nnum_processes: 4\nmain_training_function: main\n")
     draft = Draft(file, _CPU)
     assert draft.source.path == file
     assert (draft.values["grace_s"], draft.values["num_processes"]) == (5, 4)
@@ -95,7 +85,7 @@ def test_a_file_is_read_shown_against_what_would_be_and_replaced_only_when_told_
 
 def test_a_file_that_another_wrote_in_the_meantime_is_not_lost(file: pathlib.Path) -> None:
     draft = Draft(file, _CPU)
-    _write(file, "num_processes: 3\n")
+    write(file, "num_processes: 3\n")
     with pytest.raises(ConfigError, match="changed by another program"):
         draft.write(overwrite=True)
     with pytest.raises(ConfigError, match="already"):
@@ -107,7 +97,7 @@ def test_a_file_that_another_wrote_in_the_meantime_is_not_lost(file: pathlib.Pat
 
 
 def test_what_cannot_be_honoured_is_named_and_goes(file: pathlib.Path) -> None:
-    _write(file, "deepspeed_config:\n  zero_stage: 3\nmixed_precision: bf16\n")
+    write(file, "deepspeed_config:\n  zero_stage: 3\nmixed_precision: bf16\n")
     draft = Draft(file, _CPU)
     assert draft.source.problems == ("line 1: deepspeed_config asks for DeepSpeed, which isn't supported here",)
     assert draft.values["mixed_precision"] == "bf16"
@@ -117,7 +107,7 @@ def test_what_cannot_be_honoured_is_named_and_goes(file: pathlib.Path) -> None:
 
 
 def test_a_file_that_is_no_configuration_is_said_and_stays_until_replaced(file: pathlib.Path) -> None:
-    _write(file, "num_processes: [")
+    write(file, "num_processes: [")
     draft = Draft(file, _CPU)
     assert "can't be read: line 1" in draft.source.problems[0]
     with pytest.raises(ConfigError, match="already"):
@@ -126,7 +116,7 @@ def test_a_file_that_is_no_configuration_is_said_and_stays_until_replaced(file: 
 
 
 def test_accelerates_file_is_offered_and_not_taken_by_itself(file: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    theirs = _write(
+    theirs = write(
         tmp_path / "cache/huggingface/accelerate/default_config.yaml", "mixed_precision: bf16\nnum_processes: 4\n"
     )
     draft = Draft(file, _CPU)

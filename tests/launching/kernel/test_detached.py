@@ -9,6 +9,7 @@ import os
 import pathlib
 import pwd
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import msgspec
 import pytest
 
 import notebook_accel
-from notebook_accel import attach, detach, notebook_launcher, runs_command
+from notebook_accel import attach, cli, detach, notebook_launcher, runs_command
 from notebook_accel.errors import (
     ConfigError,
     LaunchError,
@@ -37,6 +38,7 @@ from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from tests import kernels, processes
 from tests.launching import functions
+from tests.launching.test_run_folders import ended
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -598,14 +600,32 @@ def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path)
         job.logs(0)
 
 
+def test_log_of_a_rank_that_never_began_is_no_error(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    ended("night", world_size=2, log_folder=str(folder))
+    (folder / "rank_1.log").write_text("hello\n")
+    assert cli.main(["logs", "night"]) == 0
+    said = f"rank 0 has printed nothing: {folder}/rank_0.log\nrank 1: {folder}/rank_1.log\nhello\n"
+    assert capsys.readouterr().out == said
+    shutil.rmtree(folder)
+    assert cli.main(["logs", "night"]) == 1
+    assert f"The run's folder {folder} was removed." in capsys.readouterr().err
+
+
 def test_script_that_a_terminal_has_launched_goes_on_without_it(mark: pathlib.Path) -> None:
     script = mark.with_name("train.py")
     script.write_text(f"import os, time\nwhile not os.path.exists({str(mark)!r}): time.sleep(0.01)\nprint('trained')")
     ended = command("launch", "--detach", "--num_processes=2", "--use_cpu", str(script))
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert "notebook-accel attach train.py" in ended.stdout
-    job = attach("train.py", view="none")
+    assert "notebook-accel attach train.py. " in ended.stdout
+    again = command("launch", "--detach", "--num_processes=1", "--use_cpu", str(script))
+    assert again.stdout.startswith("'train.py-2' is launched") and "notebook-accel attach train.py-2. " in again.stdout
+    refused = command("launch", "--detach", "--use_cpu", "--name=train.py", str(script))
+    assert "Your detached run 'train.py' is in progress already." in refused.stderr
+    jobs = [attach(name, view="none") for name in ("train.py", "train.py-2")]
     mark.touch()
-    job.results(_LONG_S)
-    assert job.logs(1) == "trained\n"
-    wait_for_its_end(job)
+    for job in jobs:
+        job.results(_LONG_S)
+        assert job.logs(0) == "trained\n"
+        wait_for_its_end(job)

@@ -178,6 +178,9 @@ def test_logs_are_text(tmp_path: pathlib.Path, job: Job) -> None:
     with pytest.raises(NotebookAccelError, match="has no log files"):
         job.logs(0)
     logged.end("stopped")
+    assert logged.logs(1, tail=1) == "b\n"
+    (tmp_path / "rank_1.log").unlink()
+    assert logged.logs(1) == ""  # the rank was stopped before it began
 
 
 def test_ranks_are_described_by_what_they_said(job: Job) -> None:

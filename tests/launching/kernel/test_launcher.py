@@ -144,6 +144,21 @@ def test_notebook_launcher_takes_every_option() -> None:
     assert options <= inspect.signature(notebook_launcher).parameters.keys()
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("num_process", "Did you mean 'num_processes'?"),
+        ("nproc_per_node", "Did you mean 'num_processes'?"),
+        ("main_process_port", "Did you mean 'use_port'?"),
+        ("epochs", "The function's own arguments go into kwargs={'epochs': ...}."),
+    ],
+)
+def test_unknown_argument_suggests_a_known_one(name: str, advice: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        notebook_launcher(len, **{name: 2})  # type: ignore[arg-type]
+    assert str(caught.value) == f"notebook_launcher() got an unexpected keyword argument {name!r}. {advice}"
+
+
 def place(text: str) -> tuple[str, str, str, str]:
     names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
     return (text, *(os.environ[name] for name in names))

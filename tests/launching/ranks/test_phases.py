@@ -383,6 +383,7 @@ def test_compilations_of_xla_are_sent_with_their_time(
 def test_waiting_for_a_core_is_sent(rank: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory.DelayWatch, "take", lambda _: host_memory.Delays(0.3, 0.2, 0.25, 0.1, 0.2))
     monkeypatch.setattr(host_memory, "swapped_bytes", lambda: 7)
+    rank.clock.sample()  # delays are measured from here on
     rank.clock.enter("forward")
     rank.clock.begin_step(None, None)
     rank.clock.stop()

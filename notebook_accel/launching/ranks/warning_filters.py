@@ -1,0 +1,49 @@
+"""The notebook's filters of Python's ``warnings``, which the ranks take over: they start without any."""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from notebook_accel.launching.ranks.import_hooks import when_imported
+
+# The arguments of ``warnings.filterwarnings``, the category as its module and its name there.
+Filter = tuple[str, str, tuple[str, str], str, int]
+
+
+def settings() -> list[Filter]:
+    """Return this process's filters. Of those that fit a warning, the first counts."""
+    filters: Any = warnings.filters
+    return [
+        (action, _text(message), (category.__module__, category.__qualname__), _text(module), line)
+        for action, message, category, module, line in filters
+    ]
+
+
+def _text(pattern: Any) -> str:
+    return getattr(pattern, "pattern", pattern) or ""
+
+
+def take_over(found: Sequence[Filter]) -> None:
+    """Set this process's filters. A filter for a class whose module isn't imported follows when it is."""
+    own = [each for each in settings() if each not in found]
+    # Those of libraries that only this process has imported count first, as if the notebook imported them now. Python's
+    # own count last, since the notebook lacks them only if it has removed them.
+    of_libraries = [each for each in own if each[1] or each[3]]
+    of_python = [each for each in own if each not in of_libraries]
+    warnings.resetwarnings()
+    for each in reversed([*of_libraries, *found, *of_python]):
+        _, _, (defined_in, _), _, _ = each
+        when_imported(defined_in, functools.partial(_add, each))
+
+
+def _add(new: Filter, defined_in: types.ModuleType) -> None:
+    action, message, (_, name), module, line = new
+    category: Any = defined_in
+    for part in name.split("."):
+        category = getattr(category, part, None)
+    if isinstance(category, type) and issubclass(category, Warning):
+        warnings.filterwarnings(action, message, category, module, line)  # type: ignore[arg-type]

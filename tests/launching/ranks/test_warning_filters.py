@@ -1,0 +1,55 @@
+"""Tests of the filters of warnings that ranks take over from the notebook."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import warnings
+
+import pytest
+
+from notebook_accel.launching.ranks import warning_filters
+
+
+def _filters() -> list[tuple[str, str]]:
+    return [(action, name) for action, _, (_, name), _, _ in warning_filters.settings()]
+
+
+def test_the_notebooks_filters_count_before_pythons_and_after_those_of_libraries() -> None:
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        warnings.simplefilter("always", FutureWarning)
+        warnings.filterwarnings("error", "the .* way", UserWarning, "mine", 7)
+        found = warning_filters.settings()
+        filters = [*warnings.filters]
+        warnings.resetwarnings()
+        warning_filters.take_over(found)
+        assert filters == warnings.filters
+        warnings.resetwarnings()
+        warnings.simplefilter("default", DeprecationWarning)
+        warnings.filterwarnings("ignore", "of a library")
+        warning_filters.take_over(found)
+        assert _filters() == [
+            ("ignore", "Warning"),
+            ("error", "UserWarning"),
+            ("always", "FutureWarning"),
+            ("default", "DeprecationWarning"),
+        ]
+
+
+def test_filter_for_a_class_follows_when_its_module_is_imported(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    (tmp_path / "of_warnings.py").write_text("class Mine(UserWarning): pass\nclass Yours(UserWarning): pass\n")
+    found = [("ignore", "", ("of_warnings", name), "", 0) for name in ("Mine", "Yours", "Nobodys")]
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        warning_filters.take_over([*found, ("error", "", ("builtins", "UserWarning"), "", 0)])
+        assert _filters() == [("error", "UserWarning")]
+        import of_warnings  # type: ignore[import-not-found]
+
+        del sys.modules["of_warnings"]
+        warnings.warn("left out", of_warnings.Mine, stacklevel=1)
+        assert sorted(_filters()) == [("error", "UserWarning"), ("ignore", "Mine"), ("ignore", "Yours")]
