@@ -7,6 +7,7 @@ import functools
 import importlib
 import pathlib
 import re
+import sys
 import typing
 
 import pytest
@@ -113,6 +114,24 @@ def test_every_python_block_compiles_and_imports_what_exists(page: pathlib.Path)
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("notebook_accel"):
                 module = importlib.import_module(node.module)
                 assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+_NAMES_FOR_PIP = {"sklearn": "scikit-learn"}
+_READERS_HAVE = {"from_accelerate.md": {"accelerate"}}
+
+
+@of_each_page
+def test_reader_has_every_package_that_the_blocks_import(page: pathlib.Path) -> None:
+    """The first command of the README installs the package with its extra ``examples``, and nothing else."""
+    text = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    lists = re.findall(r"^(?:dependencies|examples) = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    installed = {*re.findall(r'^ +"([\w-]+)', "".join(lists), re.MULTILINE), *_READERS_HAVE.get(page.name, ())}
+    assert "torch" in installed and "scikit-learn" in installed
+    nodes = [node for block in pages.python_blocks(page) for node in ast.walk(ast.parse(block.python))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    imported = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"notebook_accel"}
+    assert {_NAMES_FOR_PIP.get(name, name) for name in imported} <= installed
 
 
 @of_each_page
