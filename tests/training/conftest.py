@@ -10,6 +10,12 @@ import pytest
 from tests.training import ranks
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Before the fixtures, one of which records the processes that are there."""
+    ranks.Ranks.replace_late()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _nursery() -> Iterator[None]:
     with contextlib.closing(ranks.Nursery()) as nursery:

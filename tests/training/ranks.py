@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
-_DEADLINE_S = 60.0
+_DEADLINE_S = 90.0
 _START_DEADLINE_S = 60.0
 _REQUEST_BYTES = 1 << 20
 _BY_CHANCE = random.SystemRandom()  # Hypothesis seeds the usual numbers, in all processes of a test run alike
@@ -46,12 +46,27 @@ class Ranks:
         environments: Each rank's environment variables, in addition to those of this process.
     """
 
+    _late: ClassVar[set[Ranks]] = set()
+
     def __init__(self, environments: list[dict[str, str]]) -> None:
         self._own = contextlib.ExitStack()
         nursery = Nursery.shared or self._own.enter_context(contextlib.closing(Nursery()))
         self._nursery = nursery
-        self._ranks = [nursery.fork({**os.environ, **variables}) for variables in environments]
-        self._late = ""
+        self._environments = environments
+        self._start()
+
+    def _start(self) -> None:
+        self._ranks = [self._nursery.fork({**os.environ, **variables}) for variables in self._environments]
+
+    @classmethod
+    def replace_late(cls) -> None:
+        """Replace the ranks of which one was late, so that a test that shares them doesn't fail too."""
+        while cls._late:
+            late = cls._late.pop()
+            late._end()
+            port = {"MASTER_PORT": str(free_port())}
+            late._environments = [variables | port for variables in late._environments]
+            late._start()
 
     def run(self, function: Callable[..., Any], *args: Any, deadline_s: float = _DEADLINE_S) -> list[Any]:
         """Return the values of ``function(*args)`` by rank.
@@ -66,7 +81,8 @@ class Ranks:
 
     def replies(self, function: Callable[..., Any], *args: Any, deadline_s: float = _DEADLINE_S) -> list[Any]:
         """Return the values by rank like ``run``, or the exceptions of ranks that raised."""
-        assert not self._late, f"these ranks can't be used any more: {self._late}"
+        assert self not in self._late, "one of these ranks was late, and they can't be used any more"
+        self._late.add(self)  # until all have replied: the test's time limit can end it here
         for _, connection in self._ranks:
             _send(connection, (function, args))
         deadline = time.monotonic() + deadline_s
@@ -74,16 +90,21 @@ class Ranks:
         for rank, (_, connection) in enumerate(self._ranks):
             if not connection.poll(max(0.0, deadline - time.monotonic())):
                 others = [_receive(other) for _, other in self._ranks[rank + 1 :] if other.poll(0)]
-                self._late = f"rank {rank} didn't return from {function.__name__} within {deadline_s} s"
-                raise TimeoutError(f"{self._late}; after it came {others}")
+                late = f"rank {rank} didn't return from {function.__name__} within {deadline_s} s"
+                raise TimeoutError(f"{late}; after it came {others}")
             replies.append(_receive(connection))
+        self._late.remove(self)
         return replies
 
     def close(self) -> None:
+        self._late.discard(self)
+        self._end()
+        self._own.close()
+
+    def _end(self) -> None:
         for pid, connection in self._ranks:
             connection.close()
             self._nursery.end(pid)
-        self._own.close()
 
 
 class Nursery:
