@@ -9,6 +9,7 @@ be used.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import UninitializedParameter
 
 from notebook_accel.errors import CheckpointError, NotebookAccelError
 from notebook_accel.training import (
@@ -174,12 +176,13 @@ def _read(
     strict: bool,
     weights_only: bool,
 ) -> _RankPart:
-    saved: _Checkpoint | accelerate_checkpoint.AccelerateCheckpoint
-    if folders.is_of_accelerate(folder):
-        saved = accelerate_checkpoint.AccelerateCheckpoint(folder)
-        state = dataclasses.replace(state, tensors=[])  # it doesn't save them
-    else:
-        saved = _Checkpoint(folder)
+    saved: _Checkpoint | accelerate_checkpoint.AccelerateCheckpoint = (
+        accelerate_checkpoint.AccelerateCheckpoint(folder) if folders.is_of_accelerate(folder) else _Checkpoint(folder)
+    )
+    if TENSOR not in saved.counts(()):  # saved by Accelerate or an earlier version, which leave them out
+        if state.tensors and backend.place.rank == 0:
+            warnings.warn(f"{folder} has no prepared tensors: those of this run stay as they are.", stacklevel=3)
+        state = dataclasses.replace(state, tensors=[])
     if not (state.models or state.loaders or any(state.states.values())):
         raise CheckpointError(
             f"The checkpoint {folder} can't be loaded: nothing has been prepared.",
@@ -197,8 +200,11 @@ def _read(
     for number, model in enumerate(models):
         own = state_of(model)
         of_model = files.fitted(saved.weights(number, own), _by_name(own), in_place, in_place=True)
-        # Without ``strict``, buffers may differ: some modules take over the shapes of saved ones.
-        names = {*own, *of_model} if strict else dict(_inner(model).named_parameters()).keys() & of_model.keys()
+        # Without ``strict``, buffers and lazy parameters may differ: they may take over the shapes of saved ones.
+        parameters = {
+            name for name, each in _inner(model).named_parameters() if not isinstance(each, UninitializedParameter)
+        }
+        names = {*own, *of_model} if strict else parameters & own.keys() & of_model.keys()
         differing = sorted(name for name in names if _shape(own, name) != _shape(of_model, name))
         if differing:
             raise _other_model_error(own, of_model, differing, folder, strict=strict)
@@ -266,7 +272,7 @@ class _Checkpoint:
         is_spread = backend.place.world_size != self.ranks or any(map(fsdp.is_sharded, state.models))
         for name in state.trained if is_spread else ():
             values = [gradient for gradients in own.get(name, ()) for gradient in gradients.values()]
-            if all(isinstance(value, torch.Tensor) for value in values):
+            if own.get(name) and all(isinstance(value, torch.Tensor) for value in values):
                 # Training continues from the mean over the saved ranks, however many ranks there are now.
                 parts = (self._own_state_of(other).get(name, []) for other in range(self.ranks))
                 own[name] = functools.reduce(_added, parts)
@@ -317,13 +323,14 @@ def _added(sums: list[dict[str, torch.Tensor]], gradients: list[dict[str, torch.
 def _load_states(backend: Backend, states: Sequence[tuple[Any, Any]]) -> None:
     """Load objects' states on all ranks, or if that fails on a rank, give all objects back those from before.
 
-    States from before aren't copied, since most objects replace them when they load.
+    States from before aren't copied where objects replace them when they load. Modules overwrite them.
     """
     before: list[tuple[Any, Any]] = []
 
     def load_all() -> None:
         for item, saved in states:
-            before.append((item, item.state_dict()))
+            state = item.state_dict()
+            before.append((item, copy.deepcopy(state) if isinstance(item, torch.nn.Module) else state))
             item.load_state_dict(saved)
 
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -11,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+import types
 import weakref
 
 import torch
@@ -38,6 +40,12 @@ def shows_compile_times(shows: bool) -> None:
     if shows:
         torch._logging.set_logs(dynamo=logging.INFO)
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+
+
+def lacks_compile_times() -> None:
+    """Leave with an exit function, and with a torch that has no table of compile times."""
+    sys.modules["torch._dynamo.utils"] = types.ModuleType("torch._dynamo.utils")
+    atexit.register(print, "left", flush=True)
 
 
 def reports_once() -> int:

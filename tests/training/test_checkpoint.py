@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, ProjectConfiguration, TrainingError
 from notebook_accel.errors import CheckpointError, CollectiveError
+from notebook_accel.training.checkpoint_folders import MANIFEST
 from notebook_accel.training.handlers import GradScalerKwargs
 from notebook_accel.training.precision import LossScaler
 from tests.training.ranks import Ranks
@@ -162,11 +166,11 @@ def load_another(folder: str, fault: str) -> tuple[str, list[str]]:
         first.step()
         optimizer.step()
         schedule.step()
-        counter = Register(lr)
+        counter, averaged = Register(lr), torch.nn.Linear(2, 2)
         is_refusing = fault == "object" and accelerator.process_index == accelerator.num_processes - 1
-        accelerator.register_for_checkpointing(counter, Refusing() if is_refusing else Register())
+        accelerator.register_for_checkpointing(counter, averaged, Refusing() if is_refusing else Register())
         parts = {"other model": others, "model": model, "first optimizer": first, "optimizer": optimizer}
-        return accelerator, {**parts, "scheduler": schedule, "counter": counter}
+        return accelerator, {**parts, "scheduler": schedule, "counter": counter, "averaged": averaged}
 
     def states(parts: dict[str, Any]) -> dict[str, str]:
         return {name: repr(part.state_dict()) for name, part in parts.items()}
@@ -247,6 +251,66 @@ def test_what_others_keep_in_the_folder_stays_there(tmp_path: pathlib.Path) -> N
         accelerator.save_state(tmp_path)
     assert (tmp_path / "events" / "log").read_text() == "mine"
     assert accelerator.load_state(tmp_path) == str(tmp_path)
+
+
+def change_manifest(folder: pathlib.Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Make a checkpoint one that other ranks, or an earlier version, might have saved."""
+    path = folder / MANIFEST
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def test_an_earlier_version_has_saved_no_tensors(tmp_path: pathlib.Path) -> None:
+    accelerator, _, _ = prepared()
+    prompt = accelerator.prepare(torch.zeros(2, requires_grad=True))
+    accelerator.save_state(tmp_path / "state")
+    change_manifest(tmp_path / "state", lambda manifest: [manifest.pop("optimizers"), manifest["counts"].pop("tensor")])
+    torch.nn.init.ones_(prompt)
+    with pytest.warns(UserWarning, match="has no prepared tensors: those of this run stay as they are"):
+        accelerator.load_state(tmp_path / "state")
+    assert prompt.tolist() == [1, 1]
+
+
+def test_the_own_state_of_each_saved_rank_is_read_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, _, _ = prepared()
+    folder = pathlib.Path(accelerator.save_state(tmp_path / "state"))
+    shutil.copy(folder / "rank_0.bin", folder / "rank_1.bin")
+    change_manifest(folder, lambda manifest: manifest.update(world_size=2))
+    read, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda path, **options: (read.append(path.name), load(path, **options))[1])
+    accelerator.load_state(folder)
+    assert sorted(read) == ["optimizer.bin", "rank_0.bin"]
+
+
+class Adapted(torch.nn.Module):
+    """A model whose state dict has its adapter alone, if ``is_small``."""
+
+    def __init__(self, *, is_small: bool) -> None:
+        super().__init__()
+        self.base, self.adapter = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        if is_small:
+            self._register_state_dict_hook(
+                lambda *of: [of[1].pop(f"base.{name}") for name in ("weight", "bias")] and None
+            )
+
+
+@pytest.mark.parametrize(("saved", "loads"), [
+    (lambda: Adapted(is_small=False), lambda: Adapted(is_small=True)),
+    (lambda: torch.nn.Linear(2, 3), lambda: torch.nn.LazyLinear(3)),
+])  # fmt: skip
+def test_what_a_module_itself_adapts_is_loaded_if_it_need_not_be_alike(
+    tmp_path: pathlib.Path, saved: Callable[[], torch.nn.Module], loads: Callable[[], torch.nn.Module]
+) -> None:
+    models = []
+    for make in (saved, loads):
+        accelerator = Accelerator(cpu=True)
+        models.append(accelerator.prepare(make()))
+        if make is saved:
+            accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state", strict=False)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_registered_objects(tmp_path: pathlib.Path) -> None:

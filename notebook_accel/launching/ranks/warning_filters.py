@@ -32,7 +32,7 @@ def take_over(found: Sequence[Filter]) -> None:
     own = [each for each in settings() if each not in found]
     # Those of libraries that only this process has imported count first, as if the notebook imported them now. Python's
     # own count last, since the notebook lacks them only if it has removed them.
-    of_libraries = [each for each in own if each[1] or each[3]]
+    of_libraries = [each for each in own if each[1] or each[3] not in ("", "__main__")]
     of_python = [each for each in own if each not in of_libraries]
     warnings.resetwarnings()
     for each in reversed([*of_libraries, *found, *of_python]):

@@ -478,8 +478,9 @@ def _leave(*, is_waited_for: bool) -> None:
 def _leave_out_compile_times() -> None:
     """Keep torch from making its table of compile times at the exit, which takes 3 ms, if no logger shows it."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is not None and not dynamo.log.isEnabledFor(logging.INFO):
-        atexit.unregister(dynamo.dump_compile_times)
+    with contextlib.suppress(AttributeError):  # private to torch
+        if dynamo is not None and not dynamo.log.isEnabledFor(logging.INFO):
+            atexit.unregister(dynamo.dump_compile_times)
 
 
 @contextlib.contextmanager

@@ -123,6 +123,12 @@ def test_torchs_table_of_compile_times_appears_if_it_is_asked_for(launch: Callab
     assert ("TorchDynamo compilation metrics" in job.logs(0)) is shows
 
 
+def test_exit_functions_run_with_a_torch_that_has_no_such_table(launch: Callable[..., Job]) -> None:
+    job = launch(functions.lacks_compile_times, num_processes=1)
+    job.results(timeout_s=60)
+    assert "left" in job.logs(0)
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "error"),
     [

@@ -27,12 +27,14 @@ def test_the_notebooks_filters_count_before_pythons_and_after_those_of_libraries
         assert filters == warnings.filters
         warnings.resetwarnings()
         warnings.simplefilter("default", DeprecationWarning)
+        warnings.filterwarnings("default", category=PendingDeprecationWarning, module="__main__")
         warnings.filterwarnings("ignore", "of a library")
         warning_filters.take_over(found)
         assert _filters() == [
             ("ignore", "Warning"),
             ("error", "UserWarning"),
             ("always", "FutureWarning"),
+            ("default", "PendingDeprecationWarning"),
             ("default", "DeprecationWarning"),
         ]
 
