@@ -39,6 +39,7 @@ def test_env_has_the_versions_and_devices(capsys: pytest.CaptureFixture[str]) ->
     assert lines["machine"].endswith(" GiB of memory")
 
 
+@pytest.mark.usefixtures("state_home")  # without detached runs
 def test_doctor_finds_nothing_against_a_launch_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--num_processes", "2"]) == 0
     assert capsys.readouterr().out == "Nothing speaks against a launch.\n"

@@ -22,14 +22,17 @@ _PREPARED = [pytest.param(False, id="plain"), pytest.param(True, id="prepared")]
 
 @pytest.fixture
 def verdict(launch: Callable[..., Job]) -> Callable[..., Verdict]:
-    """Runs a program until the run's first verdict names this cause, and returns it."""
+    """Runs a program until the run's first verdict names this cause, and returns it.
+
+    Another verdict may come before it: that the machine's cores are busy with other programs.
+    """
 
     def found(cause: str, program: Callable[[bool], None], is_prepared: bool = False) -> Verdict:
         job = launch(program, is_prepared)
 
         def first() -> Verdict | None:
             assert not job.done, job.error
-            named = job.diagnosis().verdicts[:1]
+            named = [each for each in job.diagnosis().verdicts if cause == "busy cores" or each.cause != "busy cores"]
             return named[0] if named and named[0].cause == cause else None
 
         try:

@@ -80,7 +80,7 @@ def test_rank_that_dies_after_another_has_failed(whole: Session, capsys: pytest.
     assert whole.restart() == [1]
     whole.job.config = whole.job.config.replace(grace_s=0)
     cell = whole.start("import os, time\nrank = int(os.environ['RANK'])\n" + fails + _STUBBORN)
-    processes.wait_until(lambda: "Interrupt once more to kill" in capsys.readouterr().err, "rank 1 goes on")
+    processes.wait_until(lambda: "Interrupt once more to kill" in capsys.readouterr().err, "rank 1 goes on", 60.0)
     cell.interrupt()
     with pytest.raises(RankFailedError, match=r"rank 0 of 2 failed .*ValueError: the cause") as raised:
         cell.results(60)
