@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 import sys
 import warnings
@@ -58,6 +59,7 @@ def test_filter_for_a_class_follows_when_its_module_is_imported(
         warnings.resetwarnings()
         warning_filters.take_over([*found, ("error", "", ("builtins", "UserWarning"), "", 0)])
         assert _filters() == [("error", "UserWarning")]
+        assert importlib.util.find_spec("of_warnings") is not None  # asking doesn't import it
         import of_warnings  # type: ignore[import-not-found]
 
         del sys.modules["of_warnings"]
