@@ -37,17 +37,16 @@ class _Finder(importlib.abc.MetaPathFinder):
         if hooks is None:
             return None
         spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            self.hooks[fullname] = hooks
-        else:
-            spec.loader = _Loader(spec.loader, hooks)
+        self.hooks[fullname] = hooks  # kept until the import, since some programs only ask whether a module is there
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self.hooks)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
     """Runs the module's own loader and then the hooks."""
 
-    def __init__(self, loader: importlib.abc.Loader, hooks: list[Hook]) -> None:
+    def __init__(self, loader: importlib.abc.Loader, hooks: dict[str, list[Hook]]) -> None:
         self._loader = loader
         self._hooks = hooks
 
@@ -55,11 +54,12 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
+        name = module.__name__
         module.__loader__ = self._loader  # the module's own loader has the source, for tracebacks
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        for hook in self._hooks:
+        for hook in self._hooks.pop(name, ()):
             hook(module)
 
 

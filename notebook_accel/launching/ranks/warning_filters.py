@@ -19,7 +19,8 @@ def settings() -> list[Filter]:
     filters: Any = warnings.filters
     return [
         (action, _text(message), (category.__module__, category.__qualname__), _text(module), line)
-        for action, message, category, module, line in filters
+        for action, message, given, module, line in filters
+        for category in (given if isinstance(given, tuple) else (given,))  # ``simplefilter`` takes several
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
 import sys
 import warnings
@@ -39,6 +40,14 @@ def test_the_notebooks_filters_count_before_pythons_and_after_those_of_libraries
         ]
 
 
+def test_filter_for_several_classes_is_one_for_each() -> None:
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        warnings.simplefilter("ignore", (UserWarning, FutureWarning))  # type: ignore[arg-type]
+        warnings.warn("left out", FutureWarning, stacklevel=1)
+        assert _filters() == [("ignore", "UserWarning"), ("ignore", "FutureWarning")]
+
+
 def test_filter_for_a_class_follows_when_its_module_is_imported(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,6 +59,7 @@ def test_filter_for_a_class_follows_when_its_module_is_imported(
         warnings.resetwarnings()
         warning_filters.take_over([*found, ("error", "", ("builtins", "UserWarning"), "", 0)])
         assert _filters() == [("error", "UserWarning")]
+        assert importlib.util.find_spec("of_warnings") is not None  # asking doesn't import it
         import of_warnings  # type: ignore[import-not-found]
 
         del sys.modules["of_warnings"]
