@@ -79,7 +79,7 @@ def test_end_of_input_and_an_interrupt_end_it(notebook: kernels.Kernel) -> None:
 
 def test_where_nobody_can_be_asked_it_says_so(notebook: kernels.Kernel) -> None:
     error(notebook, _FAILING)
-    assert "nobody can be asked here" in error(notebook, "%distributed debug 1")
+    assert "nobody can type them here" in error(notebook, "%distributed debug 1")
     assert shown(notebook, "%%distributed\nrank") == "rank 0: 0\nrank 1: 1"
 
 

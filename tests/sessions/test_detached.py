@@ -400,7 +400,7 @@ def test_session_that_another_process_stops(lab: Session) -> None:
     assert lab.job.wait(_LONG_S)
     with pytest.raises(RunError, match="was stopped"):
         lab.execute("1")
-    with pytest.raises(RunError, match="no detached session 'lab' of yours that goes on"):
+    with pytest.raises(RunError, match="no detached session 'lab' in progress"):
         Session.attach("lab")
     with pytest.raises(LaunchError, match="'lab' is a session that has ended"):
         detached.again("lab")
