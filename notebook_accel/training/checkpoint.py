@@ -200,14 +200,7 @@ def _read(
     for number, model in enumerate(models):
         own = state_of(model)
         of_model = files.fitted(saved.weights(number, own), _by_name(own), in_place, in_place=True)
-        # Without ``strict``, buffers and lazy parameters may differ: they may take over the shapes of saved ones.
-        parameters = {
-            name for name, each in _inner(model).named_parameters() if not isinstance(each, UninitializedParameter)
-        }
-        names = {*own, *of_model} if strict else parameters & own.keys() & of_model.keys()
-        differing = sorted(name for name in names if _shape(own, name) != _shape(of_model, name))
-        if differing:
-            raise _other_model_error(own, of_model, differing, folder, strict=strict)
+        _check_model(model, own, of_model, folder, strict=strict)
         weights.append((model, of_model))
     _check_optimizers(saved.optimizers, state.parameters_of_optimizers(), folder)
     states = []
@@ -417,6 +410,20 @@ def _check_counts(
                 f"The checkpoint {folder} has {saved.get(kind, 0)} objects of kind {kind!r}, this run has {count}.",
                 fix="prepare and register the same objects in the same order as when it was saved",
             )
+
+
+def _check_model(
+    model: torch.nn.Module, own: Mapping[str, Any], saved: Mapping[str, Any], folder: pathlib.Path, *, strict: bool
+) -> None:
+    """Raise ``CheckpointError`` if the saved weights don't fit a model, whose state is ``own``."""
+    # Without ``strict``, buffers and lazy parameters may differ: they may take over the shapes of saved ones.
+    parameters = {
+        name for name, each in _inner(model).named_parameters() if not isinstance(each, UninitializedParameter)
+    }
+    names = {*own, *saved} if strict else parameters & own.keys() & saved.keys()
+    differing = sorted(name for name in names if _shape(own, name) != _shape(saved, name))
+    if differing:
+        raise _other_model_error(own, saved, differing, folder, strict=strict)
 
 
 def _check_optimizers(saved: Sequence[Any], own: Sequence[Any], folder: pathlib.Path) -> None:

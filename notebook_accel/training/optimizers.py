@@ -62,7 +62,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return None
         if closure is None:  # a closure computes the gradients itself
             self.average_uncalled()
-            fsdp.refuse_local_gradients(self._own_parameters())
+            fsdp.refuse_local_gradients(_each_parameter([self]))
         self._uncalled.has_stepped()
         if self._scaler is None:
             value = self.optimizer.step() if closure is None else self.optimizer.step(self._agreeing(closure))
@@ -100,14 +100,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         self._uncalled.average(parameters, may_be_local=not self._gradients.is_counting)
 
-    def _own_parameters(self) -> Iterator[torch.Tensor]:
-        return (parameter for group in self.param_groups for parameter in group["params"])
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless an accumulation window is still summing them."""
         if self._gradients.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
-            fsdp.drop_local_gradients(self._own_parameters())
+            fsdp.drop_local_gradients(_each_parameter([self]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state."""
@@ -303,7 +300,11 @@ def prepare_scheduler(
 
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """Return all parameters of the optimizers."""
-    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+    return list(_each_parameter(optimizers))
+
+
+def _each_parameter(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    return (parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"])
 
 
 def clip_grad_norm(

@@ -23,7 +23,7 @@ _LENGTHS = ("total_steps", "T_max", "total_iters")  # attributes of torch's sche
 
 @dataclasses.dataclass
 class _Wait:
-    """What an ``Accelerator`` that hasn't trained yet waits for."""
+    """The wait of an ``Accelerator`` for its first training step."""
 
     prepared_by: Callable[[Any], Sequence[Any]]
     begin: Callable[[Any, torch.optim.Optimizer], None]
