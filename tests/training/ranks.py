@@ -7,7 +7,9 @@ imported torch. So ranks start at once, and torch is imported once.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
+import multiprocessing.connection
 import os
 import pickle
 import random
@@ -75,26 +77,38 @@ class Ranks:
 
         Raises:
             Exception: The exception of the lowest rank in which the function raised.
+            ChildProcessError: A rank has ended.
             TimeoutError: A rank didn't return in time.
         """
         return [_value(reply) for reply in self.replies(function, *args, deadline_s=deadline_s)]
 
     def replies(self, function: Callable[..., Any], *args: Any, deadline_s: float = _DEADLINE_S) -> list[Any]:
-        """Return the values by rank like ``run``, or the exceptions of ranks that raised."""
+        """Return the values by rank like ``run``, or the exceptions that ``function`` raised there."""
         assert self not in self._late, "one of these ranks was late, and they can't be used any more"
         self._late.add(self)  # until all have replied: the test's time limit can end it here
         for _, connection in self._ranks:
             _send(connection, (function, args))
         deadline = time.monotonic() + deadline_s
-        replies = []
-        for rank, (_, connection) in enumerate(self._ranks):
-            if not connection.poll(max(0.0, deadline - time.monotonic())):
-                others = [_receive(other) for _, other in self._ranks[rank + 1 :] if other.poll(0)]
-                late = f"rank {rank} didn't return from {function.__name__} within {deadline_s} s"
-                raise TimeoutError(f"{late}; after it came {others}")
-            replies.append(_receive(connection))
+        replies: dict[int, Any] = {}
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
+        while waiting:
+            ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = f"ranks {sorted(waiting.values())} didn't return from {function.__name__} within {deadline_s} s"
+                raise TimeoutError(f"{late}; the others returned {replies}")
+            for connection in ready:
+                rank = waiting.pop(connection)
+                replies[rank] = self._reply(rank, connection)
         self._late.remove(self)
-        return replies
+        return [replies[rank] for rank in sorted(replies)]
+
+    def _reply(self, rank: int, connection: Connection) -> Any:
+        try:
+            return _receive(connection)
+        except EOFError:
+            exit_code = self._nursery.end(self._ranks.pop(rank)[0])
+            message = f"rank {rank} has ended with exit code {exit_code}; a crash printed its stack"
+            raise ChildProcessError(message) from None
 
     def close(self) -> None:
         self._late.discard(self)
@@ -139,18 +153,18 @@ class Nursery:
             socket.send_fds(self._requests, [pickle.dumps(variables)], [theirs.fileno()])
         return self._reply(), Connection(ours.detach())
 
-    def end(self, pid: int) -> None:
-        """Kill a rank if it is still running."""
+    def end(self, pid: int) -> int:
+        """Kill a rank if it is still running, and return its exit code, negative if a signal has ended it."""
         self._requests.send(pickle.dumps(pid))
-        self._reply()
+        return self._reply()
 
     def close(self) -> None:
         self._requests.close()  # ends the nursery and its ranks
         self._process.wait(_START_DEADLINE_S)
 
     def _reply(self) -> int:
-        pid: int = pickle.loads(self._requests.recv(_REQUEST_BYTES))
-        return pid
+        number: int = pickle.loads(self._requests.recv(_REQUEST_BYTES))
+        return number
 
 
 def _send(connection: Connection, thing: Any) -> None:
@@ -214,11 +228,11 @@ def _nurse(requests: socket.socket) -> None:
                 _begin(asked, descriptors[0])
             os.close(descriptors[0])
             alive.add(pid)
+            reply = pid
         else:
-            pid = asked
-            _kill(pid)
-            alive.discard(pid)
-        requests.send(pickle.dumps(pid))
+            reply = _kill(asked)
+            alive.discard(asked)
+        requests.send(pickle.dumps(reply))
     for pid in alive:
         _kill(pid)
 
@@ -238,9 +252,9 @@ def _import_what_ranks_need() -> None:
     torch.set_num_threads(1)
 
 
-def _kill(pid: int) -> None:
+def _kill(pid: int) -> int:
     os.kill(pid, signal.SIGKILL)  # no wait yet, so the number is still this process's
-    os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _begin(variables: dict[str, str], descriptor: int) -> None:
@@ -250,6 +264,7 @@ def _begin(variables: dict[str, str], descriptor: int) -> None:
     try:
         os.environ.clear()
         os.environ.update(variables)
+        faulthandler.enable()  # a crash in native code says where it was called
         random.seed()  # as in a process that wasn't forked
         numpy.random.seed()
         _serve(Connection(descriptor))
