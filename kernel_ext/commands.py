@@ -177,12 +177,10 @@ def _logs(given: argparse.Namespace) -> None:
     if not entry.log_files:
         raise NotebookAccelError(f"The run {entry.name!r} has no log files.")
     job = entry.job
-    ranks = entry.ending.ranks if job is None else job.ranks
     first_rank = entry.ending.first_rank if job is None else job.first_rank
     for number in _ranks(given.rank, entry.name, first_rank, len(entry.log_files)):
         file = entry.log_files[number - first_rank]
-        has_begun = file.exists() or any(rank.number == number and rank.pid is not None for rank in ranks)
-        text = logs.read(file, _LAST_LINES).rstrip("\n") if has_begun else ""
+        text = logs.read(file, _LAST_LINES).rstrip("\n")
         yet = "" if job is None or job.done else " yet"
         about = f"rank {number}, last lines of" if text else f"rank {number} has printed nothing{yet}:"
         print(f"{about} {file}")

@@ -96,8 +96,7 @@ def _logs(parsed: argparse.Namespace) -> int:
         )
     for rank in range(facts.world_size) if parsed.rank is None else [parsed.rank]:
         path = logs.log_file(facts.log_folder, rank)
-        has_begun = path.exists() or not path.parent.exists()  # in a removed folder, reading says so
-        text = logs.read(path, parsed.tail).rstrip("\n") if has_begun else ""
+        text = logs.read(path, parsed.tail).rstrip("\n")
         print(f"rank {rank}: {path}" if text else f"rank {rank} has printed nothing: {path}")
         print("\n".join(plain_lines(text)), end="\n" if text else "")
     return 0

@@ -82,15 +82,17 @@ def trace_file(folder: str | pathlib.Path, number: str, rank: int | None) -> pat
 
 
 def read(path: pathlib.Path, tail: int | None = None) -> str:
-    """Return a log's text, or its ``tail`` last lines.
+    """Return a log's text, or its ``tail`` last lines. It is empty for a rank that hasn't begun, which has no file yet.
 
     Raises:
-        NotebookAccelError: The log can't be read.
+        NotebookAccelError: The log can't be read, or the run's folder was removed.
     """
     try:
         with path.open("rb") as file:
             data = file.read() if tail is None else _last_lines(file.fileno(), tail)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and path.parent.exists():
+            return ""
         what = f"The log {path} can't be read: {error.strerror}."
         if not path.is_relative_to(_root()):
             why = "" if path.parent.exists() else f"The run's folder {path.parent} was removed."

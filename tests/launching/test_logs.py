@@ -83,6 +83,10 @@ def test_last_lines(tmp_path: pathlib.Path, content: str, tail: int | None, text
     assert logs.read(path, tail) == text
 
 
+def test_log_of_a_rank_that_has_not_begun_is_empty(tmp_path: pathlib.Path) -> None:
+    assert logs.read(tmp_path / "rank_0.log", 5) == ""
+
+
 def test_log_that_is_gone_says_why(root: pathlib.Path, tmp_path: pathlib.Path) -> None:
     with pytest.raises(NotebookAccelError, match="kept for 20 runs of a notebook"):
         logs.read(root / "a run" / "gone")

@@ -343,8 +343,7 @@ class Job(Handle):
         if rank not in numbers:
             has = "this run" if self.world_size == self.total_ranks else "this node"
             raise IndexError(f"There is no rank {rank}: {has} has ranks {numbers[0]} to {numbers[-1]}")
-        file, state = self.log_files[numbers.index(rank)], self.state.ranks[numbers.index(rank)]
-        return "" if state.pid is None and not file.exists() else logs.read(file, tail)
+        return logs.read(self.log_files[numbers.index(rank)], tail)
 
     def stacks(self, timeout_s: float = 10.0) -> Stacks:
         """Return every rank's stack. A rank that hangs in a collective answers too.
