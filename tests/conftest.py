@@ -51,6 +51,14 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_detached_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep detached runs in a folder of the tests: the developer may have some too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _made_once() -> Iterator[None]:
     """Make what lasts for the whole session before the first test is checked for leaks."""
     processes.adopt_orphans()
