@@ -53,7 +53,11 @@ def print_runs(*, clean: bool = False, as_json: bool = False) -> None:
         print(f"Removed: {', '.join(removed)}")
     rows = [("name", "state", "since", "step", "metrics", "folder"), *map(_row, found)]
     lines = aligned(rows) if found else ["You have no detached run on this machine."]
-    print("\n".join([*lines, *(f"{summary.name}: {summary.why}" for summary in found if summary.why)]))
+    print("\n".join([*lines, *(f"{summary.name}: {_reason(summary)}" for summary in found if summary.why)]))
+
+
+def _reason(summary: RunSummary) -> str:
+    return f"stopped {summary.why}" if summary.status == "stopped" else summary.why  # "stopped by process 7"
 
 
 def _row(summary: RunSummary) -> tuple[str, ...]:

@@ -589,6 +589,7 @@ def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path)
     assert stopped.stdout.startswith("The run 'night' is stopped. Its results and logs are in /")
     with pytest.raises(RunStoppedError, match=r"By process \d+ \("):
         job.results(_LONG_S)
+    assert re.match(r"night: stopped by process \d+ \(", command("runs").stdout.splitlines()[-1])
     attached = command("attach", "night")
     assert attached.returncode == 1
     assert {"0 │ step 0", "1 │ step 0"} <= set(kernels.unfolded(attached.stdout))
