@@ -456,7 +456,10 @@ def remap(optimizer: torch.optim.Optimizer) -> None:
 @contextlib.contextmanager
 def no_sync(model: torch.nn.Module) -> Iterator[None]:
     """Keep a sharded model's gradients local and unsharded in the body's backward passes."""
-    _accumulating.add(uncompiled(model))
+    inner = uncompiled(model)
+    if inner not in _accumulating:
+        _accumulating.add(inner)
+        _extend_zero_grad(inner)
     for unit in _units(model):
         unit.set_requires_gradient_sync(False, recurse=False)
     try:
@@ -466,6 +469,17 @@ def no_sync(model: torch.nn.Module) -> Iterator[None]:
             unit.set_requires_gradient_sync(True, recurse=False)
 
 
+def _extend_zero_grad(model: torch.nn.Module) -> None:
+    """Make a sharded model's ``zero_grad`` drop what ``no_sync`` has left, too."""
+    usual = model.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        _drop(_local_parts(model))
+        usual(set_to_none)
+
+    model.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
 def has_local_gradients(model: torch.nn.Module) -> bool:
     """Return whether ``no_sync`` has left gradients of a sharded model in torch's own buffers."""
     return uncompiled(model) in _accumulating and any(True for _ in _local_parts(model))
@@ -473,7 +487,11 @@ def has_local_gradients(model: torch.nn.Module) -> bool:
 
 def drop_local_gradients(parameters: Iterable[torch.Tensor]) -> None:
     """Drop the gradients that ``no_sync`` has left of sharded parameters, which torch's ``zero_grad`` doesn't reach."""
-    for part in _local_parts_of(parameters):
+    _drop(_local_parts_of(parameters))
+
+
+def _drop(parts: Iterable[Any]) -> None:
+    for part in parts:
         part.unsharded_accumulated_grad = part._unsharded_param.grad = None
 
 
