@@ -270,6 +270,7 @@ def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kern
         ("profile --steps", "%distributed profile: argument --steps: expected one argument."),
         ("profile --steps many", "%distributed profile: argument --steps: invalid int value: 'many'."),
         ("profile --memry", "%distributed profile: there is no option --memry; is it --memory?"),
+        ("attach night day", "%distributed attach: unexpected argument 'day'"),
         ("runs --cleen", "%distributed runs: there is no option --cleen; is it --clean? %distributed? shows"),
         ("stacks 0 --run first", "The run 'first' has ended."),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 import time
+from collections.abc import Mapping
 
 import pytest
 
@@ -32,9 +33,9 @@ model
 """
 
 
-def new_kernel(folder: pathlib.Path) -> kernels.Kernel:
+def new_kernel(folder: pathlib.Path, variables: Mapping[str, str] = kernels.WITHOUT_TEMPLATE) -> kernels.Kernel:
     folder.mkdir()
-    kernel = kernels.Kernel(folder)
+    kernel = kernels.Kernel(folder, variables)
     loaded = kernel.run("%load_ext notebook_accel\nfrom notebook_accel import report\nimport pathlib, time", _LONG_S)
     assert loaded.status == "ok", loaded.traceback
     return kernel
@@ -80,6 +81,7 @@ def test_run_outlives_its_kernel_and_another_one_has_all_of_it(tmp_path: pathlib
         processes.wait_until(lambda: not folder.is_held, "its agent has gone", _LONG_S)
         cleaned = second.run("%distributed runs --clean").stdout
         assert re.fullmatch(r"Removed: \S+-night-\S+\nYou have no detached run on this machine\.\n", cleaned)
+        assert "no detached run of yours" in second.run("%distributed attach").traceback
     finally:
         second.close()
     assert list(run_folders.root().iterdir()) == []
@@ -87,7 +89,7 @@ def test_run_outlives_its_kernel_and_another_one_has_all_of_it(tmp_path: pathlib
 
 def test_run_under_a_cell_is_detached_by_a_click_and_outlives_its_kernel(tmp_path: pathlib.Path) -> None:
     mark = tmp_path / "mark"
-    first = new_kernel(tmp_path / "first")
+    first = new_kernel(tmp_path / "first", {})
     try:
         first.run(f"mark, factor = {str(mark)!r}, 2")
         cell = first.start(_CELL.strip().replace("--detach --name night", "--name day").replace("none", "panel"))
@@ -121,7 +123,7 @@ def test_run_under_a_cell_is_detached_by_a_click_and_outlives_its_kernel(tmp_pat
 
 def test_run_in_the_background_is_detached_by_name(tmp_path: pathlib.Path) -> None:
     mark = tmp_path / "mark"
-    kernel = new_kernel(tmp_path / "kernel")
+    kernel = new_kernel(tmp_path / "kernel", {})
     try:
         kernel.run(f"mark, factor = {str(mark)!r}, 2")
         kernel.run(_CELL.strip().replace("--detach --name night", "--background --name day"), _LONG_S)
@@ -138,18 +140,6 @@ def test_run_in_the_background_is_detached_by_name(tmp_path: pathlib.Path) -> No
         assert kernel.run("job.results()[0].size", _LONG_S).result == "42"
         [folder] = run_folders.every()
         processes.wait_until(lambda: not folder.is_held, "its agent has gone", _LONG_S)
-    finally:
-        kernel.close()
-
-
-def test_wrong_words_are_answered(tmp_path: pathlib.Path) -> None:
-    kernel = new_kernel(tmp_path / "kernel")
-    try:
-        assert "no detached run of yours" in kernel.run("%distributed attach").traceback
-        assert "there is no option --cleen; is it --clean?" in kernel.run("%distributed runs --cleen").error_value
-        assert "unexpected argument 'day'" in kernel.run("%distributed attach night day").error_value
-        assert kernel.run("%distributed start -n 1", _LONG_S).status == "ok"
-        assert "--detach goes with --fresh here" in kernel.run("%%distributed --detach\n1").stderr
     finally:
         kernel.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -20,10 +20,10 @@ _LONG_S = 100.0
 
 
 @contextlib.contextmanager
-def notebook(folder: pathlib.Path) -> Iterator[kernels.Kernel]:
-    """A kernel with the extension."""
+def notebook(folder: pathlib.Path, variables: Mapping[str, str] = kernels.WITHOUT_TEMPLATE) -> Iterator[kernels.Kernel]:
+    """A kernel with the extension, which detached sessions have no template of."""
     folder.mkdir()
-    with kernels.running(folder) as kernel:
+    with kernels.running(folder, variables) as kernel:
         yield kernel
 
 
@@ -109,7 +109,7 @@ def test_session_outlives_its_kernel_and_another_one_goes_on_with_it(
 
 
 def test_usual_session_is_detached_by_name(tmp_path: pathlib.Path) -> None:
-    with notebook(tmp_path / "first") as first:
+    with notebook(tmp_path / "first", {}) as first:
         load(first)
         first.run("%distributed start -n 2 --use_cpu", _LONG_S)
         first.run("%%distributed\nimport os\nkept = os.environ['RANK']")

@@ -299,6 +299,7 @@ def test_fresh_cell_is_a_launch_of_its_own(notebook: kernels.Kernel) -> None:
         ("%%rank one\n1", "'one' names no ranks"),
         ("%pull rank --rank 0-1", "%pull copies from one rank"),
         ("%push rate --nonsense 3", "%push: there is no option --nonsense"),
+        ("%%distributed --detach\n1", "--detach goes with --fresh here"),
         ("%distributed start -n 2", "There is a session already"),
         ("%distributed begin", "there is no command 'begin'; there are status, stop"),
     ],

@@ -28,6 +28,7 @@ from notebook_accel.protocol import session_messages
 from notebook_accel.sessions.kernel import detached_pool
 from notebook_accel.sessions.kernel.session import Session
 from tests import processes
+from tests.launching.test_run_folders import held
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -105,10 +106,9 @@ def attached(name: str = "lab") -> Iterator[Session]:
     processes.wait_until(lambda: not folder.is_held, "the session's agent has gone", _LONG_S)
 
 
-@pytest.fixture
-def lab() -> Iterator[Session]:
-    """A new detached session of this process."""
-    session = Session(2, use_cpu=True, view="none", detach=True, name="lab")
+@contextlib.contextmanager
+def begun(session: Session) -> Iterator[Session]:
+    """A session in whose ranks BEGIN has run. At the end of the block, this process leaves it."""
     _sessions.append(session)
     try:
         session.execute(BEGIN)
@@ -116,7 +116,52 @@ def lab() -> Iterator[Session]:
     finally:
         while _sessions:
             _sessions.pop().leave()
-        detached.stop(folder_of(session))
+
+
+def new_session() -> Session:
+    return Session(2, use_cpu=True, view="none", detach=True, name="lab")
+
+
+def stop_following(folder: RunFolder) -> None:
+    """End this process's jobs of a session that goes on, as the end of a kernel would."""
+    for thread in threading.enumerate():
+        if thread.name == f"notebook-accel-attached-{folder.id}":
+            link = thread._target.__self__  # type: ignore[attr-defined]
+            link._end(RunError("The test is over."))
+            if link._connection is not None:
+                link._connection.shutdown()
+            thread.join(_LONG_S)
+
+
+@pytest.fixture(scope="module")
+def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    """A folder for detached runs with a session that no kernel has."""
+    home = tmp_path_factory.mktemp("state")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(home))
+        session = new_session()
+    session.leave()
+    stop_following(folder_of(session))
+    yield home
+    detached.stop(folder_of(session))
+
+
+@pytest.fixture
+def lab(shared_home: pathlib.Path, state_home: pathlib.Path) -> Iterator[Session]:
+    """The shared detached session, attached, for tests that leave its ranks alive and idle."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(shared_home))  # not any more when ``state_home`` ends what is in its own
+        with begun(Session.attach("lab")) as session:
+            yield session
+        stop_following(folder_of(session))
+
+
+@pytest.fixture
+def own_lab() -> Iterator[Session]:
+    """A new detached session, for tests in which it or a rank ends."""
+    with begun(new_session()) as session:
+        yield session
+    detached.stop(folder_of(session))
 
 
 def folder_of(session: Session) -> RunFolder:
@@ -131,13 +176,20 @@ def again(session: Session) -> Session:
     return _sessions[-1]
 
 
-def test_next_kernel_has_the_variables_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_kernel_has_the_variables_of_the_ranks_once_the_first_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     main = sys.modules["__main__"]
     for name, value in (("lr", 0.5), ("kept", "the notebook's")):
         monkeypatch.setattr(main, name, value, raising=False)
     with kernel(BEGIN, "before = lr + stale + double(rank)\nkept.append(double(1))") as first:
         wait_for(first, "done")
+        with pytest.raises(
+            RunError, match=rf"'lab' belongs to another notebook just now: process {first.pid} "
+        ) as raised:
+            Session.attach("lab")
+        assert "%distributed detach" in raised.value.fix
+        assert run_folders.every()[0].is_held
         first.kill()
+        first.wait()
     with attached() as session:
         assert repr(session.execute("kept, before")) == "rank 0: ([0, 2], 1.1)\nrank 1: ([10, 2], 3.1)"
         assert repr(session.execute("lr")) == "ranks 0-1: 0.1"  # not what the notebook has had when it attached
@@ -224,21 +276,6 @@ def test_interrupt_of_the_wait_leaves_the_session_as_it_was(lab: Session, capfd:
     assert repr(second.execute(SUM)) == "ranks 0-1: 3"  # in a new process group, since an interrupt has broken the old
 
 
-def test_one_kernel_at_a_time() -> None:
-    with kernel(BEGIN) as first:
-        wait_for(first, "done")
-        with pytest.raises(
-            RunError, match=rf"'lab' belongs to another notebook just now: process {first.pid} "
-        ) as raised:
-            Session.attach("lab")
-        assert "%distributed detach" in raised.value.fix
-        assert run_folders.every()[0].is_held
-        first.kill()
-        first.wait()
-        with attached() as session:
-            assert repr(session.execute("rank")) == "rank 0: 0\nrank 1: 1"
-
-
 def test_fork_of_a_kernel_doesnt_hold_its_session(tmp_path: pathlib.Path) -> None:
     # The fork says that it is done: from then on it has let go of what it had of the session.
     forks = _KERNEL.replace('print("done"', 'import os\nif os.fork(): time.sleep(1000)\nprint("done"')
@@ -275,15 +312,15 @@ def is_decided() -> bool:
     return all(folder.is_published or not folder.is_held for folder in folders)
 
 
-def test_rank_that_dies_while_no_kernel_is_there(lab: Session) -> None:
-    lab.execute(GROUP)
-    assert repr(lab.execute(SUM)) == "ranks 0-1: 3"
-    [victim] = lab.execute("os.getpid()", ranks=[1])._bundles.values()
-    job = lab.job
-    lab.leave()
+def test_rank_that_dies_while_no_kernel_is_there(own_lab: Session) -> None:
+    own_lab.execute(GROUP)
+    assert repr(own_lab.execute(SUM)) == "ranks 0-1: 3"
+    [victim] = own_lab.execute("os.getpid()", ranks=[1])._bundles.values()
+    job = own_lab.job
+    own_lab.leave()
     os.kill(int(victim["text/plain"]), signal.SIGKILL)
     processes.wait_until(lambda: job.death(1), "the death is known", _LONG_S)
-    second = again(lab)
+    second = again(own_lab)
     with pytest.raises(RankFailedError, match="rank 1 of 2 was killed by SIGKILL"):
         second.execute("1")
     assert second.restart() == [1]
@@ -297,15 +334,15 @@ def test_rank_that_dies_while_no_kernel_is_there(lab: Session) -> None:
     assert repr(third.execute("kept")) == "rank 0: [0]\nrank 1: [10]"
 
 
-def test_rank_that_is_started_again_waits_for_the_next_kernel(lab: Session) -> None:
+def test_rank_that_is_started_again_waits_for_the_next_kernel(own_lab: Session) -> None:
     with pytest.raises(RankFailedError, match="rank 1 of 2 exited with status 3"):
-        lab.execute("if rank == 1: os._exit(3)")
-    job = lab.job
-    lab.leave()
+        own_lab.execute("if rank == 1: os._exit(3)")
+    job = own_lab.job
+    own_lab.leave()
     for rank in (0, 99):  # one that lives, and one that isn't there
-        send_order(folder_of(lab), messages.Respawn(job_id=job.id, rank=rank))
+        send_order(folder_of(own_lab), messages.Respawn(job_id=job.id, rank=rank))
     job.respawn(1)  # as a kernel that is killed in the middle of %distributed restart
-    second = again(lab)
+    second = again(own_lab)
     assert repr(second.execute("'kept' in globals()")) == "rank 0: True\nrank 1: False"
 
 
@@ -321,13 +358,13 @@ def test_failure_that_nobody_has_seen_is_shown(lab: Session, capfd: pytest.Captu
     assert "unseen" not in capfd.readouterr().err
 
 
-def test_kernel_that_is_killed_while_it_ends_its_session(lab: Session) -> None:
-    lab._pool._connections.tell(0, session_messages.Leave())
-    processes.wait_until(lambda: lab.job.ranks[0].has_result, "rank 0 has left", _LONG_S)
-    lab.leave()
+def test_kernel_that_is_killed_while_it_ends_its_session(own_lab: Session) -> None:
+    own_lab._pool._connections.tell(0, session_messages.Leave())
+    processes.wait_until(lambda: own_lab.job.ranks[0].has_result, "rank 0 has left", _LONG_S)
+    own_lab.leave()
     with pytest.raises(RunError, match="'lab' has been ended by an earlier notebook"):
         Session.attach("lab")
-    assert lab.job.wait(_LONG_S)
+    assert own_lab.job.wait(_LONG_S)
 
 
 def test_training_goes_on_in_the_next_kernel(lab: Session) -> None:
@@ -395,11 +432,11 @@ def test_attached_twice_is_one_run(lab: Session) -> None:
     assert [entry.name for entry in registry.latest() if entry.is_running].count("lab") == 1
 
 
-def test_session_that_another_process_stops(lab: Session) -> None:
-    detached.stop(folder_of(lab))
-    assert lab.job.wait(_LONG_S)
+def test_session_that_another_process_stops(own_lab: Session) -> None:
+    detached.stop(folder_of(own_lab))
+    assert own_lab.job.wait(_LONG_S)
     with pytest.raises(RunError, match="was stopped"):
-        lab.execute("1")
+        own_lab.execute("1")
     with pytest.raises(RunError, match="no detached session 'lab' in progress"):
         Session.attach("lab")
     with pytest.raises(LaunchError, match="'lab' is a session that has ended"):
@@ -409,10 +446,13 @@ def test_session_that_another_process_stops(lab: Session) -> None:
 def test_session_of_another_version_is_refused(lab: Session) -> None:
     lab.leave()
     folder = folder_of(lab)
-    older = msgspec.structs.replace(folder.facts, version="0.0.1")
-    folder.replace("run.json", msgspec.json.encode(older))
-    with pytest.raises(RunError, match="can't be attached by notebook-accel") as raised:
-        detached_pool.find("lab")
+    facts = folder.facts
+    folder.replace("run.json", msgspec.json.encode(msgspec.structs.replace(facts, version="0.0.1")))
+    try:
+        with pytest.raises(RunError, match="can't be attached by notebook-accel") as raised:
+            detached_pool.find("lab")
+    finally:
+        folder.replace("run.json", msgspec.json.encode(facts))
     assert raised.value.why == "notebook-accel 0.0.1 has started it."
 
 
@@ -479,15 +519,6 @@ print(session.leave() is None and session.is_detached and refusal(session.stacks
             assert str(second.execute("'kept' in globals()")) == "rank 0: True\nrank 1: False"
 
 
-def test_usual_session_with_a_dead_rank_is_not_left() -> None:
-    [refused, rest] = said_by_usual_kernel("""
-refusal(lambda: session.execute("if rank == 1: os._exit(3)"))
-print(refusal(session.leave))
-print(session.execute("kept", ranks=[0]))""")
-    assert refused == "['Some of its ranks have died.', '%distributed restart, then detach it']"
-    assert rest == "rank 0: [0]"
-
-
 def test_interrupts_come_too_late_for_a_session_that_is_being_left() -> None:
     state, *_ = said_by_usual_kernel("""
 import os, signal
@@ -508,27 +539,45 @@ except KeyboardInterrupt:
         assert str(session.execute("kept")) == "rank 0: [0]\nrank 1: [10]"
 
 
-@pytest.mark.parametrize("how", ["name", "error"])
-def test_session_that_could_not_be_left_ends_with_its_kernel(lab: Session, how: str) -> None:
-    """Because of its name, or of an error in the middle."""
-    action = {"name": "session.leave('lab')", "error": "detached._write_definitions = None; session.leave('late')"}[how]
-    state, *rest = said_by_usual_kernel(f"""
+def test_session_that_could_not_be_left_goes_on_and_ends_with_its_kernel() -> None:
+    """Because of its name, an error in the middle, another run, or a dead rank."""
+    with held("lab"):
+        said = said_by_usual_kernel("""
 from notebook_accel.launching.kernel import detached
-try:
-    {action}
-except Exception as error:
-    print(type(error).__name__)
-pids = [rank.pid for rank in session.job.ranks]
-print(session)
+
+def try_to_leave(name):
+    try:
+        session.leave(name)
+    except Exception as error:
+        print(type(error).__name__)
+    print(session)
+    print(session.execute("kept"))
+
+try_to_leave("lab")
+write, detached._write_definitions = detached._write_definitions, None
+try_to_leave("late")
+detached._write_definitions = write
+job = notebook_launcher(time.sleep, (1000,), num_processes=1, use_cpu=True, view="none", background=True)
+print(refusal(session.leave)[0])
 print(session.execute("kept"))
-print(*pids)""")
-    assert state == {"name": "LaunchError", "error": "TypeError"}[how]
-    shown, *kept, pids = rest
-    assert shown == "<Session 'usual': 2 of 2 ranks are there, on 2 CPUs>"
-    assert kept == ["rank 0: [0]", "rank 1: [10]"]
+job.stop()
+job.wait(60)
+refusal(lambda: session.execute("if rank == 1: os._exit(3)"))
+print(refusal(session.leave))
+print(session.execute("kept", ranks=[0]))
+print(*(rank.pid for rank in session.job.ranks))""")
+        assert [folder.facts.name for folder in run_folders.every()] == ["lab"]
+    *said, pids = [line for line in said if not line.startswith("Launching ")]
+    kept = ["rank 0: [0]", "rank 1: [10]"]
+    as_before = ["<Session 'usual': 2 of 2 ranks are there, on 2 CPUs>", *kept]
+    assert said == [
+        *("LaunchError", *as_before),
+        *("TypeError", *as_before),
+        *("Another run of this notebook goes on.", *kept),
+        *("['Some of its ranks have died.', '%distributed restart, then detach it']", "rank 0: [0]"),
+    ]
     ranks = [rank for rank in map(processes.read, map(int, pids.split())) if rank is not None]
     processes.wait_until(lambda: not any(rank.is_alive for rank in ranks), "its ranks have ended", _LONG_S)
-    assert [folder.facts.name for folder in run_folders.every()] == ["lab"]
 
 
 def test_refused_attaching_leaves_nothing(lab: Session) -> None:
@@ -538,15 +587,6 @@ def test_refused_attaching_leaves_nothing(lab: Session) -> None:
             Session.attach("lab")
     assert set(threading.enumerate()) == threads
     assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def test_usual_session_beside_another_run_is_not_left() -> None:
-    [_, refused, *rest] = said_by_usual_kernel("""
-notebook_launcher(time.sleep, (1000,), num_processes=1, use_cpu=True, view="none", background=True)
-print(refusal(session.leave)[0])
-print(session.execute("kept"))""")
-    assert refused == "Another run of this notebook goes on."
-    assert rest == ["rank 0: [0]", "rank 1: [10]"]
 
 
 def test_ranks_in_a_data_loader_or_another_fork_serve_no_kernel(lab: Session) -> None:

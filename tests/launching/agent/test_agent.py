@@ -147,17 +147,23 @@ def test_agent_that_the_system_refuses_to_start_is_reported(
         agent_process.LocalAgent(lambda _: None)
 
 
-# By a signal to it alone; to all processes of the run, as Slurm does; also to one that restarts ranks; by the kernel.
-@pytest.mark.parametrize("how", ["agent", "all", "all with restarts", "kernel"])
-def test_ranks_can_save_when_the_agent_is_told_to_end(
-    launch: Callable[..., Job], tmp_path: pathlib.Path, how: str
-) -> None:
-    job = launch(functions.saves_at_sigterm, str(tmp_path), grace_s=60.0, max_restarts=int("restarts" in how))
+def test_ranks_can_save_when_the_agent_is_told_to_end(launch: Callable[..., Job], tmp_path: pathlib.Path) -> None:
+    # By a signal to it alone; to all processes of the run, as Slurm does; also to one that restarts ranks; by the
+    # kernel. Each launch but the first gets the agent that follows an ended one.
+    for how in ("agent", "all", "all with restarts", "kernel"):
+        (tmp_path / how).mkdir()
+        assert_ranks_can_save(launch, tmp_path / how, how)
+    assert launch(functions.rank).results(timeout_s=60) == [0, 1]
+    local.engine().close()  # the last agent, which wasn't there before
+
+
+def assert_ranks_can_save(launch: Callable[..., Job], folder: pathlib.Path, how: str) -> None:
+    job = launch(functions.saves_at_sigterm, str(folder), grace_s=60.0, max_restarts=int("restarts" in how))
 
     def have(what: str) -> bool:
-        return all((tmp_path / f"{rank} {what}").exists() for rank in range(2))
+        return all((folder / f"{rank} {what}").exists() for rank in range(2))
 
-    processes.wait_until(lambda: have("trains") or job.done, "both ranks train", 60)
+    processes.wait_until(lambda: have("trains") or job.done, f"both ranks train ({how})", 60)
     [agent] = [child for child in processes.children(os.getpid()) if processes.is_agent(child)]
     everything = [agent, *processes.descendants(agent.pid)]
     closing = threading.Thread(target=local.engine().close)
@@ -166,16 +172,14 @@ def test_ranks_can_save_when_the_agent_is_told_to_end(
     else:
         for process in everything if "all" in how else [agent]:
             os.kill(process.pid, signal.SIGTERM)
-    processes.wait_until(lambda: have("was asked") or job.done, "both ranks save", 60)
-    assert not job.done, job.error
-    assert not have("has saved")
-    (tmp_path / "go").touch()
-    assert job.wait(60)
-    assert have("has saved")
-    assert (job.status, type(job.error)) == ("stopped", RunStoppedError)
-    assert ("SIGTERM" in str(job.error)) is (how != "kernel")
-    processes.wait_until(lambda: not any(process.is_alive for process in everything), "all have gone")
+    processes.wait_until(lambda: have("was asked") or job.done, f"both ranks save ({how})", 60)
+    assert not job.done, (how, job.error)
+    assert not have("has saved"), how
+    (folder / "go").touch()
+    assert job.wait(60), how
+    assert have("has saved"), how
+    assert (job.status, type(job.error)) == ("stopped", RunStoppedError), how
+    assert ("SIGTERM" in str(job.error)) is (how != "kernel"), how
+    processes.wait_until(lambda: not any(process.is_alive for process in everything), f"all have gone ({how})")
     if how == "kernel":
         closing.join(30)
-    assert launch(functions.rank).results(timeout_s=60) == [0, 1]
-    local.engine().close()  # the next agent, which wasn't there before

@@ -32,16 +32,26 @@ _HEADER = struct.Struct("!IH")
 _LONG_S = 60.0
 
 
-@pytest.fixture
-def job(tmp_path: pathlib.Path) -> Iterator[DetachedJob]:
-    """A run that goes on until the test is over, and then well."""
-    mark = tmp_path / "mark"
-    made = launch(functions.reports_until, str(mark))
+@pytest.fixture(scope="module")
+def shared_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DetachedJob]:
+    """A run that goes on until the last test is over, and then ends well."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        made = launch(functions.reports_until, str(folder / "mark"))
     wait_for_steps(made)
     yield made
-    mark.touch()
+    (folder / "mark").touch()
     assert len(made.results(_LONG_S)) == 2
     wait_for_its_end(made)
+
+
+@pytest.fixture
+def job(shared_job: DetachedJob) -> Iterator[DetachedJob]:
+    """A run that goes on, also after the test."""
+    yield shared_job
+    step = shared_job.ranks[0].metrics["loss"]
+    processes.wait_until(lambda: shared_job.ranks[0].metrics["loss"] < step, "the run goes on", _LONG_S)
 
 
 def is_closed(stranger: socket.socket) -> bool:

@@ -142,6 +142,17 @@ class Engine:
         return launcher._start(request, Devices("CPU", 1), self)  # type: ignore[arg-type]
 
 
+def keep_agents(engine: Engine) -> None:
+    """Wait until the hosts' runs are closed, and end the threads that would end idle agents later."""
+    for host in (node.host for node in engine.nodes):
+        processes.wait_until(lambda host=host: not host._parts, "its runs are closed", DEADLINE_S)
+        with host._lock:
+            timer = host._idle_timer
+        if timer is not None:
+            timer.cancel()
+            timer.join(DEADLINE_S)
+
+
 @contextlib.contextmanager
 def ending(*hosts: NodeHost) -> Iterator[None]:
     """Ends hosts' agents, and waits for the threads that go with them."""
@@ -159,10 +170,28 @@ def ending(*hosts: NodeHost) -> Iterator[None]:
 
 
 @pytest.fixture
-def running() -> Iterator[Engine]:
+def own() -> Iterator[Engine]:
+    """An engine for a test that ends its agents."""
     made = Engine()
     with ending(*(node.host for node in made.nodes)):
         yield made
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Engine]:
+    """An engine whose agents have run something."""
+    made = Engine()
+    with ending(*(node.host for node in made.nodes)):
+        assert len(made.start(place).results(DEADLINE_S)) == 4
+        keep_agents(made)
+        yield made
+
+
+@pytest.fixture
+def running(shared: Engine) -> Iterator[Engine]:
+    """The shared engine, for a test that leaves its agents alive."""
+    yield shared
+    keep_agents(shared)
 
 
 def place() -> tuple[int, str, str, str]:
@@ -229,23 +258,31 @@ def test_two_runs_share_the_agents_and_each_is_ended_by_itself(running: Engine, 
     assert jobs[1].results(DEADLINE_S) == [None] * 4
 
 
-def test_agent_that_dies_or_is_idle_is_replaced_by_the_next_run(running: Engine, tmp_path: pathlib.Path) -> None:
-    job = running.start(waits, str(tmp_path))
-    all_wait(tmp_path)
-    os.kill(running.agents()[1], signal.SIGKILL)
+def test_agent_that_dies_or_is_idle_is_replaced_by_the_next_run(own: Engine, tmp_path: pathlib.Path) -> None:
+    """And the ranks of other nodes can save when an agent dies."""
+    job = own.start(functions.saves_at_sigterm, str(tmp_path), grace_s=DEADLINE_S)
+
+    def have(what: str, ranks: range) -> bool:
+        return all((tmp_path / f"{rank} {what}").exists() for rank in ranks)
+
+    processes.wait_until(lambda: have("trains", range(4)), "all ranks train", DEADLINE_S)
+    os.kill(own.agents()[1], signal.SIGKILL)
+    processes.wait_until(lambda: have("was asked", range(2)), "the first node's ranks save", DEADLINE_S)
+    (tmp_path / "go").touch()
     with pytest.raises(SupervisorLostError, match="ranks 2 to 3 of 4"):
         job.results(DEADLINE_S)
-    assert running.start(place, idle_timeout_s=0.2).results(DEADLINE_S)
-    agents = running.agents()
+    assert have("has saved", range(2))
+    assert own.start(place, idle_timeout_s=0.2).results(DEADLINE_S)
+    agents = own.agents()
     processes.wait_until(lambda: not any(map(psutil.pid_exists, agents)), "the agents have ended", timeout_s=DEADLINE_S)
-    assert running.start(place).results(DEADLINE_S)
+    assert own.start(place).results(DEADLINE_S)
 
 
 @pytest.mark.parametrize(("method", "error"), [("loss", RuntimeError), ("read", SystemExit)])
 def test_run_ends_whatever_the_clusters_library_raises(
-    running: Engine, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, method: str, error: type[BaseException]
+    own: Engine, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, method: str, error: type[BaseException]
 ) -> None:
-    job = running.start(waits, str(tmp_path))
+    job = own.start(waits, str(tmp_path))
     all_wait(tmp_path)
 
     def fails(*_: object) -> None:
@@ -253,24 +290,9 @@ def test_run_ends_whatever_the_clusters_library_raises(
 
     monkeypatch.setattr(Stream, method, fails)
     if method == "loss":
-        os.kill(running.agents()[1], signal.SIGKILL)
+        os.kill(own.agents()[1], signal.SIGKILL)
     with pytest.raises(SupervisorLostError, match="of the library"):
         job.results(DEADLINE_S)
-
-
-def test_ranks_elsewhere_can_save_when_an_agent_dies(running: Engine, tmp_path: pathlib.Path) -> None:
-    job = running.start(functions.saves_at_sigterm, str(tmp_path), grace_s=DEADLINE_S)
-
-    def have(what: str, ranks: range) -> bool:
-        return all((tmp_path / f"{rank} {what}").exists() for rank in ranks)
-
-    processes.wait_until(lambda: have("trains", range(4)), "all ranks train", DEADLINE_S)
-    os.kill(running.agents()[1], signal.SIGKILL)
-    processes.wait_until(lambda: have("was asked", range(2)), "the first node's ranks save", DEADLINE_S)
-    (tmp_path / "go").touch()
-    with pytest.raises(SupervisorLostError):
-        job.results(DEADLINE_S)
-    assert have("has saved", range(2))
 
 
 def test_interrupted_ranks_may_take_longer_than_those_of_another_node(running: Engine, tmp_path: pathlib.Path) -> None:
