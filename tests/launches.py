@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -81,12 +82,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="NOT TESTED: Ray isn't installed. .ci/ray does both"))
 
 
+@pytest.fixture(scope="session")
+def _notebooks() -> Iterator[list[kernels.Kernel]]:
+    """The kernel that modules share, while none of them uses it."""
+    kept: list[kernels.Kernel] = []
+    yield kept
+    for kernel in kept:
+        kernel.close()
+
+
 @pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
-    """A kernel after ``%load_ext`` and a first launch: agent and template are there, as they stay between launches."""
-    with kernels.running(tmp_path_factory.mktemp("notebook")) as kernel:
+def notebook(
+    request: pytest.FixtureRequest, _notebooks: list[kernels.Kernel], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[kernels.Kernel]:
+    """A kernel after ``%load_ext`` and a first launch: agent and template are there, as they stay between launches.
+
+    Modules share it, since its imports take longer than most tests. Each finds no name of another one, and after a
+    failure the next gets a new kernel.
+    """
+    kernel = _notebooks.pop() if _notebooks else kernels.Kernel(tmp_path_factory.mktemp("notebook"))
+    failures = request.session.testsfailed
+    with contextlib.ExitStack() as stack:
+        stack.callback(kernel.close)
+        kernel.run("%reset -f")
         prepare(kernel)
         yield kernel
+        if request.session.testsfailed == failures:
+            stack.pop_all()
+            _notebooks.append(kernel)
 
 
 @pytest.fixture

@@ -190,16 +190,31 @@ def test_clock_that_jumps_by_a_day_ends_nothing(
     done = run(
         f"""
         import pathlib, threading, time
-        from tests.launching import functions
+        folder, has_jumped = pathlib.Path({str(tmp_path)!r}), pathlib.Path(os.environ["JUMP_FILE"])
+        def trains_through_a_jump():
+            import torch, torch.distributed as dist
+            dist.init_process_group("gloo")
+            dist.barrier()
+            before_s, since_s = time.time(), time.monotonic()
+            rank = dist.get_rank()
+            (folder / str(rank)).touch()
+            while rank == 0 and not has_jumped.exists():  # the other one waits for it in the collective
+                time.sleep(0.01)
+            total = torch.tensor(rank + 1.0)
+            dist.all_reduce(total)
+            dist.destroy_process_group()
+            dist.init_process_group("gloo")
+            dist.all_reduce(total)
+            return abs((time.time() - before_s) - (time.monotonic() - since_s)) > 3600, float(total)
         def jump():
             deadline = time.monotonic() + 60
-            while len(list(pathlib.Path({str(tmp_path)!r}).glob("* waits for the jump"))) < 2:
+            while not all((folder / str(rank)).exists() for rank in (0, 1)):
                 if time.monotonic() > deadline: return
                 time.sleep(0.01)
-            pathlib.Path({str(tmp_path)!r}, "jump").touch()
+            has_jumped.touch()
         threading.Thread(target=jump).start()
         options = dict(num_processes=2, use_cpu=True, max_restarts={restarts}, timeout_s=60)
-        print(list(notebook_launcher(functions.trains_through_a_jump, ({str(tmp_path)!r},), **options)))
+        print(list(notebook_launcher(trains_through_a_jump, **options)))
         """,
         LD_PRELOAD=str(clock),
         JUMP_FILE=str(tmp_path / "jump"),

@@ -22,14 +22,23 @@ from tests import processes
 _ROOT = pathlib.Path(__file__).parents[2]
 _LONG_S = 100.0
 _PROGRAM = """
-import sys, time
-from notebook_accel import detach, notebook_launcher
-from tests.launching import functions
+import os, pathlib, sys, time
+from notebook_accel import detach, notebook_launcher, report
+
+def reports_until(mark, returned):
+    step, deadline = 0, time.monotonic() + 100
+    while not pathlib.Path(mark).exists():
+        assert time.monotonic() < deadline
+        report(loss=1 / (step + 1))
+        print(f"step {step}")
+        step += 1
+        time.sleep(0.02)
+    return int(os.environ["RANK"]), step, returned
 
 print("ready", flush=True)
 is_late = sys.argv[2] == "detaching"
 job = notebook_launcher(
-    functions.reports_until, (sys.argv[1], [1] * 1000), 2, use_cpu=True, view="none", name="night",
+    reports_until, (sys.argv[1], [1] * 1000), 2, use_cpu=True, view="none", name="night",
     detach=not is_late, background=is_late,
 )
 while is_late and not all(rank.metrics for rank in job.ranks):

@@ -369,27 +369,6 @@ def test_background_job_can_be_stopped(notebook: kernels.Kernel, how: Way) -> No
     assert_nothing_of_the_run_is_left(notebook)
 
 
-def test_killed_kernel_leaves_nothing_when_a_fork_of_it_lives(tmp_path: pathlib.Path) -> None:
-    """A process that the kernel has forked, such as a DataLoader worker, has the kernel's end of the agent's line."""
-    with kernels.running(tmp_path) as kernel:
-        prepare(kernel)
-        pid = int(kernel.value("""import ctypes
-fork = ctypes.CDLL(None).fork  # not os.fork: so that nothing of ours is told about it
-pid = fork()
-if pid == 0:
-    time.sleep(20); os._exit(0)
-pid"""))  # fmt: skip
-        everything = [process for process in kernel.descendants() if process.pid != pid]
-        kernel.kill()
-        try:
-            processes.wait_until(
-                lambda: not any(process.is_alive for process in everything), "agent and template are gone"
-            )
-        finally:
-            os.kill(pid, signal.SIGKILL)
-        assert len(everything) == 2
-
-
 @pytest.mark.front_end
 def test_ipythons_own_display_reaches_the_notebook(notebook: kernels.Kernel) -> None:
     outcome = notebook.run(

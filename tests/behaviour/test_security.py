@@ -24,8 +24,8 @@ accelerator.wait_for_everyone()
 total.item(), named"""
 
 
-def test_strangers_can_execute_nothing_and_hang_nothing(fresh_notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
-    kernel = fresh_notebook
+def test_strangers_can_execute_nothing_and_hang_nothing(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
+    kernel = notebook
     kernel.run(f"STOP = {str(tmp_path / 'stop')!r}")
     own = {listener for listener in hostile.listeners(kernel.pid) if listener.pid == kernel.pid}  # ipykernel's
     bomb = tmp_path / "exploded"

@@ -236,24 +236,40 @@ def test_stacks_name_the_users_line(run: Run, how: Way) -> None:
     ok(run("job.stop()"))
 
 
-@pytest.mark.parametrize("how", SEVERAL, indirect=True)
-def test_killed_kernel_leaves_nothing(tmp_path: pathlib.Path, how: Way) -> None:
-    with kernels.running(tmp_path) as kernel:
-        prepare(kernel)
-        assert kernel.run(f"%%distributed -n 2 {how}\n1", FIRST_LAUNCH_S).result == "[1, 1]"
-        cell = kernel.start(f"""%%distributed -n 2 {how}
+@pytest.mark.parametrize("how", ["fork", RAY], indirect=True)
+def test_killed_kernel_leaves_nothing_when_a_fork_of_it_lives(tmp_path: pathlib.Path, how: Way) -> None:
+    """Beside a run by spawn. The fork, such as a library's worker, has the kernel's end of the agent's line."""
+    deaf = """
 import subprocess
 child = subprocess.Popen(["sleep", "300"])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("up as", os.getpid(), child.pid, flush=True)
-time.sleep(300)""")
+time.sleep(300)"""
+    with kernels.running(tmp_path) as kernel:
+        prepare(kernel)
+        assert kernel.run(f"%%distributed -n 2 {how}\n1", FIRST_LAUNCH_S).result == "[1, 1]"
+        living = int(kernel.value("""import ctypes
+fork = ctypes.CDLL(None).fork  # not os.fork: so that nothing of ours is told about it
+pid = fork()
+if pid == 0:
+    time.sleep(300); os._exit(0)
+pid"""))  # fmt: skip
+        ok(kernel.run(f"%%distributed -n 2 --background --out job --view none\n{deaf}"))
+        shown = "job.logs(0) + job.logs(1)"
+        ok(kernel.run(f"while ({shown}).count('up as') < 2: time.sleep(0.05)"))
+        cell = kernel.start(f"%%distributed -n 2 {how}\n{deaf}")
         cell.wait_for_output("0 │ up as")
         cell.wait_for_output("1 │ up as")
         of_ranks = [int(pid) for pid in " ".join(re.findall(r"up as (\d+ \d+)", cell.stream("stdout"))).split()]
         everything = {*kernel.descendants(), *filter(None, map(processes.read, of_ranks))}
-        assert len(of_ranks) == 4 and len(everything) >= 6  # two ranks, a child of each, agent and template
+        everything = {process for process in everything if process.pid != living}
+        # Of each run two ranks with a child each, and agent and template.
+        assert len(of_ranks) == 4 and len(everything) >= 10
         kernel.kill()
-        processes.wait_until(lambda: not any(process.is_alive for process in everything), "all processes are gone")
+        try:
+            processes.wait_until(lambda: not any(process.is_alive for process in everything), "all others are gone")
+        finally:
+            os.kill(living, signal.SIGKILL)
 
 
 # fork ----------------------------------------------------------------------------------------------------------------

@@ -323,23 +323,6 @@ def saves_at_sigterm(folder: str) -> None:
     time.sleep(120)
 
 
-def trains_through_a_jump(folder: str) -> tuple[bool, float]:
-    """Two groups, one before and one after the machine's clock jumps. Whether it has, and the sum over the ranks."""
-    dist.init_process_group("gloo")
-    dist.barrier()
-    before_s, since_s = time.time(), time.monotonic()
-    note(folder, "waits for the jump")
-    if rank() == 0:  # the other one waits for it in the collective
-        wait_for(folder, "jump")
-    total = torch.tensor(float(rank() + 1))
-    dist.all_reduce(total)
-    dist.destroy_process_group()
-    dist.init_process_group("gloo")
-    dist.all_reduce(total)
-    has_jumped = abs((time.time() - before_s) - (time.monotonic() - since_s)) > 3600
-    return has_jumped, float(total)
-
-
 def fails_the_first_time() -> None:
     """Rank 1 raises unless the ranks were started again."""
     if rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

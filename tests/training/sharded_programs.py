@@ -23,8 +23,8 @@ from notebook_accel.utils import set_seed
 
 SHADES = 17
 LENGTH = 16
-SAVED_AFTER = 5
-RESUMED_STEPS = 7
+SAVED_AFTER = 3
+RESUMED_STEPS = 3
 
 
 @functools.cache
@@ -195,6 +195,11 @@ def held_bytes(case: Case) -> dict[str, int]:
         "gradients": sum(_local_bytes(p.grad) for p in parameters if p.grad is not None),
         "optimizer": sum(map(_local_bytes, states)),
     }
+
+
+def held_bytes_of_each(cases: list[Case]) -> list[dict[str, int]]:
+    """Return the bytes of ``held_bytes`` for one case after the other."""
+    return [held_bytes(case) for case in cases]
 
 
 def _local_bytes(tensor: Any) -> int:
