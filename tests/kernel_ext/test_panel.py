@@ -389,6 +389,7 @@ def test_log_of_the_chosen_rank_is_shown_with_its_path(kernel: kernels.Kernel) -
     code = f"""
     import pathlib
     {_OPEN.replace("; ", chr(10) + "    ")}
+    pathlib.Path("rank_0.log").mkdir()
     pathlib.Path("rank_1.log").write_text("<first>\\nsecond\\n")
     job.log_files = (pathlib.Path("rank_0.log"), pathlib.Path("rank_1.log"))
     view._widgets.view.value = 'Log file'
