@@ -1,4 +1,4 @@
-"""Tests of loading the extension: in homes of all kinds, and without starting processes at import."""
+"""Tests of loading the extension in homes of all kinds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from notebook_accel import config, config_file
 from notebook_accel.errors import ConfigError
-from tests import kernels, processes
 
 # Becomes another program, without root's right to look into every folder (CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH).
 _AS_AN_ORDINARY_USER = """
@@ -80,18 +79,3 @@ def test_user_without_an_account_has_no_file_and_is_told_so(
     with pytest.raises(ConfigError, match="this user has no home folder"):
         config_file.write(config.default_path(), {"use_cpu": True})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_import_alone_starts_no_process(tmp_path: pathlib.Path) -> None:
-    with kernels.running(tmp_path) as kernel:
-        imported = kernel.run("""import importlib, notebook_accel
-kernels = [f"launching.kernel.{name}" for name in ("launcher", "notebook_launcher", "local")]
-for name in (*kernels, "sessions.kernel.session", "cli"):
-    importlib.import_module(f"notebook_accel.{name}")
-import kernel_ext.magics, kernel_ext.panel
-notebook_accel.Session, notebook_accel.Job""")
-        assert imported.status == "ok", imported
-        assert processes.children(kernel.pid) == []
-        assert kernel.run("from notebook_accel import notebook_launcher").status == "ok"
-        [child] = processes.children(kernel.pid)  # what it would wait for otherwise, at the first launch
-        assert processes.is_agent(child)

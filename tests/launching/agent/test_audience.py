@@ -193,7 +193,7 @@ def test_agent_that_no_launch_reaches_goes_and_its_folder_too() -> None:
 def test_reader_that_takes_nothing_is_dropped_and_holds_nobody_up(tmp_path: pathlib.Path) -> None:
     mark = tmp_path / "mark"
     job = launch(
-        functions.reports_until, str(mark), None, 0.0001
+        functions.reports_until, str(mark), None, 0.001
     )  # it prints so much that the reader's line is soon full
     wait_for_steps(job)
     stranger = job.folder.connect()

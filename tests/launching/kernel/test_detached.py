@@ -43,6 +43,7 @@ from tests.launching.test_run_folders import ended
 pytestmark = pytest.mark.usefixtures("state_home")
 
 _LONG_S = 60.0
+Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
@@ -82,6 +83,42 @@ def titles_of(job: Job) -> list[str]:
 
 def wait_for_its_end(job: DetachedJob) -> None:
     processes.wait_until(lambda: not job.folder.is_held, "the agent has gone", _LONG_S)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "notebook_accel", *arguments], capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+@pytest.fixture
+def here(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command in this process, which is quicker."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        capsys.readouterr()
+        status = cli.main(arguments)
+        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> run_folders.RunFolder:
+    """The folder of a run of one rank that has reported metrics and ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        job = launch(functools.partial(notebook_accel.report, loss=math.nan, peak=math.inf, steps=1.0), ranks=1)
+        assert job.results(_LONG_S) == [None]
+        wait_for_its_end(job)
+    return job.folder
+
+
+@pytest.fixture
+def ended_run(original: run_folders.RunFolder, state_home: pathlib.Path) -> run_folders.RunFolder:
+    """A copy of that folder among this test's runs."""
+    run_folders.root().mkdir(mode=0o700, parents=True)
+    return run_folders.RunFolder(shutil.copytree(original.path, run_folders.root() / original.id))
 
 
 def test_who_attaches_has_all_that_the_launching_kernel_has(mark: pathlib.Path) -> None:
@@ -148,7 +185,7 @@ def test_each_may_stop_it_and_all_are_told_by_whom(mark: pathlib.Path) -> None:
         attach("night", view="none").results()
 
 
-def test_hangup_and_interrupt_of_the_agent_end_nothing_and_sigterm_ends_the_run(mark: pathlib.Path) -> None:
+def test_signals_of_the_agent_end_nothing_but_sigterm_the_run(mark: pathlib.Path) -> None:
     job = launch(functions.reports_until, str(mark))
     wait_for_steps(job)
     agent = agent_of(job)
@@ -156,6 +193,9 @@ def test_hangup_and_interrupt_of_the_agent_end_nothing_and_sigterm_ends_the_run(
     processes.kill(agent, signal.SIGHUP)
     processes.kill(agent, signal.SIGINT)
     assert len(job.stacks(_LONG_S)) == 2  # the agent has gone on
+    processes.kill(agent, signal.SIGSTOP)
+    assert attach("night", view="none").status == "running"  # who attaches lets it go on
+    assert len(job.stacks(_LONG_S)) == 2
     processes.kill(agent, signal.SIGTERM)
     with pytest.raises(RunStoppedError, match="its agent process got SIGTERM"):
         job.results(_LONG_S)
@@ -215,28 +255,6 @@ def test_run_that_was_lost_tells_when_its_last_step_and_its_checkpoint(tmp_path:
             file.write(journal.frame(number, messages.encode(message)))
     [lost] = detached_runs.summaries()
     assert lost.why.endswith("Its last checkpoint is in newer.")
-
-
-def test_run_that_goes_on_is_not_launched_again(mark: pathlib.Path) -> None:
-    job = launch(functions.reports_until, str(mark), ranks=1, name="a night")
-    with pytest.raises(
-        LaunchError, match=r"goes on\.\nFix: %distributed attach 'a night'; notebook-accel stop 'a night'$"
-    ):
-        detached.again("a night")
-    mark.touch()
-    job.results(_LONG_S)
-    wait_for_its_end(job)
-
-
-def test_stopped_agent_is_continued_by_who_attaches(mark: pathlib.Path) -> None:
-    job = launch(functions.reports_until, str(mark))
-    wait_for_steps(job)
-    agent = agent_of(job)
-    processes.kill(agent, signal.SIGSTOP)
-    assert attach("night", view="none").status == "running"
-    mark.touch()
-    assert len(job.results(_LONG_S)) == 2
-    wait_for_its_end(job)
 
 
 def test_kernel_that_was_dropped_attaches_again_and_hears_each_line_once(mark: pathlib.Path) -> None:
@@ -320,87 +338,67 @@ def test_run_that_goes_on_is_detached_with_its_curves_its_output_and_its_results
 
 
 @pytest.mark.usefixtures("own_agent")
-def test_run_that_was_detached_is_stopped_by_name(mark: pathlib.Path) -> None:
+def test_run_that_was_detached_is_stopped_by_name(mark: pathlib.Path, here: Command) -> None:
     job = detach(launch_here(functions.reports_until, str(mark)))
-    assert command("stop", "day").stdout.startswith("The run 'day' is stopped.")
+    assert here("stop", "day").stdout.startswith("The run 'day' is stopped.")
     with pytest.raises(RunStoppedError):
         job.results(_LONG_S)
     wait_for_its_end(job)
 
 
-@pytest.mark.usefixtures("own_agent")
+@pytest.mark.usefixtures("engine")
 def test_run_that_cannot_be_detached_goes_on_as_before(mark: pathlib.Path) -> None:
     job = launch_here(functions.reports_until, str(mark))
     other = launch_here(functions.reports_until, str(mark), name="other")
     with pytest.raises(RunError, match=r"can't be detached now\.\nAnother run of this notebook goes on\."):
         detach(job)
     mark.touch()
-    assert [len(run.results(_LONG_S)) for run in (job, other)] == [2, 2]
+    assert [len(run.results(_LONG_S)) for run in (job, other)] == [2, 2]  # which closes their files
     with pytest.raises(RunError, match=r"can't be detached now\.\nIt has ended\."):
         detach(job)
     assert list(run_folders.root().iterdir()) == []
-
-
-@pytest.mark.usefixtures("own_agent")
-def test_run_that_ends_while_it_is_being_detached_is_said_to_have_ended(mark: pathlib.Path) -> None:
-    job = launch_here(functions.reports_until, str(mark))
-    agent = local.engine()._agent
+    agent = local.engine()._agent  # it hears of the end later than a kernel that asks
     assert agent is not None
-    mark.touch()
-    job.results(_LONG_S)  # which closes their files
     with mark.open() as lock, pytest.raises(RunError, match=r"can't be detached now\.\nIt has ended\."):
         agent.detach(job, run_folders.RunFolder(mark.parent), lock.fileno())
 
 
-def test_variable_of_a_run_whose_folder_was_removed_is_gone() -> None:
-    job = launch(functions.rank, ranks=1)
+def test_variable_that_is_not_kept(ended_run: run_folders.RunFolder) -> None:
+    """Because no pull has named it, or because the folder was removed."""
+    job = attach("night", view="none")
+    with pytest.raises(NotebookAccelError, match="keeps no variable model"):
+        job.pull("model")
+    assert job.results() == [None]
     job.spec = msgspec.structs.replace(job.spec, pull=("answer",))  # as for a cell with --pull
-    job.wait(_LONG_S)
-    wait_for_its_end(job)
-    run_folders.remove_old(all_ended=True)
+    assert run_folders.remove_old(all_ended=True) == [ended_run.id]
     with pytest.raises(NotebookAccelError, match=r"of the run 'night' are gone\.\nIts folder /.* was removed\.$"):
         job.pull("answer")
 
 
+@pytest.mark.usefixtures("ended_run")
 def test_metrics_that_json_lacks_are_null_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    job = launch(functools.partial(notebook_accel.report, loss=math.nan, peak=math.inf, steps=1.0), ranks=1)
-    job.results(_LONG_S)
-    wait_for_its_end(job)
-    capsys.readouterr()
     runs_command.print_runs(as_json=True)
     [listed] = json.loads(capsys.readouterr().out)
     assert listed["metrics"] == {"loss": None, "peak": None, "steps": 1.0}
 
 
-def test_variable_that_no_pull_has_named_is_not_kept(mark: pathlib.Path) -> None:
-    mark.touch()
-    job = launch(functions.reports_until, str(mark), ranks=1)
-    with pytest.raises(NotebookAccelError, match="keeps no variable model"):
-        job.pull("model")
-    assert job.results(_LONG_S) == [(0, 0, None)]
-    wait_for_its_end(job)
-
-
-def test_name_of_a_run_that_goes_on_is_refused_and_free_again_after_it(mark: pathlib.Path) -> None:
-    job = launch(functions.reports_until, str(mark), ranks=1)
-    with pytest.raises(LaunchError, match=r"'night' is in progress already\.\nFix: another name"):
-        launch(functions.reports_until, str(mark), ranks=1)
+def test_name_of_a_run_that_goes_on_is_refused(mark: pathlib.Path) -> None:
+    job = launch(functions.reports_until, str(mark), ranks=1, name="a night")
+    with pytest.raises(LaunchError, match=r"'a night' is in progress already\.\nFix: another name"):
+        launch(functions.reports_until, str(mark), ranks=1, name="a night")
+    with pytest.raises(
+        LaunchError, match=r"goes on\.\nFix: %distributed attach 'a night'; notebook-accel stop 'a night'$"
+    ):
+        detached.again("a night")
     mark.touch()
     job.results(_LONG_S)
     wait_for_its_end(job)
-    again = launch(functions.reports_until, str(mark), ranks=1)
-    again.results(_LONG_S)
-    wait_for_its_end(again)
-    assert attach("night", view="none").folder.id == again.folder.id
-    assert attach(job.folder.id, view="none").folder.id == job.folder.id
 
 
 def test_name_of_a_run_that_is_over_is_free_though_its_agent_lives_for_a_moment_more(
-    mark: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    ended_run: run_folders.RunFolder, mark: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark.touch()
-    job = launch(functions.reports_until, str(mark), ranks=1)
-    job.results(_LONG_S)
     locks: list[int] = []
 
     def sees_it_for_the_last_time(folder: run_folders.RunFolder) -> bool:
@@ -411,16 +409,19 @@ def test_name_of_a_run_that_is_over_is_free_though_its_agent_lives_for_a_moment_
 
     is_ending = detached_runs.is_ending
     monkeypatch.setattr(detached_runs, "is_ending", sees_it_for_the_last_time)
+    folder = ended_run
     for relaunch in (
         lambda: launch(functions.reports_until, str(mark), ranks=1),
         lambda: detached.again("night", show=lambda _: None),
     ):
-        wait_for_its_end(job)
-        locks.append(job.folder.hold())
+        locks.append(folder.hold())
         job = relaunch()
         assert not locks  # the launch has waited
         job.results(_LONG_S)
-    wait_for_its_end(job)
+        wait_for_its_end(job)
+        folder = job.folder
+        assert attach("night", view="none").folder.id == folder.id
+    assert attach(ended_run.id, view="none").folder.id == ended_run.id
 
 
 @pytest.mark.parametrize(
@@ -456,37 +457,27 @@ def test_run_that_could_not_be_started_says_why_to_who_comes_later_too(
         attach("night", view="none").results()
 
 
-def test_another_versions_run_says_which_version_it_takes(mark: pathlib.Path) -> None:
-    mark.touch()
-    job = launch(functions.reports_until, str(mark), ranks=1)
-    job.results(_LONG_S)
-    wait_for_its_end(job)
-    facts = json.loads((job.folder.path / "run.json").read_text())
+def test_another_versions_run_says_which_version_it_takes(ended_run: run_folders.RunFolder) -> None:
+    facts = json.loads((ended_run.path / "run.json").read_text())
     later = {**facts, "journal_version": 99, "version": "9.9", "a_field_of_later": 1}
-    (job.folder.path / "run.json").write_text(json.dumps(later))
+    (ended_run.path / "run.json").write_text(json.dumps(later))
     with pytest.raises(NotebookAccelError, match=r"notebook-accel 9\.9 has launched it.*\(99 instead of 1\)"):
         attach("night", view="none")
     assert [summary.status for summary in detached_runs.summaries()] == ["unreadable"]
     # What a newer version of the same format adds is no obstacle.
-    (job.folder.path / "run.json").write_text(json.dumps({**facts, "config": {**facts["config"], "later": 1}}))
-    assert attach("night", view="none").results() == [(0, 0, None)]
+    (ended_run.path / "run.json").write_text(json.dumps({**facts, "config": {**facts["config"], "later": 1}}))
+    assert attach("night", view="none").results() == [None]
 
 
-def test_messages_that_only_another_version_knows_are_skipped(mark: pathlib.Path) -> None:
-    job = launch(functions.reports_until, str(mark), ranks=1)
-    wait_for_steps(job)
-    other = messages.encode(messages.Inspected(job_id=job.id, ranks=[])).replace(b"Inspected", b"OfAnother")
+def test_messages_that_only_another_version_knows_are_skipped(ended_run: run_folders.RunFolder) -> None:
+    other = messages.encode(messages.Inspected(job_id=ended_run.id, ranks=[])).replace(b"Inspected", b"OfAnother")
     with pytest.raises(msgspec.ValidationError):
         messages.decode_for_kernel(other)
-    assert job.send_order is not None
-    link = job.send_order.__self__  # type: ignore[attr-defined]
+    link = attach("night", view="none").send_order.__self__  # type: ignore[union-attr]
     assert not link._take(other)
-    mark.touch()
-    results = job.results(_LONG_S)
-    wait_for_its_end(job)
-    told = (job.folder.path / run_folders.JOURNAL).read_bytes()
-    (job.folder.path / run_folders.JOURNAL).write_bytes(journal.frame(1, other) + told)
-    assert attach("night", view="none").results() == results
+    told = (ended_run.path / run_folders.JOURNAL).read_bytes()
+    (ended_run.path / run_folders.JOURNAL).write_bytes(journal.frame(1, other) + told)
+    assert attach("night", view="none").results() == [None]
 
 
 def test_runs_that_go_on_are_named_to_who_loads_the_extension_and_to_who_asks_the_doctor(mark: pathlib.Path) -> None:
@@ -559,32 +550,26 @@ def test_logout_that_would_end_it_is_warned_of(
     )
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "notebook_accel", *arguments], capture_output=True, text=True, timeout=100, check=False
-    )
-
-
-def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path) -> None:
+def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path, here: Command) -> None:
     assert command("runs").stdout == "You have no detached run on this machine.\n"
-    assert command("attach").returncode == 1
+    assert here("attach").returncode == 1
     run_folders.root().mkdir(parents=True)
     for line in (["runs"], ["runs", "--json"]):
-        refused = command(*line)
+        refused = here(*line)
         assert (refused.returncode, refused.stdout) == (1, "")
         assert re.match(r"The folder /.* isn't used, since others(.|\n)*\nFix: chmod 700 /", refused.stderr)
     assert detached_runs.going_in_words() == ""
     run_folders.root().chmod(0o700)
     job = launch(functions.reports_until, str(mark))
     wait_for_steps(job)
-    [listed] = json.loads(command("runs", "--json").stdout)
+    [listed] = json.loads(here("runs", "--json").stdout)
     assert (listed["name"], listed["status"], listed["folder"]) == ("night", "running", str(job.folder.path))
-    shown = command("runs").stdout.splitlines()
+    shown = here("runs").stdout.splitlines()
     assert re.match(r"name +state +since +step +metrics +folder$", shown[0])
     assert re.match(r"night +running +\d{4}-\d\d-\d\d \d\d:\d\d ", shown[1])
-    logs = command("logs", "night", "--rank", "1", "--tail", "1").stdout
+    logs = here("logs", "night", "--rank", "1", "--tail", "1").stdout
     assert re.fullmatch(r"rank 1: /.*/rank_1\.log\nstep \d+\n", logs)
-    assert command("stop", "").stderr.startswith("The run to stop has no name.")
+    assert here("stop", "").stderr.startswith("The run to stop has no name.")
     stopped = command("stop", "night")
     assert stopped.stdout.startswith("The run 'night' is stopped. Its results and logs are in /")
     with pytest.raises(RunStoppedError, match=r"By process \d+ \("):
@@ -594,7 +579,7 @@ def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path)
     assert attached.returncode == 1
     assert {"0 │ step 0", "1 │ step 0"} <= set(kernels.unfolded(attached.stdout))
     assert "The run 'night' was stopped.\nBy process " in attached.stdout
-    cleaned = command("runs", "--clean").stdout
+    cleaned = here("runs", "--clean").stdout
     assert cleaned == f"Removed: {job.folder.id}\nYou have no detached run on this machine.\n"
     assert not job.folder.path.exists()
     with pytest.raises(NotebookAccelError, match=r"The run's folder /.*/logs was removed\.$"):

@@ -9,6 +9,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 from notebook_accel.launching.template import preloading
 
 HUGE_BYTES = 2 << 20
@@ -48,6 +50,12 @@ def test_memory_that_cannot_be_moved_is_left() -> None:
     before = huge_bytes()
     preloading.collapse(HUGE_BYTES, HUGE_BYTES)  # nothing is mapped there
     assert huge_bytes() == before
+
+
+def test_module_that_cannot_be_imported_is_named() -> None:
+    named = "^no_such_module can't be imported: ModuleNotFoundError: No module named 'no_such_module'$"
+    with pytest.raises(preloading.PreloadError, match=named):
+        preloading.import_named(["no_such_module"])
 
 
 def test_end_of_a_process_that_has_everything_preloaded_imports_nothing(tmp_path: pathlib.Path) -> None:
