@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from notebook_accel.launching.kernel.job import Job
+from notebook_accel.protocol import events
 from tests import kernels
 from tests.training import sharded_programs
 
@@ -144,20 +145,24 @@ def test_a_model_whose_group_has_ended_is_refused(sharding: Run) -> None:
     assert "all ranks have to take part, and their process group has ended" in outcome.traceback
 
 
-@pytest.mark.parametrize("calls", ["together", "model first", "optimizer first"])
-def test_reported_memory_of_a_model_is_what_the_rank_holds(launch: Callable[..., Job], calls: str) -> None:
-    case = sharded_programs.Case(calls=calls)
-    job = launch(sharded_programs.held_bytes, case)
+def test_reported_memory_of_a_model_is_what_the_rank_holds(launch: Callable[..., Job]) -> None:
+    cases = [sharded_programs.Case(calls=calls) for calls in ("together", "model first", "optimizer first")]
+    job = launch(sharded_programs.held_bytes_of_each, cases)
     held = job.results(timeout_s=100)
-    for rank, of_rank in zip(job.state.ranks, held, strict=True):
-        memory = rank.model_memory
-        assert memory is not None
-        assert {
-            "parameters": memory.parameter_bytes,
-            "gradients": memory.gradient_bytes,
-            "optimizer": memory.optimizer_bytes,
-        } == of_rank
-        assert memory.is_sharded and memory.peak_bytes == 0
+    reported: dict[int | None, list[events.ModelMemory]] = {0: [], 1: []}
+    for number, event in job.events():
+        if isinstance(event, events.ModelMemory) and event.optimizer_bytes:  # after the one step of a case
+            reported[number].append(event)
+    for number, of_rank in enumerate(held):
+        for case, memory, expected in zip(cases, reported[number], of_rank, strict=True):
+            found = {
+                "parameters": memory.parameter_bytes,
+                "gradients": memory.gradient_bytes,
+                "optimizer": memory.optimizer_bytes,
+            }
+            assert found == expected, case.calls
+            assert memory.is_sharded and memory.peak_bytes == 0
+        assert job.state.ranks[number].model_memory == reported[number][-1]
     shares = [rank.model_memory.held_parameters for rank in job.state.ranks if rank.model_memory]
     assert job.state.ranks[0].model_memory is not None
     assert sum(shares) == job.state.ranks[0].model_memory.parameters
