@@ -210,10 +210,9 @@ class NodeRound:
         self._silence_s = silence_s
         self._beat = 0
         self._written: NodeStatus | None = None
-        self._due_s = 0.0
-        now_s = time.monotonic()
+        self._due_s = time.monotonic()
         self._statuses: dict[int, tuple[NodeStatus | None, float]] = {
-            other: (None, now_s) for other in cards if other != rank
+            other: (None, self._due_s) for other in cards if other != rank
         }
 
     @property
@@ -234,12 +233,14 @@ class NodeRound:
         now_s = time.monotonic()
         if now_s < self._due_s and self._written is not None and mine.state == self._written.state:
             return
+        late_s = max(0.0, now_s - self._due_s)  # another node isn't silent while this one doesn't look
         self._due_s = now_s + min(_BEAT_S, self._silence_s / 4)
         self._beat += 1
         self._written = mine
         status = msgspec.structs.replace(mine, beat=self._beat)
         self._store.set(f"status/{self.rank}", msgspec.msgpack.encode(status))
-        for rank in self._statuses:
+        for rank, (before, heard_s) in self._statuses.items():
+            self._statuses[rank] = before, heard_s + late_s
             self._read_status(rank, now_s)
 
     def _read_status(self, rank: int, now_s: float) -> None:

@@ -80,7 +80,7 @@ def test_two_nodes_form_one_group(nodes: Callable[..., list[Job]]) -> None:
 
 def test_failure_on_one_node_is_named_on_all(nodes: Callable[..., list[Job]]) -> None:
     here, there = map(error, nodes(restarted.on_two_nodes, 1))
-    assert isinstance(here, RankFailedError) and isinstance(there, RankFailedError)
+    assert isinstance(here, RankFailedError) and isinstance(there, RankFailedError), (str(here), str(there))
     assert here.what == f"rank 3 of 4 on node 1 ({socket.gethostname()}) failed: ValueError: failure 0"
     assert there.what == "rank 3 of 4 failed: ValueError: failure 0"
     assert (here.rank, there.rank) == (3, 3) and here.exit_code == there.exit_code == 1
