@@ -86,10 +86,10 @@ def _group_limits(machine: MemoryLimit) -> list[MemoryLimit]:
     found = []
     for folder, names in _memory_groups():
         with contextlib.suppress(OSError, ValueError):  # "max" is no number, and no limit
-            limit_bytes = int((folder / names.limit).read_text())
+            limit_bytes = int(_text(folder / names.limit))
             if 0 < limit_bytes < machine.limit_bytes:
                 reclaimable_bytes = _rows(folder / "memory.stat").get(names.reclaimable, 0)
-                free_bytes = limit_bytes - int((folder / names.used).read_text()) + reclaimable_bytes
+                free_bytes = limit_bytes - int(_text(folder / names.used)) + reclaimable_bytes
                 found.append(MemoryLimit(max(0, free_bytes), limit_bytes, False))
     return found
 
@@ -112,8 +112,8 @@ def cores() -> int:
 def _quota(folder: pathlib.Path, version: int) -> int | None:
     """Return a control group's quota in processors, rounded up; ``None`` if it has none."""
     with contextlib.suppress(OSError, ValueError):  # "max" is no number, and no limit
-        text = (folder / _MARKS["cpu"][version]).read_text()
-        quota_us, period_us = text.split() if version == 2 else (text, (folder / "cpu.cfs_period_us").read_text())
+        text = _text(folder / _MARKS["cpu"][version])
+        quota_us, period_us = text.split() if version == 2 else (text, _text(folder / "cpu.cfs_period_us"))
         if int(quota_us) > 0 and int(period_us) > 0:
             return -(-int(quota_us) // int(period_us))
     return None
@@ -193,12 +193,8 @@ def _waits_for_cores() -> dict[str, int]:
     own = {str(thread.native_id) for thread in threading.enumerate() if thread.name.startswith("notebook-accel-")}
     with contextlib.suppress(OSError):
         for thread in set(os.listdir(_THREADS)) - own:
-            # A process may have hundreds of threads, and pathlib takes three times as long. One may have just ended.
-            with (
-                contextlib.suppress(OSError, ValueError, IndexError),
-                open(f"{_THREADS}/{thread}/schedstat", "rb", buffering=0) as file,
-            ):
-                found[thread] = int(file.read().split()[1])
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it may have just ended
+                found[thread] = int(_text(f"{_THREADS}/{thread}/schedstat").split()[1])
     return found
 
 
@@ -207,7 +203,7 @@ def _stolen_and_used() -> tuple[int, int]:
     stolen = used = 0
     with contextlib.suppress(OSError, AttributeError, IndexError, ValueError):
         own = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-        for name, *numbers in (row.split() for row in _STAT.read_text().splitlines() if row.startswith("cpu")):
+        for name, *numbers in (row.split() for row in _text(_STAT).splitlines() if row.startswith("cpu")):
             if name in own:
                 user, nice, system, _, _, irq, softirq, steal = map(int, numbers[:8])
                 stolen, used = stolen + steal, used + user + nice + system + irq + softirq
@@ -224,7 +220,7 @@ def _stalled_us(resource: str) -> int:
     """Return the microseconds for which some thread of this control group, or of the machine, waited for a resource."""
     own = [folder / f"{resource}.pressure" for folder, _ in _groups("pressure")]
     with contextlib.suppress(OSError, ValueError):
-        some = [*own, _PRESSURE / resource][0].read_text().partition("\n")[0]
+        some = _text([*own, _PRESSURE / resource][0]).partition("\n")[0]
         return int(some.rpartition("total=")[2])
     return 0
 
@@ -236,7 +232,7 @@ def _memory_groups() -> Sequence[tuple[pathlib.Path, _Files]]:
 def _groups(controller: str) -> Sequence[tuple[pathlib.Path, int]]:
     """Return the folders and versions of this process's visible control groups that have the controller."""
     with contextlib.suppress(OSError):
-        return _find_groups(_CGROUPS, _MEMBERSHIP.read_text(), controller)
+        return _find_groups(_CGROUPS, _text(_MEMBERSHIP), controller)
     return ()
 
 
@@ -255,10 +251,16 @@ def _find_groups(cgroups: pathlib.Path, membership: str, controller: str) -> Seq
     return found
 
 
+def _text(path: pathlib.Path | str) -> str:
+    """Return a system file's content. pathlib takes twice as long, and there may be a file for each of 100 threads."""
+    with open(path, "rb", buffering=0) as file:
+        return file.read().decode()
+
+
 def _rows(path: pathlib.Path) -> dict[str, int]:
     """Return a file's rows, each with a name and a number."""
     with contextlib.suppress(OSError):
-        rows = [row.split() for row in path.read_text().splitlines()]
+        rows = [row.split() for row in _text(path).splitlines()]
         return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
     return {}
 

@@ -48,12 +48,17 @@ def settings() -> dict[str, LoggerSettings]:
     """Return the settings of this process's loggers, by name; an empty name for the root.
 
     Handlers are only those of the root and of loggers that belong to no package: a package adds its handlers itself
-    when a rank imports it.
+    when a rank imports it. The kernel's own logger is left out: a rank has no kernel, and setting a level there takes
+    1 ms.
     """
     found: dict[str, LoggerSettings] = {}
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    kernels_own = getattr(getattr(shell, "kernel", None), "log", None)
     loggers = {"": logging.getLogger(), **logging.Logger.manager.loggerDict}
     for name, logger in loggers.items():
         if not isinstance(logger, logging.Logger):  # a placeholder for the parent of others
+            continue
+        if name and logger is kernels_own:
             continue
         is_package = name.partition(".")[0] in sys.modules and not name.startswith("__main__")
         handlers = () if is_package else tuple(filter(None, map(_described, logger.handlers)))

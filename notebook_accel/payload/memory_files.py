@@ -24,6 +24,7 @@ _PREFIX = struct.Struct("!QQQ")  # bytes of the head, bytes of the pickle, numbe
 _SPAN = struct.Struct("!QQ")  # a buffer's offset in the file and its length
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_NORESERVE = 0x4000  # sys/mman.h; Python's mmap has it since 3.12
+_SMALL_BYTES = 1 << 16
 _WRITE_BYTES = 1 << 30  # Linux writes at most 2 GiB at once
 # linux/memfd.h and linux/fcntl.h. A Python that was built with old headers lacks them, whatever the system has.
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
@@ -32,7 +33,7 @@ _NO_MORE_SEALS, _NO_SHRINKING, _NO_GROWING, _NO_WRITING = 1, 2, 4, 8
 
 
 class FileContents(NamedTuple):
-    """A file's pickle and buffers, as views of one private mapping."""
+    """A file's pickle and buffers, as views of one private mapping; of a small pickle, a copy."""
 
     pickle: memoryview
     buffers: list[memoryview]
@@ -110,8 +111,10 @@ def read_head(descriptor: int) -> bytes:
 
 def read(descriptor: int) -> FileContents:
     """Return the pickle and the buffers of a file, mapped privately. The descriptor may be closed afterwards."""
+    head_bytes, pickle_bytes, count = _PREFIX.unpack(os.pread(descriptor, _PREFIX.size, 0))
+    if not count and pickle_bytes <= _SMALL_BYTES:  # a copy is quicker than a mapping
+        return FileContents(memoryview(os.pread(descriptor, pickle_bytes, _PREFIX.size + head_bytes)), [])
     mapped = _map_privately(descriptor)
-    head_bytes, pickle_bytes, count = _PREFIX.unpack_from(mapped)
     spans = [_SPAN.unpack_from(mapped, _PREFIX.size + index * _SPAN.size) for index in range(count)]
     start = _PREFIX.size + count * _SPAN.size + head_bytes
     buffers = [mapped[offset : offset + length] for offset, length in spans]

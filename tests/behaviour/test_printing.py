@@ -47,6 +47,8 @@ log = logging.getLogger("mine")
 def train(): log.info("hello")
 warnings.filterwarnings("ignore", "the old")
 old, new = 'the old way', 'the new way'""")
+    outcome = run(fresh_notebook, "%%distributed -n 1 --view none\nlist(logging.Logger.manager.loggerDict)")
+    assert "'torch'" in outcome.result and "IPKernelApp" not in outcome.result  # the kernel's own
     for method in ("spawn", "fork"):
         cell = f"%%distributed -n 2 --view lines --start_method {method}\ntrain(); log.debug('much')"
         outcome = run(fresh_notebook, cell)
