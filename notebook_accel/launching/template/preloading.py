@@ -33,10 +33,10 @@ LATER = (
     "sympy",
     "torch.utils._sympy.functions",
     "torch.fx.experimental.symbolic_shapes",
-    "torch._inductor.config",
-    "torch._inductor.utils",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
+    "torch._inductor.config",
+    "torch._inductor.utils",
     "torch._dynamo.utils",
     "torch._dynamo",
     "tabulate",  # if it is installed, torch._dynamo imports it at the end of each process

@@ -25,6 +25,7 @@ from notebook_accel.launching.template import preloading
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, Message
 
+_PAUSE_S = 0.2  # before optional work: a launch often follows the start or the last run at once
 _ELASTIC_PROCESS = "notebook_accel.launching.elastic.elastic_agent"
 
 
@@ -32,7 +33,7 @@ class Template:
     """Forks ranks for one agent and reports their exits. When the agent's connection closes, every rank is killed.
 
     A fork of the kernel has ``inherited`` the ranks' function or cell. The steps of ``later`` are done while no
-    rank runs and no order waits.
+    rank runs and no order waits, after a pause.
     """
 
     def __init__(
@@ -51,9 +52,11 @@ class Template:
         gc.disable()
         try:
             self._send_ready()
+            pause_s = _PAUSE_S
             while True:
                 is_free = self._later is not None and not self._ranks  # running ranks need the processors
-                ready = self._selector.select(0 if is_free else None)
+                ready = self._selector.select(pause_s if is_free else None)
+                pause_s = _PAUSE_S if ready else 0
                 if is_free and not ready:
                     self._do_next()
                 for key, _ in ready:

@@ -8,7 +8,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -128,9 +127,7 @@ def test_template_has_one_thread_no_device_and_all_that_an_optimizer_needs(noteb
     threads = pathlib.Path(f"/proc/{template.pid}/task")
     # What is slow to import comes when nobody waits; a rank finds it when it is there.
     imported = "%%distributed -n 1 --view none\nimport sys\n'torch._dynamo' in sys.modules"
-    deadline = time.monotonic() + 90
-    while notebook.run(imported).result != "[True]":
-        assert time.monotonic() < deadline
+    processes.wait_until(lambda: notebook.run(imported).result == "[True]", "it has imported that", 90, poll_s=1.0)
     assert len(list(threads.iterdir())) == 1
     maps = pathlib.Path(f"/proc/{template.pid}/maps").read_text()
     assert "/dev/nvidia" not in maps and "/dev/accel" not in maps
@@ -239,3 +236,37 @@ def test_signal_that_follows_the_agents_end_does_not_keep_a_template_from_ending
     ranks = [processes.read(int(pid)) for pid in ended.stdout.split()]
     assert len(ranks) == 2, ended.stderr
     processes.wait_until(lambda: not any(rank is not None and rank.is_alive for rank in ranks), "both ranks have ended")
+
+
+_PAUSING = """
+import sys, threading
+from notebook_accel.launching.template import template
+from notebook_accel.protocol.channel import Connection
+
+template._PAUSE_S = float(sys.argv[1])
+agent, ours = Connection.pair()
+
+class Recorded(template.Template):
+    def _fork(self, message):
+        print("order", flush=True)
+        agent.close()
+
+def launch():
+    said = agent.receive()  # the template is ready
+    if template._PAUSE_S:
+        agent.send(b"a launch")
+        return
+    while len(said) < 2:  # and ready again, when it has done the optional work
+        said += agent.receive()
+    agent.close()
+
+threading.Thread(target=launch).start()
+Recorded(ours, later=(print("step", flush=True) for _ in range(2))).serve()
+"""
+
+
+@pytest.mark.parametrize(("pause_s", "done"), [(60, ["order"]), (0, ["step", "step"])])
+def test_launch_right_after_the_start_comes_before_optional_work(pause_s: float, done: list[str]) -> None:
+    command = [sys.executable, "-c", _PAUSING, str(pause_s)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout.split() == done, ended.stderr
