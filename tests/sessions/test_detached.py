@@ -512,8 +512,8 @@ print(session.leave() is None and session.is_detached and refusal(session.stacks
         # A rank that is started again outlives this kernel too.
         assert session.restart([1]) == [1]
         for rank in session.job.ranks:
-            title = pathlib.Path(f"/proc/{rank.pid}/cmdline").read_bytes()
-            assert title.startswith(f"notebook-accel rank {rank.rank} of late".encode())
+            title = f"notebook-accel rank {rank.rank} of late"
+            processes.wait_until(lambda rank=rank, title=title: title in str(processes.read(rank.pid)), title, _LONG_S)
         session.leave()
         with attached("late") as second:
             assert str(second.execute("'kept' in globals()")) == "rank 0: True\nrank 1: False"

@@ -239,18 +239,18 @@ class RankPool:
                 )
             interrupts.check()
             # First the ranks, then the agent. If this process is killed in between, both end with it.
-            self._tell_where_to_wait(str(run_folders.root() / self.job.id), name or self.job.name)
+            self._tell_where_to_wait(str(run_folders.root() / self.job.id))
             try:
                 detached.let_go(self.job, name, is_session_told=True)
             finally:
                 if self.job.status == "detached":
                     self._close_here()
                 else:
-                    self._tell_where_to_wait("", self.job.name)
+                    self._tell_where_to_wait("")
 
-    def _tell_where_to_wait(self, folder: str, name: str) -> None:
+    def _tell_where_to_wait(self, folder: str) -> None:
         """Send the ranks the folder where they wait for the next kernel; empty: end with this one. Uninterruptible."""
-        request = self._request(messages.Detach, self.alive, folder=folder, name=name)
+        request = self._request(messages.Detach, self.alive, folder=folder)
         self._send_with_deadline(request, _END_DEADLINE_S)
 
     def _send_with_deadline(
