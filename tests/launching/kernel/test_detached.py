@@ -347,10 +347,11 @@ def test_run_that_was_detached_is_stopped_by_name(mark: pathlib.Path, here: Comm
 
 
 @pytest.mark.usefixtures("own_agent")
-def test_run_without_a_given_name_is_detached_under_a_free_one(mark: pathlib.Path, here: Command) -> None:
+def test_run_without_a_given_name_is_detached_under_a_free_one(mark: pathlib.Path) -> None:
     job = launch(functions.reports_until, str(mark), ranks=1, name="reports_until")
     unnamed = launch_here(functions.reports_until, str(mark), name="")
     assert unnamed.name == job.name
+    wait_for_steps(unnamed)
     with pytest.raises(LaunchError, match="'reports_until' is in progress already"):
         detach(unnamed, "reports_until")
     second = detach(unnamed)
