@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 import pathlib
-import shlex
 import signal
 import sys
 import time
@@ -347,11 +346,6 @@ class RankPool:
     def _refuse_ended(self) -> None:
         if self.job.done:
             raise failures.death_error(self.job, 0)
-        if self._is_closed:
-            raise RunError(
-                f"This notebook has left the session {self.job.name!r}, which goes on.",
-                fix=f"%distributed attach {shlex.quote(self.job.name)}",
-            )
 
     @contextlib.contextmanager
     def _turn(self, title: str, on_status: Callable[[Status], object] | None = None) -> Iterator[Interrupts]:
