@@ -442,6 +442,8 @@ class RankPool:
                 return next(iter(deaths.values()))
         if request.interrupt is not None:
             return failures.describe_interrupt(request.interrupt, replies)
+        if not deaths and (stopped := failures.interrupted_from_elsewhere(replies)):
+            return stopped
         failure = failures.first_failure(replies, request.interrupted, self.job.world_size, self.namespace_sync.origins)
         failures.add_deaths(failure, deaths, request.killed)
         self._failed_rank = failure.rank
