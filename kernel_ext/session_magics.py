@@ -152,7 +152,7 @@ class SessionMagics:
             session = self._needed("%distributed detach")
             session.leave(name)
             self.session = None
-            name = shlex.quote(name or session.job.name)
+            name = shlex.quote(run_folders.find(session.job.id).facts.name)
             print(f"This notebook has left the session, which goes on. %distributed attach {name} finds it again.")
 
     def _refuse_second(self) -> None:

@@ -22,8 +22,8 @@ class LocalSGD:
     """A context in which gradients stay local, and weights are averaged every few steps and at the end.
 
     The method is from Stich, "Local SGD Converges Fast and Communicates Little" (2019). All ranks have to take the
-    same number of steps. ``save_state`` averages the weights too, and the count of steps begins anew from there, as in
-    a run that is resumed. The optimizer's state, such as momentum, isn't averaged, and a checkpoint has rank 0's.
+    same number of steps. ``save_state`` averages the weights too, and the count of steps begins anew from there, as
+    after ``load_state``. The optimizer's state, such as momentum, isn't averaged, and a checkpoint has rank 0's.
 
     Args:
         accelerator: The Accelerator that has prepared the model.
@@ -60,6 +60,8 @@ class LocalSGD:
             self._local.enter_context(self._accelerator.no_sync(self._model))
             self._accelerator.before_save.append(self._begin_anew)
             self._local.callback(self._accelerator.before_save.remove, self._begin_anew)
+            loading = self._accelerator.register_load_state_pre_hook(lambda *_: self._restart())
+            self._local.callback(loading.remove)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -75,6 +77,9 @@ class LocalSGD:
 
     def _begin_anew(self) -> None:
         self._average()
+        self._restart()
+
+    def _restart(self) -> None:
         self._steps = 0
 
     def _average(self) -> None:

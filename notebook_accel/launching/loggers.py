@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import logging.handlers
 import sys
 import weakref
 from typing import Any
@@ -114,12 +115,21 @@ def _made(described: LogHandler) -> logging.Handler:
     handler = (
         logging.StreamHandler(streams[described.to])
         if described.to in streams
-        # This one appends, as the other ranks do. Several processes can't rotate a file.
-        else logging.FileHandler(described.to, encoding=encoding, errors=errors)
+        else _SharedFileHandler(described.to, encoding=encoding, errors=errors)
     )
     handler.setLevel(described.level)
     handler.setFormatter(_Formatter(*described.format))
     return handler
+
+
+class _SharedFileHandler(logging.handlers.WatchedFileHandler):
+    """A handler that appends to a file to which other processes write too. The notebook's may rotate it, not this."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # the file's folder has gone: no error for the code that logs
+            self.handleError(record)
 
 
 class _Formatter(logging.Formatter):

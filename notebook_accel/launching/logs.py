@@ -91,11 +91,12 @@ def read(path: pathlib.Path, tail: int | None = None) -> str:
         with path.open("rb") as file:
             data = file.read() if tail is None else _last_lines(file.fileno(), tail)
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and path.parent.exists():
+        has_folder = path.parent.exists()
+        if isinstance(error, FileNotFoundError) and has_folder:
             return ""
         what = f"The log {path} can't be read: {error.strerror}."
         if not path.is_relative_to(_root()):
-            why = "" if path.parent.exists() else f"The run's folder {path.parent} was removed."
+            why = "" if has_folder else f"The run's folder {path.parent} was removed."
             raise NotebookAccelError(what, why=why) from None
         raise NotebookAccelError(
             what,

@@ -124,13 +124,12 @@ class Settle(_Request, frozen=True, kw_only=True):
 
 
 class Detach(_Request, frozen=True, kw_only=True):
-    """Outlive this kernel: once it has gone, wait for the next kernel in ``folder``, under the session's new ``name``.
+    """Outlive this kernel: once it has gone, wait for the next kernel in ``folder``.
 
     An empty ``folder`` cancels an earlier ``Detach``.
     """
 
     folder: str
-    name: str
 
 
 class Leave(_SessionMessage, frozen=True):

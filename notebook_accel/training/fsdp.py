@@ -456,10 +456,10 @@ def remap(optimizer: torch.optim.Optimizer) -> None:
 @contextlib.contextmanager
 def no_sync(model: torch.nn.Module) -> Iterator[None]:
     """Keep a sharded model's gradients local and unsharded in the body's backward passes."""
-    inner = uncompiled(model)
-    if inner not in _accumulating:
-        _accumulating.add(inner)
-        _extend_zero_grad(inner)
+    for each in (uncompiled(model), model):  # a compiled model has its own zero_grad
+        if each not in _accumulating:
+            _accumulating.add(each)
+            _extend_zero_grad(each)
     for unit in _units(model):
         unit.set_requires_gradient_sync(False, recurse=False)
     try:
@@ -477,7 +477,7 @@ def _extend_zero_grad(model: torch.nn.Module) -> None:
         _drop(_local_parts(model))
         usual(set_to_none)
 
-    model.zero_grad = zero_grad  # type: ignore[method-assign]
+    object.__setattr__(model, "zero_grad", zero_grad)  # a compiled model would set it on the one inside
 
 
 def has_local_gradients(model: torch.nn.Module) -> bool:

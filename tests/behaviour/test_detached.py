@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pathlib
 import random
@@ -18,23 +19,19 @@ from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol import events
 from tests import processes
+from tests.launching import functions
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _LONG_S = 100.0
-_PROGRAM = """
+# With the functions' source, since importing their module would import torch, which a launcher doesn't need.
+_PROGRAM = f"""
+from __future__ import annotations
 import os, pathlib, sys, time
-from notebook_accel import detach, notebook_launcher, report
+import notebook_accel
+from notebook_accel import detach, notebook_launcher
 
-def reports_until(mark, returned):
-    step, deadline = 0, time.monotonic() + 100
-    while not pathlib.Path(mark).exists():
-        assert time.monotonic() < deadline
-        report(loss=1 / (step + 1))
-        print(f"step {step}")
-        step += 1
-        time.sleep(0.02)
-    return int(os.environ["RANK"]), step, returned
-
+{inspect.getsource(functions.rank)}
+{inspect.getsource(functions.reports_until)}
 print("ready", flush=True)
 is_late = sys.argv[2] == "detaching"
 job = notebook_launcher(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from notebook_accel.launching import run_folders
-from notebook_accel.launching.kernel import detached_runs
+from notebook_accel.launching.kernel import detached, detached_runs
 from tests import kernels, processes
 from tests.kernel_ext.in_session import error, shown
 
@@ -116,8 +117,14 @@ def test_usual_session_is_detached_by_name(tmp_path: pathlib.Path) -> None:
         left = first.run("%distributed detach 'our lab'").stdout
         assert left.endswith("which goes on. %distributed attach 'our lab' finds it again.\n")
         assert first.run("%distributed status").stdout.startswith("1 (session): detached")
-        # It is free for another one, which ends with the kernel.
+        # It is free for another one, which gets a free name.
         assert "2 ranks are ready" in first.run("%distributed start -n 2 --use_cpu", _LONG_S).stdout
+        folder, lock = run_folders.make("session")
+        left = first.run("%distributed detach").stdout
+        assert left.endswith("which goes on. %distributed attach session-2 finds it again.\n")
+        os.close(lock)
+        folder.remove()
+        detached.stop(run_folders.find("session-2"))
         first.kill()
     with notebook(tmp_path / "second") as second:
         load(second)

@@ -63,6 +63,12 @@ def test_interrupt_of_a_cell_in_the_background_keeps_the_state(notebook: kernels
     notebook.run("running.interrupt()")
     assert "was interrupted" in error(notebook, "running.results(30)")
     assert shown(notebook, "running.status, never.status") == "('stopped', 'stopped')"
+    running = notebook.start("%%distributed --background --out running\nprint('again')\ntime.sleep(100)")
+    for rank in range(2):
+        running.wait_for_output(f"{rank} │ again")
+    notebook.run("%distributed interrupt")
+    assert "was interrupted in the ranks" in error(notebook, "running.results(30)")
+    assert shown(notebook, "running.status") == "'stopped'"
     assert shown(notebook, "%%distributed\nkept, 'never_was' in globals()") == "rank 0: (0, False)\nrank 1: (1, False)"
 
 

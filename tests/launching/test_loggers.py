@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import logging.handlers
 import pathlib
+import shutil
 import sys
 from collections.abc import Iterator
 
@@ -68,11 +69,31 @@ def test_a_file_keeps_its_encoding_and_is_rotated_by_the_notebook_alone(
     logger.addHandler(handler)
     found = loggers.settings()
     logger.removeHandler(handler)
-    handler.close()
     loggers.take_over({NAME: found[NAME]})
     for text in ("früh", "spät \N{SNOWMAN}"):
         logger.error(text)
     assert path.read_bytes() == "früh\nspät ?\n".encode("latin-1")
+    handler.emit(logging.makeLogRecord({"msg": "the notebook's"}))
+    logger.error("the rank's")
+    assert path.read_text() == "the notebook's\nthe rank's\n"
+    handler.close()
+
+
+def test_a_file_whose_folder_is_removed_is_no_error_for_the_code(
+    logger: logging.Logger, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    handler = LogHandler(str(folder / "train.log"), 0)
+    loggers.take_over({NAME: loggers.LoggerSettings(logging.INFO, False, (handler,))})
+    logger.info("before")
+    shutil.rmtree(folder)
+    for _ in range(2):
+        logger.info("lost")
+    assert capsys.readouterr().err.count("Message: 'lost'") == 2
+    folder.mkdir()
+    logger.info("after")
+    assert (folder / "train.log").read_text() == "after\n"
 
 
 def test_packages_add_their_handlers_themselves(monkeypatch: pytest.MonkeyPatch, logger: logging.Logger) -> None:

@@ -122,17 +122,6 @@ def new_session() -> Session:
     return Session(2, use_cpu=True, view="none", detach=True, name="lab")
 
 
-def stop_following(folder: RunFolder) -> None:
-    """End this process's jobs of a session that goes on, as the end of a kernel would."""
-    for thread in threading.enumerate():
-        if thread.name == f"notebook-accel-attached-{folder.id}":
-            link = thread._target.__self__  # type: ignore[attr-defined]
-            link._end(RunError("The test is over."))
-            if link._connection is not None:
-                link._connection.shutdown()
-            thread.join(_LONG_S)
-
-
 @pytest.fixture(scope="module")
 def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
     """A folder for detached runs with a session that no kernel has."""
@@ -141,7 +130,6 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Pa
         patch.setenv("XDG_STATE_HOME", str(home))
         session = new_session()
     session.leave()
-    stop_following(folder_of(session))
     yield home
     detached.stop(folder_of(session))
 
@@ -153,7 +141,6 @@ def lab(shared_home: pathlib.Path, state_home: pathlib.Path) -> Iterator[Session
         patch.setenv("XDG_STATE_HOME", str(shared_home))  # not any more when ``state_home`` ends what is in its own
         with begun(Session.attach("lab")) as session:
             yield session
-        stop_following(folder_of(session))
 
 
 @pytest.fixture
@@ -268,9 +255,10 @@ def test_interrupt_of_the_wait_leaves_the_session_as_it_was(lab: Session, capfd:
         Session.attach("lab")
     thread.join()
     job = registry.find("lab", running=True).job
-    assert job is not None
+    assert isinstance(job, DetachedJob)
     processes.wait_until(lambda: job.doing().startswith("busy with session["), "it knows what the ranks do", _LONG_S)
     job.interrupt(escalate=False)
+    job.leave()
     second = again(lab)
     assert repr(second.execute("kept")) == "rank 0: [0]\nrank 1: [10]"
     assert repr(second.execute(SUM)) == "ranks 0-1: 3"  # in a new process group, since an interrupt has broken the old
@@ -316,10 +304,11 @@ def test_rank_that_dies_while_no_kernel_is_there(own_lab: Session) -> None:
     own_lab.execute(GROUP)
     assert repr(own_lab.execute(SUM)) == "ranks 0-1: 3"
     [victim] = own_lab.execute("os.getpid()", ranks=[1])._bundles.values()
-    job = own_lab.job
     own_lab.leave()
     os.kill(int(victim["text/plain"]), signal.SIGKILL)
+    job = detached.attach("lab", view="none")
     processes.wait_until(lambda: job.death(1), "the death is known", _LONG_S)
+    job.leave()
     second = again(own_lab)
     with pytest.raises(RankFailedError, match="rank 1 of 2 was killed by SIGKILL"):
         second.execute("1")
@@ -337,11 +326,10 @@ def test_rank_that_dies_while_no_kernel_is_there(own_lab: Session) -> None:
 def test_rank_that_is_started_again_waits_for_the_next_kernel(own_lab: Session) -> None:
     with pytest.raises(RankFailedError, match="rank 1 of 2 exited with status 3"):
         own_lab.execute("if rank == 1: os._exit(3)")
-    job = own_lab.job
     own_lab.leave()
-    for rank in (0, 99):  # one that lives, and one that isn't there
-        send_order(folder_of(own_lab), messages.Respawn(job_id=job.id, rank=rank))
-    job.respawn(1)  # as a kernel that is killed in the middle of %distributed restart
+    # One that lives, one that isn't there, and the dead one, as a kernel that is killed in %distributed restart.
+    for rank in (0, 99, 1):
+        send_order(folder_of(own_lab), messages.Respawn(job_id=own_lab.job.id, rank=rank))
     second = again(own_lab)
     assert repr(second.execute("'kept' in globals()")) == "rank 0: True\nrank 1: False"
 
@@ -364,7 +352,7 @@ def test_kernel_that_is_killed_while_it_ends_its_session(own_lab: Session) -> No
     own_lab.leave()
     with pytest.raises(RunError, match="'lab' has been ended by an earlier notebook"):
         Session.attach("lab")
-    assert own_lab.job.wait(_LONG_S)
+    processes.wait_until(lambda: not folder_of(own_lab).is_held, "the session has ended", _LONG_S)
 
 
 def test_training_goes_on_in_the_next_kernel(lab: Session) -> None:
@@ -417,9 +405,11 @@ def test_session_that_was_left_says_so(lab: Session) -> None:
     lab.leave()
     assert lab.is_over
     assert repr(lab) == "<Session 'lab': left, on 2 CPUs>"
-    with pytest.raises(RunError, match="has left the session 'lab', which goes on") as raised:
+    with pytest.raises(RunError, match=r"'lab' was detached .* goes on without this notebook") as raised:
         lab.execute("1")
-    assert raised.value.fix == "%distributed attach lab"
+    assert raised.value.fix.startswith("%distributed attach lab, ")
+    name = f"notebook-accel-attached-{lab.job.id}"
+    processes.wait_until(lambda: name not in [thread.name for thread in threading.enumerate()], "it follows no more")
     processes.wait_until(lambda: busy() == "idle", "the list has its state", _LONG_S)
     [found] = detached_runs.summaries()
     assert (found.state, found.since >= found.began) == ("session, idle", True)
@@ -512,8 +502,8 @@ print(session.leave() is None and session.is_detached and refusal(session.stacks
         # A rank that is started again outlives this kernel too.
         assert session.restart([1]) == [1]
         for rank in session.job.ranks:
-            title = pathlib.Path(f"/proc/{rank.pid}/cmdline").read_bytes()
-            assert title.startswith(f"notebook-accel rank {rank.rank} of late".encode())
+            title = f"notebook-accel rank {rank.rank} of late"
+            processes.wait_until(lambda rank=rank, title=title: title in str(processes.read(rank.pid)), title, _LONG_S)
         session.leave()
         with attached("late") as second:
             assert str(second.execute("'kept' in globals()")) == "rank 0: True\nrank 1: False"

@@ -39,16 +39,19 @@ def test_after_an_error_nothing_is_averaged(two_ranks: Ranks) -> None:
     assert two_ranks.run(train, 3, 0) == [[-1, -1, 2], [-2, -2, 2]]
 
 
-def saved_between_averagings(folder: str, loads: bool) -> list[float]:
+def saved_between_averagings(folder: str, loads: str) -> list[float]:
     """Return the rank's weight after each of the last steps; its gradient is the rank plus 1."""
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    if loads:
+    if loads == "before":
         accelerator.load_state(folder)
     seen = []
     with LocalSGD(accelerator, net, 3) as local:
+        if loads == "inside":
+            local.step()
+            accelerator.load_state(folder)
         for step in range(2 if loads else 0, 6):
             accelerator.backward(net(torch.full((1, 1), accelerator.process_index + 1.0)).sum())
             optimizer.step()
@@ -63,7 +66,7 @@ def saved_between_averagings(folder: str, loads: bool) -> list[float]:
 
 def test_a_checkpoint_has_the_average(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
     expected = [[-4, -5, -7.5, -8.5, -9], [-5, -7, -7.5, -9.5, -9]]  # from -3 on
-    for loads in (False, True):
+    for loads in ("", "before", "inside"):
         assert two_ranks.run(saved_between_averagings, str(tmp_path / "state"), loads) == expected
 
 

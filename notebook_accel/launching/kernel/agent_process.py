@@ -159,9 +159,8 @@ class AgentLink(Generic[_Receiver]):
         if isinstance(said, messages.Broken) and not said.job_id:
             self._prepared_for = None  # the next launch tries again, and reports a second failure
             return False
-        job = self._jobs.get(said.job_id)
-        if isinstance(said, messages.RunEnded | messages.Broken):
-            self._jobs.pop(said.job_id, None)
+        is_end = isinstance(said, messages.RunEnded | messages.Broken)
+        job = self._jobs.pop(said.job_id, None) if is_end else self._jobs.get(said.job_id)
         if job is None:
             return False
         if isinstance(said, messages.Said):

@@ -101,7 +101,8 @@ def detach(job: Job, name: str = "") -> DetachedJob:
 
     Args:
         job: The run's job, in the foreground or the background.
-        name: Name of the detached run. Default: the run's name.
+        name: Name of the detached run. Default: the run's name, with a number if another run has that name and none was
+            given.
 
     Returns:
         The run's new job.
@@ -109,7 +110,7 @@ def detach(job: Job, name: str = "") -> DetachedJob:
     Raises:
         ConfigError: A run with these options can't be detached, a detached run would get another name, or no run can
             have this name.
-        LaunchError: A detached run of that name goes on already, or the folder can't be made.
+        LaunchError: A detached run of the given name goes on already, or the folder can't be made.
         RunError: The run has ended or was detached, or another run of this process goes on.
     """
     folder = let_go(job, name)
@@ -138,17 +139,18 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
     while job.status == "starting" and time.monotonic() < deadline_s:
         job.wait(_PAUSE_S)
     preflight.warn(login_session.check_logout())
-    folder = uninterruptible.call(lambda: _detach(job, name or job.name))
+    folder = uninterruptible.call(lambda: _detach(job, name))
     with contextlib.suppress(Exception):  # the run is detached already, so a failure here doesn't matter
         local.engine().warm_in_kernel()  # the run has taken its agent and template along
     return folder
 
 
 def _detach(job: Job, name: str) -> RunFolder:
-    with _new_folder(name, job.id) as (folder, lock, _):
+    is_fixed = bool(name or job.config.name)
+    with _new_folder(name or job.name, job.id, is_fixed=is_fixed) as (folder, lock, _):
         try:
-            folder.write_facts(msgspec.structs.replace(_facts(job, name), has_payload=False))
-            _write_definitions(job, name, folder)
+            folder.write_facts(msgspec.structs.replace(_facts(job, folder.name), has_payload=False))
+            _write_definitions(job, folder)
             for rank in range(job.world_size):
                 os.close(folder.create_result(rank))
         except OSError as error:
@@ -163,7 +165,7 @@ def _detach(job: Job, name: str) -> RunFolder:
     return folder
 
 
-def _write_definitions(job: Job, name: str, folder: RunFolder) -> None:
+def _write_definitions(job: Job, folder: RunFolder) -> None:
     """Write the notebook's functions and classes, which results refer to, in place of the payload."""
     namespace = sys.modules["__main__"].__dict__
     try:
@@ -172,7 +174,7 @@ def _write_definitions(job: Job, name: str, folder: RunFolder) -> None:
         pickled = serialization.pickle_by_value((), roots={})
     payload = folder.create(PAYLOAD)
     try:
-        serialization.dump(payload, pickled, msgspec.structs.replace(job.spec, name=name).encode())
+        serialization.dump(payload, pickled, msgspec.structs.replace(job.spec, name=folder.name).encode())
     finally:
         os.close(payload)
 

@@ -29,7 +29,10 @@ class DetachedJob(Job):
     Attributes:
         folder: The run's folder.
         is_live: True while messages come directly from the agent; false while the journal is read.
+        leave: Ends this job, while the run goes on.
     """
+
+    leave: Callable[[], None]
 
     def __init__(self, request: LaunchRequest, *, folder: RunFolder, **arguments: Any) -> None:
         super().__init__(request, **arguments)

@@ -40,6 +40,7 @@ class Link(AgentLink[DetachedJob]):
         self._seen = 0  # the highest number of the messages read so far
         self._known = 0  # the value of ``_seen`` when the present connection began
         self.expect(job)
+        job.leave = self.leave
 
     @property
     def _is_over(self) -> bool:
@@ -90,6 +91,11 @@ class Link(AgentLink[DetachedJob]):
             self._close()
         else:
             self._start_thread()
+
+    def leave(self) -> None:
+        """Stop following the run, which goes on. The job ends with the status ``detached``, unless it has ended."""
+        if self._jobs.pop(self._job.id, None) is not None:
+            self._job.end_detached(self._job.name)
 
     def replay(self, name: str) -> Collection[int]:
         """Process the unread messages of a file of the folder, after the history. Return the numbers of all in it."""
@@ -244,8 +250,8 @@ class Link(AgentLink[DetachedJob]):
         self._end(error)
 
     def _end(self, error: NotebookAccelError) -> None:
-        self.forget(self._job)
-        self._job.end("", error)
+        if self._jobs.pop(self._job.id, None) is not None:  # it wasn't left meanwhile
+            self._job.end("", error)
 
     def _start_error(self, error: Exception) -> ProcessStartError:
         why = "\n".join(filter(None, [f"{type(error).__name__}: {error}", self._last_words()]))

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching import run_folders
+from notebook_accel.launching.kernel import detached_runs
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.job import Ending, Job
 
@@ -112,6 +113,7 @@ def _detached_names(which: str, *, running: bool) -> list[str]:
     """Return the names of this user's detached runs that a caller may mean: all that go on, or those of this name."""
     with contextlib.suppress(NotebookAccelError):
         named = [folder for folder in run_folders.every() if folder.is_called(which)]
-        meant = [folder for folder in named if folder.is_held or (which and not running)]
-        return list(dict.fromkeys(folder.facts.name for folder in meant))
+        if running or not which:
+            named = [folder for folder in named if folder.is_held and not detached_runs.is_ending(folder)]
+        return list(dict.fromkeys(folder.facts.name for folder in named))
     return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import pathlib
 import re
 import signal
 import sys
@@ -268,7 +269,19 @@ def explain_exception(
         return _NO_GPU, "init_process_group() without a backend, which takes gloo on a CPU and nccl on GPUs"
     if _NO_CUDA.search(failed.message):
         return _NO_GPU, "accelerator.device, or 'cuda' only if torch.cuda.is_available()"
-    return "", _of_missing_name(failed, unsent)
+    return _of_missing_module(failed) or ("", _of_missing_name(failed, unsent))
+
+
+def _of_missing_module(failed: Failed) -> tuple[str, str] | None:
+    """Return the reason and advice for a module that only the notebook has."""
+    found = re.fullmatch(r"No module named '(\w+)'", failed.message) if failed.kind == "ModuleNotFoundError" else None
+    file = None if found is None else getattr(sys.modules.get(found[1]), "__file__", None)
+    if file is None:
+        return None
+    path = pathlib.Path(file)
+    folder = path.parents[path.stem == "__init__"]
+    fix = f"sys.path.append({str(folder)!r})" if path.exists() else "restore it, or restart the kernel"
+    return f"The notebook has it from {path}, and ranks find no such file on the notebook's sys.path.", fix
 
 
 def _of_missing_name(failed: Failed, unsent: Mapping[str, str]) -> str:

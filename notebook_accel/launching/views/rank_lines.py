@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from notebook_accel.formatting import aligned, format_clock, format_size, rank_spans
+from notebook_accel.formatting import aligned, format_clock, format_count, format_size, rank_spans
 from notebook_accel.launching.state.rank import RankState, metric_names
 from notebook_accel.protocol import events
 
@@ -294,7 +294,7 @@ class LineLimit(Generic[_Line]):
     def note(self) -> list[str]:
         """A line with the number of lines that are never shown; empty list if there are none."""
         where = f"; the whole output is in {self._log_file}" if self._log_file else ""
-        return [f"[{self._left_out:,} lines left out here{where}]"] if self._left_out else []
+        return [f"[{format_count(self._left_out, 'line')} left out here{where}]"] if self._left_out else []
 
 
 class KernelDisplay:

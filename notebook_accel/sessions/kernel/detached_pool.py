@@ -18,6 +18,7 @@ from notebook_accel.errors import ConfigError, RunError
 from notebook_accel.formatting import ranks_in_words
 from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import detached
+from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError
@@ -57,26 +58,28 @@ class DetachedRankPool(RankPool):
         self._take_over(joined)
 
     def leave(self, name: str = "") -> None:
-        """Disconnect this process. The ranks go on, and their run stays visible here under its present name."""
+        """Disconnect this process. The ranks go on."""
         if name and name != self.job.name:
             raise ConfigError(f"The detached session {self.job.name!r} keeps its name.", fix="%distributed detach")
         if not self._is_closed:
             with held():
-                if self._job is not None:
-                    state = self._job.state
-                    self._job.doing = lambda: state.serving
+                assert isinstance(self.job, DetachedJob)
+                self.job.leave()
                 self._close_here()
 
     def _give_up(self) -> None:
-        """Undo a failed start: end a new session, or leave an attached one."""
+        """Undo a failed start: end a new session, or leave an attached one, whose run stays visible here."""
         if self._earlier is None:
             self.close()
-        else:
-            self.leave()
+            return
+        if self._job is not None:
+            state = self._job.state
+            self._job.doing = lambda: state.serving
+        self._close_here()
 
     @property
     def _closed_text(self) -> str:
-        if self.job.done:
+        if self.job.status != "detached":
             return super()._closed_text
         return f"This notebook has left the session {self.job.name!r}. The code that runs in it goes on."
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from notebook_accel.errors import RankEnd, RankFailedError, RunError
+from notebook_accel.errors import RankEnd, RankFailedError, RunError, RunStoppedError
 from notebook_accel.formatting import ranks_in_words
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.state.failures import raised_error, where_ranks_stood
@@ -69,10 +69,22 @@ def describe_interrupt(interrupt: BaseException, replies: Mapping[int, Reply]) -
     """Make the kernel's interrupt show where the ranks were, instead of a traceback of this package's frames."""
     if not isinstance(interrupt, KeyboardInterrupt):
         return interrupt
-    lines = [f"  {line}" for line in where_ranks_stood({rank: reply.failed for rank, reply in replies.items()})]
+    lines = [f"  {line}" for line in _where_ranks_stood(replies)]
     text = "\n".join(["KeyboardInterrupt: the cell was interrupted on all ranks, which keep their variables.", *lines])
     interrupt._render_traceback_ = lambda: [text]  # type: ignore[attr-defined]
     return interrupt
+
+
+def interrupted_from_elsewhere(replies: Mapping[int, Reply]) -> RunStoppedError | None:
+    """Return the error of code that ``%distributed interrupt`` has ended, perhaps another notebook's."""
+    if any(reply.failed is not None and reply.failed.kind != "KeyboardInterrupt" for reply in replies.values()):
+        return None
+    why = "\n".join(_where_ranks_stood(replies))
+    return RunStoppedError("The code was interrupted in the ranks, which keep their variables.", why=why)
+
+
+def _where_ranks_stood(replies: Mapping[int, Reply]) -> list[str]:
+    return where_ranks_stood({rank: reply.failed for rank, reply in replies.items()})
 
 
 def death_error(job: Job, rank: int, *, was_killed: bool = False) -> RunError:

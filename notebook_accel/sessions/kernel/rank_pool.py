@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 import pathlib
-import shlex
 import signal
 import sys
 import time
@@ -239,18 +238,18 @@ class RankPool:
                 )
             interrupts.check()
             # First the ranks, then the agent. If this process is killed in between, both end with it.
-            self._tell_where_to_wait(str(run_folders.root() / self.job.id), name or self.job.name)
+            self._tell_where_to_wait(str(run_folders.root() / self.job.id))
             try:
                 detached.let_go(self.job, name, is_session_told=True)
             finally:
                 if self.job.status == "detached":
                     self._close_here()
                 else:
-                    self._tell_where_to_wait("", self.job.name)
+                    self._tell_where_to_wait("")
 
-    def _tell_where_to_wait(self, folder: str, name: str) -> None:
+    def _tell_where_to_wait(self, folder: str) -> None:
         """Send the ranks the folder where they wait for the next kernel; empty: end with this one. Uninterruptible."""
-        request = self._request(messages.Detach, self.alive, folder=folder, name=name)
+        request = self._request(messages.Detach, self.alive, folder=folder)
         self._send_with_deadline(request, _END_DEADLINE_S)
 
     def _send_with_deadline(
@@ -347,11 +346,6 @@ class RankPool:
     def _refuse_ended(self) -> None:
         if self.job.done:
             raise failures.death_error(self.job, 0)
-        if self._is_closed:
-            raise RunError(
-                f"This notebook has left the session {self.job.name!r}, which goes on.",
-                fix=f"%distributed attach {shlex.quote(self.job.name)}",
-            )
 
     @contextlib.contextmanager
     def _turn(self, title: str, on_status: Callable[[Status], object] | None = None) -> Iterator[Interrupts]:
@@ -448,6 +442,8 @@ class RankPool:
                 return next(iter(deaths.values()))
         if request.interrupt is not None:
             return failures.describe_interrupt(request.interrupt, replies)
+        if not deaths and (stopped := failures.interrupted_from_elsewhere(replies)):
+            return stopped
         failure = failures.first_failure(replies, request.interrupted, self.job.world_size, self.namespace_sync.origins)
         failures.add_deaths(failure, deaths, request.killed)
         self._failed_rank = failure.rank

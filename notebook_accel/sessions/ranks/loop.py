@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import pathlib
 import sys
 import time
 import traceback
@@ -22,10 +21,8 @@ import msgspec
 
 from notebook_accel import environment, nccl, reporting
 from notebook_accel.formatting import clipped
-from notebook_accel.launching.processes import set_title
 from notebook_accel.launching.ranks import displays, failure, gathering, interruption, loops, profiling, streams, worker
 from notebook_accel.launching.results import write_result_file
-from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files, sharded_tensors
 from notebook_accel.protocol import events
@@ -53,10 +50,8 @@ def serve(folder: str, *, is_detached: bool) -> None:
     rank = _SessionRank(int(os.environ["RANK"]), folder)
     # A restarted rank joins its session where that is now: the session may have been detached since its launch.
     folder_since = os.environ.pop(environment.SESSION_FOLDER, folder)
-    if folder_since != folder:
-        rank.outlive_kernel(folder_since, RunFolder(pathlib.Path(folder_since)).facts.name)
-    elif is_detached:
-        rank.outlive_kernel(folder)
+    if is_detached or folder_since != folder:
+        rank.outlive_kernel(folder_since)
     while True:
         gone = (ConnectionError, FileNotFoundError) if rank.is_detached else (ClosedError,)  # no file: nobody listens
         with contextlib.suppress(*gone):
@@ -108,10 +103,8 @@ class _SessionRank:
                     for descriptor in message.descriptors:
                         os.close(descriptor)
 
-    def outlive_kernel(self, folder: str, name: str = "") -> None:
-        """From now on, wait in this folder for the next kernel when one is gone. ``name`` is the session's new name."""
-        if name:
-            set_title(f"notebook-accel rank {self.rank} of {name}")
+    def outlive_kernel(self, folder: str) -> None:
+        """From now on, wait in this folder for the next kernel when one is gone."""
         self.folder = folder
         self.is_detached = True
         reporting.reporter().send(events.Serving(cell=""))
@@ -351,7 +344,7 @@ class _SessionRank:
 
     def _detach(self, request: messages.Detach) -> dict[str, Any]:
         if request.folder:
-            self.outlive_kernel(request.folder, request.name)
+            self.outlive_kernel(request.folder)
         else:
             self.is_detached = False
         return {}

@@ -14,7 +14,7 @@ import pytest
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launching.kernel import registry
+from notebook_accel.launching.kernel import detached_runs, registry
 from notebook_accel.launching.kernel.engine import LaunchRequest
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.worker import Target
@@ -101,6 +101,15 @@ def test_detached_run_that_this_notebook_does_not_know_is_to_be_attached() -> No
         kept = started("first")
         assert refused("day", running=True).endswith(f"Fix: name one of: 1 ({kept.name})")
         assert refused("day").endswith("Fix: %distributed attach day")
+
+
+def test_detached_run_that_is_over_is_not_to_be_attached_while_its_agent_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(detached_runs, "is_ending", lambda _: True)
+    with held():
+        assert refused(running=True).startswith("There is no run in progress.\n")
+        assert refused("night").endswith("Fix: %distributed attach night")
 
 
 def test_those_that_go_on_are_listed_and_the_last_one_that_has_ended() -> None:

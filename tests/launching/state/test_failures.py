@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pathlib
 import resource
 import signal
+import sys
+import types
 from collections.abc import Callable
 
 import pytest
@@ -159,6 +162,25 @@ def test_program_for_a_gpu_gets_advice_on_the_cpu(use: Callable[[], object], adv
     failed = Failed(kind=type(caught.value).__name__, message=str(caught.value), traceback="")
     why, fix = failures.explain_exception(failed, None, {})
     assert "no GPU" in why and advice in fix
+
+
+@pytest.mark.parametrize("name", ["utils_of_mine", "utils_of_mine/__init__"])
+def test_module_that_only_the_notebook_finds_is_explained(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since the notebook has changed its working directory, or the file was removed."""
+    failed = Failed(kind="ModuleNotFoundError", message="No module named 'utils_of_mine'", traceback="")
+    assert failures.explain_exception(failed, None, {}) == ("", "")
+    path = tmp_path / f"{name}.py"
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    module = types.ModuleType("utils_of_mine")
+    module.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "utils_of_mine", module)
+    why, fix = failures.explain_exception(failed, None, {})
+    assert f"from {path}" in why and fix == f"sys.path.append({str(tmp_path)!r})"
+    path.unlink()
+    assert "restore it" in failures.explain_exception(failed, None, {})[1]
 
 
 def test_device_memory_of_every_rank_that_has_said_it() -> None:

@@ -104,9 +104,12 @@ def test_what_the_agent_has_left_out_is_counted_and_the_log_named() -> None:
     job.deliver(1, events.Output(text="first"))
     job.deliver(1, events.Output(text="middle", left_out=1_000_000))
     job.deliver(1, events.Output(text="last", left_out=5))
+    job.deliver(0, events.Output(text="last", left_out=1))
     lines.close()
     assert out.getvalue().splitlines() == [
         "  1 │ first",
+        "  0 │ [1 line left out here; the whole output is in /tmp/logs/rank_0.log]",
+        "  0 │ last",
         "  1 │ [1,000,006 lines left out here; the whole output is in /tmp/logs/rank_1.log]",
         "  1 │ last",
     ]
