@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import operator
 import types
@@ -51,7 +52,7 @@ def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
 class AveragingWrapper(torch.nn.Module):
     """A wrapper that averages the gradients of the model in its attribute ``module``.
 
-    It has the model's methods, and pickles and copies as the model, since the wrapper is meaningless outside its ranks.
+    It has the model's methods. It pickles as the model, since the wrapper is meaningless outside its ranks.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -64,8 +65,26 @@ class AveragingWrapper(torch.nn.Module):
                 return method
             raise
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        return _CopiedWrapper(copy.deepcopy(self.module, memo))
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return operator.itemgetter(0), ((self.module,),)
+
+
+class _CopiedWrapper(AveragingWrapper):
+    """A deep copy of a wrapper, which averages nothing.
+
+    Its parameters have the names of the wrapper's, so that either can load the other's state.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
 
 
 class TrainableParameters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pathlib
 import pickle
@@ -288,6 +289,33 @@ def test_models_that_are_not_called(
     assert first == second
     assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
     assert (logged, by_second) == (1, 0)
+
+
+def follows_in_a_copy() -> list[float]:
+    """Return the weights of a copy of the prepared model, which follows it, and of the model that the copy resets."""
+    training = Training()
+    [model] = training.models
+    target = copy.deepcopy(model)
+    best = copy.deepcopy(target)
+    assert target.loss.__func__ is Net.loss
+    assert type(pickle.loads(pickle.dumps(target))) is type(training.accelerator.unwrap_model(target)) is Net
+    for x, _ in training.loader:
+        with torch.no_grad():
+            goal = target(x)
+        training.accelerator.backward((model(x) - goal - 1).square().mean())
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        target.load_state_dict(model.state_dict())
+    followed = [float(parameter.detach().sum()) for parameter in target.parameters()]
+    model.load_state_dict(best.state_dict())
+    return [*followed, *training.weights()]
+
+
+def test_a_copy_and_the_prepared_model_load_each_others_state(one_rank: Ranks, two_ranks: Ranks) -> None:
+    [alone] = one_rank.run(follows_in_a_copy)
+    first, second = two_ranks.run(follows_in_a_copy)
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
 
 
 def prepared_twice() -> tuple[list[float], int]:
