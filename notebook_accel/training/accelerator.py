@@ -31,6 +31,7 @@ from notebook_accel.training import (
     compiling,
     data,
     fsdp,
+    gradients,
     handlers,
     memory_estimate,
     model_files,
@@ -527,7 +528,8 @@ class Accelerator(ProcessState):
             ACTIVE_ITERATIONS.before_next(self._save_if_at_end)
         ACTIVE_ITERATIONS.upload_next()
         try:
-            scaled.backward(**kwargs)
+            with gradients.noticing_local_gradients():
+                scaled.backward(**kwargs)
         except RuntimeError as error:
             self._backend.explain(error)
             raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import operator
 import types
@@ -51,7 +53,7 @@ def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
 class AveragingWrapper(torch.nn.Module):
     """A wrapper that averages the gradients of the model in its attribute ``module``.
 
-    It has the model's methods, and pickles and copies as the model, since the wrapper is meaningless outside its ranks.
+    It has the model's methods. It pickles as the model, since the wrapper is meaningless outside its ranks.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -64,8 +66,26 @@ class AveragingWrapper(torch.nn.Module):
                 return method
             raise
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        return _CopiedWrapper(copy.deepcopy(self.module, memo))
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return operator.itemgetter(0), ((self.module,),)
+
+
+class _CopiedWrapper(AveragingWrapper):
+    """A deep copy of a wrapper, which averages nothing.
+
+    Its parameters have the names of the wrapper's, so that either can load the other's state.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
 
 
 class TrainableParameters:
@@ -111,6 +131,10 @@ class TrainableParameters:
         self._seen = self._registrations
         return False
 
+    def versions(self) -> list[tuple[torch.Tensor | None, int]]:
+        """Return the gradients and their versions, which change when a backward pass adds to them."""
+        return [(each.grad, 0 if each.grad is None else each.grad._version) for each in self._all]
+
     def added(self) -> list[torch.nn.Parameter]:
         """Return the parameters that were added to the model since the snapshot."""
         known = set(map(id, self._all))
@@ -135,12 +159,34 @@ def registered_parameters() -> Iterator[torch.nn.Parameter]:
         yield from model._own_parameters()
 
 
-class UncalledModels:
-    """Averages gradients of models that were trained without calling the wrapper that ``prepare`` returned.
+@contextlib.contextmanager
+def noticing_local_gradients() -> Iterator[None]:
+    """Record the models that get gradients of this rank in the body, a backward pass.
 
-    ``DistributedDataParallel`` averages gradients only if the forward pass called the wrapper. But a loss can come from
-    a method of the model or one of its layers; with Accelerate each rank then trains its own model. Here those
-    gradients are averaged before the optimizer uses them.
+    ``DistributedDataParallel`` averages gradients in the first backward pass after a call. Those of a further one stay
+    local, and those of a model that wasn't called.
+    """
+    models = [model for model in _averaging.values() if model.require_backward_grad_sync and model._calls >= 0]
+    if len(models) == 1 and models[0]._awaits_backward:  # the usual loop, which needs no closer look
+        yield
+        models[0]._awaits_backward = models[0]._has_local_gradients = False
+        return
+    before = [(model, model._watched, model._watched.versions()) for model in models]
+    yield
+    for model, watched, versions in before:
+        pairs = zip(versions, watched.versions(), strict=True)
+        if any(old is not new or version != later for (old, version), (new, later) in pairs):
+            model._has_local_gradients = not model._awaits_backward
+            model._awaits_backward = False
+
+
+class UncalledModels:
+    """Averages gradients that no backward pass has averaged.
+
+    ``DistributedDataParallel`` averages gradients only in the first backward pass after a call of the wrapper that
+    ``prepare`` returned. But a loss can come from a method of the model or one of its layers, or each of several losses
+    of one call can have its backward pass; with Accelerate each rank then trains its own model. Here those gradients
+    are averaged before the optimizer uses them.
 
     Args:
         optimizer: The optimizer whose parameters are averaged.
@@ -156,7 +202,7 @@ class UncalledModels:
         self.has_stepped()
 
     def average(self, parameters: Iterable[torch.Tensor] | None, *, may_be_local: bool) -> None:
-        """Average the gradients of models that weren't called since the last step. All ranks call this.
+        """Average gradients that no backward pass since the last step has averaged. All ranks call this.
 
         Args:
             parameters: Average only models that have one of these parameters; ``None`` for all.
@@ -164,7 +210,11 @@ class UncalledModels:
         """
         self._find()
         by_model = list(self._shared.items())
-        uncalled = [(model, shared) for model, shared in by_model if model._calls == shared.calls_before]
+        uncalled = [
+            (model, shared)
+            for model, shared in by_model
+            if model._has_local_gradients or model._calls == shared.calls_before
+        ]
         if parameters is not None and uncalled:  # another model may have gradients of its last step
             used = set(map(id, parameters))
             uncalled = [
@@ -173,12 +223,14 @@ class UncalledModels:
         if not uncalled:
             return
         # A model may have been prepared twice, or have another one as its part.
-        called = [shared for model, shared in by_model if model._calls != shared.calls_before]
+        left_out = {id(shared) for _, shared in uncalled}
+        called = [shared for _, shared in by_model if id(shared) not in left_out]
         averaged = {id(each) for shared in called for each in shared.parameters}
         for model, shared in reversed(uncalled):  # an earlier wrapper of the same model may be gone on some ranks
             if not model.require_backward_grad_sync:
                 continue
-            if may_be_local and model._local_calls != shared.local_calls_before:
+            is_called_locally = model._local_calls != shared.local_calls_before
+            if may_be_local and is_called_locally and not model._has_local_gradients:
                 continue
             left = [each for each in shared.parameters if id(each) not in averaged]
             averaged.update(map(id, left))
@@ -214,6 +266,7 @@ class _FrozenModel:
 
     _calls = 0
     _local_calls = 0
+    _has_local_gradients = False
     require_backward_grad_sync = True
 
     def __init__(self, model: torch.nn.Module, backend: Backend) -> None:

@@ -65,7 +65,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             fsdp.refuse_local_gradients(_each_parameter([self]))
         self._uncalled.has_stepped()
         if self._scaler is None:
-            value = self.optimizer.step() if closure is None else self.optimizer.step(self._agreeing(closure))
+            value = self.optimizer.step() if closure is None else self.optimizer.step(self._averaging(closure))
             self._gradients.is_unused = False
             if self._mark_step is not None and not self._gradients.in_dataloader:
                 self._mark_step()
@@ -80,17 +80,19 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._gradients.is_unused = False
         return None
 
-    def _agreeing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Have a closure return the ranks' mean loss, if the optimizer decides by it, as LBFGS's line search does."""
-        if not isinstance(self.optimizer, torch.optim.LBFGS):
-            return closure
+    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Have a closure average its gradients.
 
-        def mean_loss() -> Any:
+        It returns the ranks' mean loss if the optimizer decides by it, as LBFGS's line search does.
+        """
+
+        def averaging() -> Any:
             loss = closure()
-            is_loss = isinstance(loss, torch.Tensor)
-            return collectives.reduce(process_group.current(), loss.detach(), "mean") if is_loss else loss
+            self.average_uncalled()
+            decides = isinstance(self.optimizer, torch.optim.LBFGS) and isinstance(loss, torch.Tensor)
+            return collectives.reduce(process_group.current(), loss.detach(), "mean") if decides else loss
 
-        return mean_loss
+        return averaging
 
     def average_uncalled(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Average gradients that no backward pass has averaged, before they are used. All ranks call this.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pathlib
 import pickle
@@ -199,8 +200,11 @@ def test_nothing_of_the_ranks_travels_with_a_model_that_was_unfrozen(two_ranks: 
     assert two_ranks.run(pickles_after_unfreezing) == [["Net", 0, True]] * 2
 
 
-def clipped_adversaries() -> int:
-    """Return how many averages there were beside those of backward passes, while one net has older gradients."""
+def clipped_adversaries(uses_made_again: bool) -> int:
+    """Return how many averages there were beside those of backward passes, while one net has older gradients.
+
+    With ``uses_made_again`` the other net is called before that net's backward pass, for both.
+    """
     accelerator = Accelerator(cpu=True, split_batches=True)
     nets = [Net(1, 64), Net(2, 1)]
     optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
@@ -209,21 +213,22 @@ def clipped_adversaries() -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(make), "_average", lambda _, them: calls.append(them))
         for x, _ in loader:
-            with torch.no_grad():
+            with torch.set_grad_enabled(uses_made_again):
                 made = make(x)
             optimizers[1].zero_grad()
-            accelerator.backward((judge(made) - judge(x)).mean())
+            accelerator.backward((judge(made.detach()) - judge(x)).mean())
             accelerator.clip_grad_norm_(judge.parameters(), 1.0)
             optimizers[1].step()
             optimizers[0].zero_grad()
-            accelerator.backward(-judge(make(x)).mean())
+            accelerator.backward(-judge(made if uses_made_again else make(x)).mean())
             accelerator.clip_grad_value_(make.parameters(), 1.0)
             optimizers[0].step()
     return len(calls)
 
 
-def test_clipping_one_net_leaves_the_others_gradients_alone(two_ranks: Ranks) -> None:
-    assert two_ranks.run(clipped_adversaries) == [0, 0]
+@pytest.mark.parametrize("uses_made_again", [False, True])
+def test_clipping_one_net_leaves_the_others_gradients_alone(two_ranks: Ranks, uses_made_again: bool) -> None:
+    assert two_ranks.run(clipped_adversaries, uses_made_again) == [0, 0]
 
 
 def adversaries() -> list[float]:
@@ -265,6 +270,23 @@ def by_turns(training: Training, x: torch.Tensor, y: torch.Tensor) -> torch.Tens
     return by_its_method(training, x, y) if training.turn else F.cross_entropy(training.models[0](x), y)  # type: ignore[attr-defined]
 
 
+def by_a_call_and_its_method(training: Training, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    training.accelerator.backward(F.cross_entropy(training.models[0](x), y))
+    return by_its_method(training, x / 2, y)
+
+
+def by_two_passes_after_one_call(training: Training, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    outputs = training.models[0](x)
+    training.accelerator.backward(F.cross_entropy(outputs, y), retain_graph=True)
+    return outputs.square().mean()
+
+
+def by_two_passes_after_two_calls(training: Training, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    first, second = training.models[0](x), training.models[0](x / 2)
+    training.accelerator.backward(F.cross_entropy(first, y))
+    return F.cross_entropy(second, y)
+
+
 def uncalled(loss: Callable[..., torch.Tensor], **options: Any) -> tuple[list[float], int]:
     """Return the weights, and how many messages each rank has logged."""
     with pytest.MonkeyPatch.context() as patch:
@@ -279,7 +301,17 @@ def uncalled(loss: Callable[..., torch.Tensor], **options: Any) -> tuple[list[fl
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3}], ids=str)
-@pytest.mark.parametrize("loss", [by_its_layers, by_its_method, by_turns])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        by_its_layers,
+        by_its_method,
+        by_turns,
+        by_a_call_and_its_method,
+        by_two_passes_after_one_call,
+        by_two_passes_after_two_calls,
+    ],
+)
 def test_models_that_are_not_called(
     one_rank: Ranks, two_ranks: Ranks, loss: Callable[..., torch.Tensor], options: dict[str, Any]
 ) -> None:
@@ -288,6 +320,82 @@ def test_models_that_are_not_called(
     assert first == second
     assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
     assert (logged, by_second) == (1, 0)
+
+
+def calls_before_the_step() -> list[float]:
+    """A call between the backward pass of a method's loss and the step, such as for a metric, averages nothing."""
+    training = Training()
+    for _ in training.epoch(training.models[0].loss):
+        pass
+    for x, y in training.loader:
+        training.accelerator.backward(training.models[0].loss(x, y))
+        training.models[0](x)
+        training.optimizer.step()
+    return training.weights()
+
+
+def two_optimizers() -> list[float]:
+    """Each layer has an optimizer of its own, and all gradients come from a second backward pass too."""
+    training = Training()
+    optimizers = [training.accelerator.prepare(torch.optim.SGD(training.net[at].parameters(), 0.1)) for at in (0, 2)]
+    for x, y in training.loader:
+        training.accelerator.backward(by_two_passes_after_one_call(training, x, y))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return training.weights()
+
+
+def fits_by_method() -> list[float]:
+    training = Training()
+    optimizer = training.accelerator.prepare(torch.optim.LBFGS(training.net.parameters(), max_iter=3))
+    for x, y in training.loader:
+
+        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = by_its_method(training, x, y)
+            training.accelerator.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+    return training.weights()
+
+
+@pytest.mark.parametrize("program", [calls_before_the_step, two_optimizers, fits_by_method])
+def test_gradients_that_no_backward_pass_averages(
+    one_rank: Ranks, two_ranks: Ranks, program: Callable[[], list[float]]
+) -> None:
+    [alone] = one_rank.run(program)
+    first, second = two_ranks.run(program)
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
+
+
+def follows_in_a_copy() -> list[float]:
+    """Return the weights of a copy of the prepared model, which follows it, and of the model that the copy resets."""
+    training = Training()
+    [model] = training.models
+    target = copy.deepcopy(model)
+    best = copy.deepcopy(target)
+    assert target.loss.__func__ is Net.loss
+    assert type(pickle.loads(pickle.dumps(target))) is type(training.accelerator.unwrap_model(target)) is Net
+    for x, _ in training.loader:
+        with torch.no_grad():
+            goal = target(x)
+        training.accelerator.backward((model(x) - goal - 1).square().mean())
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        target.load_state_dict(model.state_dict())
+    followed = [float(parameter.detach().sum()) for parameter in target.parameters()]
+    model.load_state_dict(best.state_dict())
+    return [*followed, *training.weights()]
+
+
+def test_a_copy_and_the_prepared_model_load_each_others_state(one_rank: Ranks, two_ranks: Ranks) -> None:
+    [alone] = one_rank.run(follows_in_a_copy)
+    first, second = two_ranks.run(follows_in_a_copy)
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
 
 
 def prepared_twice() -> tuple[list[float], int]:

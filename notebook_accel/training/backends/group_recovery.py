@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from notebook_accel.training.backends.torch_distributed import TorchDistributed
 
 _Key = tuple[int, int]
-_COUNTS = ("_calls", "_local_calls", "_has_said_uncalled")
+_COUNTS = ("_calls", "_local_calls", "_has_local_gradients", "_has_said_uncalled")
 
 
 def collective_counts() -> list[int] | None:

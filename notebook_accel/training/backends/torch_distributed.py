@@ -182,6 +182,8 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
     _watched: gradients.TrainableParameters
     _calls: int = 0  # -1 if ``torch.compile`` runs the forward passes
     _local_calls: int = 0
+    _awaits_backward: bool = False  # True from a call to the backward pass that averages
+    _has_local_gradients: bool = False
     _has_said_uncalled: bool = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -192,6 +194,7 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
                 return self.module(*inputs, **kwargs)  # such as a discriminator during the generator's step
             if self.require_backward_grad_sync:
                 self._calls += 1
+                self._awaits_backward = True
             else:
                 self._local_calls += 1
         try:
@@ -242,14 +245,16 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
         """Average the gradients of some parameters over the ranks, in place. All ranks call this."""
         if self._join_config.enable:
             raise TrainingError(
-                f"{type(self.module).__name__} is trained by calls of its methods or layers within join_uneven_inputs.",
+                f"{type(self.module).__name__} is trained by calls of its methods or layers, or by several backward "
+                "passes after one call, within join_uneven_inputs.",
                 why="Ranks without further batches would take part in a backward pass of the prepared model only.",
-                fix="call what prepare returned: loss = model(...)",
+                fix="call what prepare returned, loss = model(...), and call backward once for each call",
             )
         if dist.get_rank(self.process_group) == 0 and not self._has_said_uncalled:
             _logger.warning(
-                "%s is trained by calls of its methods or layers. So its gradients are averaged when the optimizer "
-                "steps. It is faster to call what prepare returned: then they are averaged during the backward pass.",
+                "%s is trained by calls of its methods or layers, or by several backward passes after one call. So its "
+                "gradients are averaged when the optimizer steps. It is faster to call what prepare returned, and to "
+                "add up the losses: then gradients are averaged during the backward pass.",
                 type(self.module).__name__,
             )
         self._has_said_uncalled = True
@@ -293,6 +298,7 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = True
         self._calls += 1
+        self._awaits_backward = True
         self.reducer.prepare_for_backward([])
         try:
             yield
