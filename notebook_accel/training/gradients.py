@@ -141,10 +141,30 @@ class TrainableParameters:
         return [parameter for parameter in self._model.parameters() if id(parameter) not in known]
 
 
-def register(model: torch.nn.Module) -> None:
+@dataclasses.dataclass(eq=False)
+class Passes:
+    """The passes of a model. An object of its own, since torch takes a microsecond to set an attribute of a model.
+
+    Attributes:
+        calls: Number of forward passes outside of ``no_sync``; -1 if ``torch.compile`` runs them.
+        local_calls: Number of those in ``no_sync``.
+        awaits_backward: True from a call to the backward pass that averages.
+        has_local_gradients: True if a backward pass after that one has added gradients of this rank.
+    """
+
+    calls: int = 0
+    local_calls: int = 0
+    awaits_backward: bool = False
+    has_local_gradients: bool = False
+
+
+def register(model: Any) -> None:
     """Register a wrapper whose gradients ``UncalledModels`` averages in steps in which the wrapper wasn't called."""
+    global _newest
+    model._passes = Passes()
     UncalledModels.registered += 1
     _averaging[UncalledModels.registered] = model
+    _newest = weakref.ref(model)
 
 
 def register_frozen(model: torch.nn.Module, backend: Backend) -> None:
@@ -166,18 +186,21 @@ def noticing_local_gradients() -> Iterator[None]:
     ``DistributedDataParallel`` averages gradients in the first backward pass after a call. Those of a further one stay
     local, and those of a model that wasn't called.
     """
-    models = [model for model in _averaging.values() if model.require_backward_grad_sync and model._calls >= 0]
-    if len(models) == 1 and models[0]._awaits_backward:  # the usual loop, which needs no closer look
-        yield
-        models[0]._awaits_backward = models[0]._has_local_gradients = False
-        return
-    before = [(model, model._watched, model._watched.versions()) for model in models]
+    newest = None if _newest is None else _newest()
+    if newest is not None and len(_averaging) == 1 and newest.require_backward_grad_sync:
+        passes = newest._passes
+        if passes.awaits_backward or passes.calls < 0:  # the usual loop, which needs no closer look
+            yield
+            passes.awaits_backward = passes.has_local_gradients = False
+            return
+    models = [model for model in _averaging.values() if model.require_backward_grad_sync and model._passes.calls >= 0]
+    before = [(model._passes, model._watched, model._watched.versions()) for model in models]
     yield
-    for model, watched, versions in before:
+    for passes, watched, versions in before:
         pairs = zip(versions, watched.versions(), strict=True)
         if any(old is not new or version != later for (old, version), (new, later) in pairs):
-            model._has_local_gradients = not model._awaits_backward
-            model._awaits_backward = False
+            passes.has_local_gradients = not passes.awaits_backward
+            passes.awaits_backward = False
 
 
 class UncalledModels:
@@ -213,7 +236,7 @@ class UncalledModels:
         uncalled = [
             (model, shared)
             for model, shared in by_model
-            if model._has_local_gradients or model._calls == shared.calls_before
+            if model._passes.has_local_gradients or model._passes.calls == shared.calls_before
         ]
         if parameters is not None and uncalled:  # another model may have gradients of its last step
             used = set(map(id, parameters))
@@ -229,8 +252,8 @@ class UncalledModels:
         for model, shared in reversed(uncalled):  # an earlier wrapper of the same model may be gone on some ranks
             if not model.require_backward_grad_sync:
                 continue
-            is_called_locally = model._local_calls != shared.local_calls_before
-            if may_be_local and is_called_locally and not model._has_local_gradients:
+            is_called_locally = model._passes.local_calls != shared.local_calls_before
+            if may_be_local and is_called_locally and not model._passes.has_local_gradients:
                 continue
             left = [each for each in shared.parameters if id(each) not in averaged]
             averaged.update(map(id, left))
@@ -241,7 +264,8 @@ class UncalledModels:
     def has_stepped(self) -> None:
         """Record that the optimizer has used the gradients."""
         for model, shared in self._shared.items():
-            shared.calls_before, shared.local_calls_before = max(model._calls, 0), model._local_calls
+            passes = model._passes
+            shared.calls_before, shared.local_calls_before = max(passes.calls, 0), passes.local_calls
 
     def _find(self) -> None:
         groups = self._optimizer.param_groups
@@ -264,9 +288,7 @@ class _FrozenModel:
     If it is unfrozen later, its gradients are averaged before each step, like those of an uncalled model.
     """
 
-    _calls = 0
-    _local_calls = 0
-    _has_local_gradients = False
+    _passes = Passes()
     require_backward_grad_sync = True
 
     def __init__(self, model: torch.nn.Module, backend: Backend) -> None:
@@ -297,4 +319,5 @@ class _SharedParameters:
 
 
 _averaging: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_newest: weakref.ref[Any] | None = None  # to the model that was registered last
 _frozen: weakref.WeakKeyDictionary[torch.nn.Module, _FrozenModel] = weakref.WeakKeyDictionary()

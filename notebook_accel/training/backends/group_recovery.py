@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from notebook_accel.training.backends.torch_distributed import TorchDistributed
 
 _Key = tuple[int, int]
-_COUNTS = ("_calls", "_local_calls", "_has_local_gradients", "_has_said_uncalled")
 
 
 def collective_counts() -> list[int] | None:
@@ -180,10 +179,12 @@ def reconnect(parallel: Any, *, again: bool = False) -> None:
         vars(parallel).clear()
         vars(parallel).update(before)  # so that a retry is possible
         raise
-    kept = ["training", "require_backward_grad_sync", *_COUNTS]  # the second is False only within ``no_sync``
+    # The second is False only within ``no_sync``.
+    kept = ["training", "require_backward_grad_sync", "_passes", "_has_said_uncalled"]
     if again:
         kept.append("_join_config")
     vars(parallel).update(hooks, **{name: before[name] for name in kept if name in before})
+    parallel._passes.awaits_backward = False
 
 
 @contextlib.contextmanager

@@ -180,23 +180,20 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
     _explain: Callable[[RuntimeError], None]
     _connect: Callable[..., None]
     _watched: gradients.TrainableParameters
-    _calls: int = 0  # -1 if ``torch.compile`` runs the forward passes
-    _local_calls: int = 0
-    _awaits_backward: bool = False  # True from a call to the backward pass that averages
-    _has_local_gradients: bool = False
+    _passes: gradients.Passes
     _has_said_uncalled: bool = False
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a compiled graph can't follow changes of the model
-            self._calls = -1
+            self._passes.calls = -1
         elif torch.is_grad_enabled():
             if not self._follow_changes():
                 return self.module(*inputs, **kwargs)  # such as a discriminator during the generator's step
             if self.require_backward_grad_sync:
-                self._calls += 1
-                self._awaits_backward = True
+                self._passes.calls += 1
+                self._passes.awaits_backward = True
             else:
-                self._local_calls += 1
+                self._passes.local_calls += 1
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -297,8 +294,8 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
             )
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = True
-        self._calls += 1
-        self._awaits_backward = True
+        self._passes.calls += 1
+        self._passes.awaits_backward = True
         self.reducer.prepare_for_backward([])
         try:
             yield
