@@ -656,6 +656,7 @@ class Accelerator(ProcessState):
         ``gather_for_metrics`` and in ``reduce``.
 
         The tensors can be nested in lists, tuples and mappings. With one process they are returned unchanged.
+        With several the result has no gradients; ``torch.distributed.nn.functional.all_gather`` returns some that have.
 
         Raises:
             CollectiveError: Shapes or types differ between ranks. CPU ranks compare them before the collective.
