@@ -42,7 +42,7 @@ from tests.launching.test_run_folders import ended
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
-_LONG_S = 60.0
+_LONG_S = 100.0  # each run has a template of its own, whose import of torch can take a minute on a busy machine
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
