@@ -6,6 +6,10 @@ until a process writes, and then only the pages that it writes to.
 
 Functions and classes of the notebook return as references, never as copies: cloudpickle unpickles a class that it has
 seen before *into* that class, and would so replace the notebook's methods by copies with their own globals.
+
+What every process has of its own travels by its import name: modules, the standard streams, and the instances that the
+standard library, NumPy and torch keep as globals, such as ``os.environ`` and the random generator behind
+``random.shuffle``. So do instances without state of any package, since they are only compared by identity.
 """
 
 from __future__ import annotations
@@ -13,13 +17,19 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
+import copyreg
 import dataclasses
+import dis
+import enum
 import errno
 import functools
+import importlib
+import inspect
 import io
 import operator
 import os
 import pickle
+import random
 import sys
 import types
 import typing
@@ -34,6 +44,7 @@ from notebook_accel.payload.tensor_memory import Block, Blocks, Whole
 
 Origins: TypeAlias = Sequence[Any] | Mapping[int, Any]
 
+_STREAMS = ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__")
 # Smaller buffers stay in the pickle: a page and a table entry for each would cost more than the copy.
 _OUT_OF_BAND_BYTES = 4096
 # Objects larger than this are compared with the available memory before they are copied.
@@ -271,6 +282,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         shared = shared or SharedPickling(device_tensors_to_cpu=options.device_tensors_to_cpu)
         self._blocks = shared.blocks
         self._sharded_types = sharded_tensors.types()
+        self._by_name = _ByName()
         self.output = _PickleOutput(self._blocks)
         self.by_value: list[tuple[str | None, Any]] = []
         super().__init__(self.output.stream, protocol=5, buffer_callback=self.output.take)
@@ -290,7 +302,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         found = [entry for entry in self.memo.copy().values() if type(entry[1]) not in (str, bytes, tuple)]
         return tuple(obj for _, obj in sorted(found, key=operator.itemgetter(0)))
 
-    dispatch_table: ClassVar[Any] = collections.ChainMap(unpicklable.STAYING, cloudpickle.Pickler.dispatch_table)
+    @staticmethod
+    def _reduce_code(code: types.CodeType) -> Any:
+        """Reduce code with its file name, which cloudpickle 3.1.3 leaves out: sources are found by it."""
+        make, args = cloudpickle.cloudpickle._code_reduce(code)
+        own = "".join(code.co_filename)  # a new string, so that equal code makes equal pickles
+        return make, tuple(own if isinstance(arg, str) and arg == "<dynamic-code>" else arg for arg in args)
+
+    dispatch_table: ClassVar[Any] = collections.ChainMap(
+        unpicklable.STAYING,
+        {types.CodeType: _reduce_code, random.SystemRandom: lambda _: (random.SystemRandom, ())},
+        cloudpickle.Pickler.dispatch_table,
+    )
 
     def reducer_override(self, obj: Any) -> Any:
         origin = self._options.origins.get(id(obj))
@@ -299,6 +322,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         if type(obj) is _Mark:
             self.output.begin(obj.label)
             return tuple, ()
+        reduce_by_name = self._by_name[type(obj)]
+        if reduce_by_name is not None and (by_name := reduce_by_name(obj)) is not None:
+            return by_name
         reduced = self._blocks.reduce(obj)
         if reduced is NotImplemented and isinstance(obj, self._sharded_types):
             reduced = sharded_tensors.reduce(obj, self._options.wholes)
@@ -313,6 +339,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             is_definition = reduced is not NotImplemented and isinstance(obj, (type, types.FunctionType))
         if is_definition:
             self.by_value.append((self._name_in_namespace(obj), obj))
+            if isinstance(obj, types.FunctionType) and reduced[0] is cloudpickle.cloudpickle._make_function:
+                _complete(obj, reduced[2][1])
+            elif isinstance(obj, enum.EnumMeta):
+                reduced = _with_members(obj, reduced)
         return reduced
 
     def _reduce_slotted(self, cls: type) -> Any:
@@ -419,6 +449,161 @@ def can_be_imported(obj: Any) -> bool:
     for part in str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", "")).split("."):
         found = getattr(found, part, None)
     return found is obj
+
+
+class _ByName(dict[type, "Callable[[Any], Any] | None"]):
+    """For each type, the function that reduces those of its objects that travel by name; ``None`` for most types.
+
+    The function returns ``None`` for an object that travels by value.
+    """
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any] | None:
+        self[kind] = function = self._function(kind)
+        return function
+
+    def _function(self, kind: type) -> Callable[[Any], Any] | None:
+        if issubclass(kind, types.ModuleType):  # such as torch.backends.cudnn; cloudpickle knows plain modules
+            return None if kind is types.ModuleType else lambda module: _by_path(module, module.__name__)
+        if kind is types.MethodType:
+            return self._method
+        if kind.__module__ == "torch._ops":  # operators, such as torch.ops.aten.add
+            return lambda operator: _by_path(operator, f"torch.ops.{operator}")
+        named = _named_instances(kind)
+        return (lambda obj: named.get(id(obj))) if named else None
+
+    def _method(self, method: types.MethodType) -> Any:
+        reduce_by_name = self[type(method.__self__)]
+        if reduce_by_name is None or reduce_by_name(method.__self__) is None:
+            return None
+        return getattr, (method.__self__, method.__func__.__name__)  # the receiver's object may have another class
+
+
+def _named_instances(kind: type) -> dict[int, Any]:
+    """Return how the instances of a type that travel by name are reduced, by their ids."""
+    named = {id(getattr(sys, name, None)): ("sys", name) for name in _STREAMS if type(getattr(sys, name, None)) is kind}
+    home = str(getattr(kind, "__module__", ""))
+    if home not in ("__main__", "builtins"):
+        is_shared = home.partition(".")[0] in {*sys.stdlib_module_names, "numpy", "torch"}
+        for name, obj in getattr(sys.modules.get(home), "__dict__", {}).copy().items():
+            if type(obj) is kind and (is_shared or _is_bare(obj)):
+                named[id(obj)] = (home, name)
+    return {key: (_named, path) for key, path in named.items()}
+
+
+def _is_bare(obj: Any) -> bool:
+    """Return whether an object has no state, by what pickle would keep of it."""
+    try:
+        make, arguments, *state = obj.__reduce_ex__(4)
+    except Exception:  # noqa: BLE001 - whatever a class's own method raises
+        return False
+    return make is vars(copyreg)["__newobj__"] and len(arguments) == 1 and not any(part is not None for part in state)
+
+
+def _by_path(obj: Any, path: str) -> Any:
+    """Reduce an object to its dotted path below a module; ``None`` if it isn't found there."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        module, rest = ".".join(parts[:length]), ".".join(parts[length:])
+        with contextlib.suppress(AttributeError):
+            if module in sys.modules and _named(module, rest) is obj:
+                return _named, (module, rest)
+    return None
+
+
+def _named(module: str, path: str) -> Any:
+    """Return what a module has under a dotted path; the module itself for an empty one."""
+    return functools.reduce(getattr, path.split(".") if path else (), importlib.import_module(module))
+
+
+def submodules(names: set[str], values: Iterable[Any]) -> tuple[str, ...]:
+    """Return modules that code with these names reaches as attributes of packages: ``import a.b`` binds only ``a``.
+
+    ``values`` are the objects that the code reads by name; those that are modules count.
+    """
+    packages = {value.__name__ for value in values if isinstance(value, types.ModuleType)}
+    return tuple(
+        full
+        for full in list(sys.modules)
+        for package in packages
+        if full.startswith(package + ".") and names.issuperset(full.removeprefix(package + ".").split("."))
+    )
+
+
+def _complete(function: types.FunctionType, state: dict[str, Any]) -> None:
+    """Add to cloudpickle's state of a function what its nested code uses.
+
+    cloudpickle looks for submodules in the outer code only, and not for globals that a class in the function reads.
+    """
+    nested = [const for const in function.__code__.co_consts if isinstance(const, types.CodeType)]
+    if not nested:
+        return
+    names = {name for code in nested for name in _names_in_classes(code) if not name.startswith("__")}
+    state["__globals__"].update({name: function.__globals__[name] for name in names if name in function.__globals__})
+    values = list(state["__globals__"].values())
+    for cell in state["__closure__"] or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            values.append(cell.cell_contents)
+    found = submodules(set(unpicklable.global_names(function.__code__)), values)
+    state["_cloudpickle_submodules"] = [sys.modules[name] for name in found]
+
+
+_CLASS_READS = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+
+
+def _names_in_classes(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that bodies of classes in some code read: locals of the class, or globals."""
+    if not code.co_flags & inspect.CO_OPTIMIZED:  # the body of a class
+        yield from (item.argval for item in dis.get_instructions(code) if item.opname in _CLASS_READS)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _names_in_classes(const)
+
+
+def _with_members(cls: enum.EnumMeta, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a reduced enum whose members have all that the class's own definition has made of them.
+
+    cloudpickle makes the members from their values alone, without the methods and mixins that take part in it.
+    """
+    make, (bases, name, qualname, _, *others), state, *_, set_state = reduced
+    members: Mapping[str, Any] = cls.__members__
+    if "_generate_next_value_" in vars(cls):  # for classes that extend one without members
+        state[0]["_generate_next_value_"] = vars(cls)["_generate_next_value_"]
+    if not members:
+        return make, (bases, name, qualname, {}, *others), state, None, None, set_state
+    base: Any = vars(cls)["_member_type_"]
+    if base.__new__ is not object.__new__ and not hasattr(base, "__getnewargs__"):
+        return reduced  # of a type whose instances can't be made again from what they are
+    made: dict[str, Any] = {"__new__": _make_member, "__init__": _leave_as_made}
+    for member_name, member in members.items():
+        # A list, since an enum takes a tuple apart.
+        made[member_name] = [member.value, base.__getnewargs__(member) if hasattr(base, "__getnewargs__") else ()]
+        state[0].pop(member_name, None)  # an alias
+    own = [(member_name, {key: value for key, value in vars(member).items() if key not in _OF_ENUM})
+           for member_name, member in members.items()]  # fmt: skip
+    return make, (bases, name, qualname, made, *others), (state, own), None, None, _set_enum_state
+
+
+_OF_ENUM = ("__objclass__", "_name_", "_sort_order_", "_value_")
+
+
+def _make_member(cls: Any, made: Any) -> Any:
+    value, arguments = made[0] if isinstance(made, tuple) else made  # an enum of tuples puts it into one
+    member = cls._member_type_.__new__(cls, *arguments)
+    member._value_ = value
+    return member
+
+
+def _leave_as_made(member: Any, *_: Any) -> None:
+    """Stand in for an enum's ``__init__``, since the members' attributes come with the state."""
+
+
+def _set_enum_state(cls: Any, state: tuple[Any, list[tuple[str, dict[str, Any]]]]) -> None:
+    of_class, of_members = state
+    if vars(cls).get("__init__") is _leave_as_made:
+        del cls.__init__
+    cloudpickle.cloudpickle._class_setstate(cls, of_class)
+    for name, attributes in of_members:
+        vars(cls.__members__[name]).update(attributes)
 
 
 def _make_cached_property(func: Callable[[Any], Any], attrname: str | None) -> functools.cached_property[Any]:

@@ -7,14 +7,18 @@ import functools
 import os
 import subprocess
 import sys
+import types
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 
 from notebook_accel.payload import memory_files, serialization
+
+pytestmark = pytest.mark.front_end  # that lane has the oldest cloudpickle
 
 NOTEBOOK = """
 import functools, typing
@@ -62,15 +66,15 @@ EXPECTED = (55, 7, 3, "UserId", [0, 1, 4, 9, 16, 25, 36, 49], "int 4", "somethin
 
 def notebook(source: str) -> dict[str, Any]:
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    exec(source, namespace)
+    exec(compile(source, "notebook", "exec", dont_inherit=True), namespace)  # without this file's __future__
     return namespace
 
 
-def test_in_a_process_that_has_never_seen_the_notebook() -> None:
-    namespace = notebook(NOTEBOOK + USES)
+def elsewhere(value: Any, namespace: dict[str, Any]) -> str:
+    """What a process that has never seen the notebook prints of the call of a function."""
     descriptor = memory_files.memory_file("test")
     try:
-        pickled = serialization.pickle_by_value(namespace["use"], roots={"use": namespace["use"]}, namespace=namespace)
+        pickled = serialization.pickle_by_value(value, roots={"value": value}, namespace=namespace)
         serialization.dump(descriptor, pickled)
         code = f"from notebook_accel.payload import serialization as s; print(s.load({descriptor}).value())"
         command = [sys.executable, "-c", code]
@@ -79,7 +83,191 @@ def test_in_a_process_that_has_never_seen_the_notebook() -> None:
         )
     finally:
         os.close(descriptor)
-    assert run.stdout.strip() == repr(EXPECTED), run.stderr
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_in_a_process_that_has_never_seen_the_notebook() -> None:
+    namespace = notebook(NOTEBOOK + USES)
+    assert elsewhere(namespace["use"], namespace) == repr(EXPECTED)
+
+
+ENUMS = """
+import dataclasses, enum
+
+class Planet(enum.Enum):
+    MERCURY = (3.3, 2.4)
+    EARTH = (5.9, 6.3)
+    TERRA = (5.9, 6.3)
+    def __init__(self, mass, radius): self.mass, self.radius = mass, radius
+    @property
+    def density(self): return self.mass / self.radius
+    def home(self): return Planet.EARTH
+
+class Axis(bytes, enum.Enum):
+    def __new__(cls, value, label):
+        member = bytes.__new__(cls, [value])
+        member._value_, member.label = value, label
+        return member
+    X = (0, "x axis")
+    Y = (1, "y axis")
+
+@dataclasses.dataclass
+class Size:
+    size: str
+    legs: int
+
+class Animal(Size, enum.Enum):
+    BEETLE = "small", 6
+    DOG = "medium", 4
+
+class Numbered(enum.Enum):
+    def __new__(cls, *_):
+        member = object.__new__(cls)
+        member._value_ = len(cls.__members__) + 1
+        return member
+    FIRST = ()
+    SECOND = ()
+
+class Named(enum.Enum):
+    def _generate_next_value_(name, start, count, last): return name.lower()
+
+class Colour(Named):
+    RED = enum.auto()
+
+class Letter(str, enum.Enum):
+    A = "a"
+    def __init__(self, text): self.upper_case = text.upper()
+
+class Rights(enum.IntFlag):
+    READ = 1
+    WRITE = 2
+    BOTH = 3
+
+class Pair(tuple, enum.Enum):
+    ONE = (1, 2)
+
+class Unhashable(enum.Enum):
+    LIST = [1]
+
+class Loose(enum.Enum):
+    KNOWN = 1
+    @classmethod
+    def _missing_(cls, value): return cls.KNOWN
+
+ALL = [Planet, Axis, Animal, Numbered, Colour, Letter, Rights, Pair, Unhashable, Loose]
+
+def use():
+    members = [(kind.__name__, name, member.name, str(member.value), type(member) is kind, kind[name] is member,
+                kind(member.value) is member, sorted(str(item) for item in vars(member).items() if item[1] is not kind))
+               for kind in ALL for name, member in kind.__members__.items()]
+    class Shade(Named):
+        DARK = enum.auto()
+    return members, [
+        Planet.EARTH.density, Planet.MERCURY.home() is Planet.EARTH, Planet["TERRA"] is Planet.EARTH,
+        Axis.Y == bytes([1]), Axis.X.label, Animal.DOG.legs, Numbered.SECOND.value, Letter.A.upper_case, Letter.A + "b",
+        int(Rights.READ | 2),
+        (Rights.READ | Rights.WRITE) is Rights.BOTH, Pair.ONE[1], Loose(7), Shade.DARK.value]
+"""
+
+
+def test_enums_keep_what_their_definitions_make_of_the_members() -> None:
+    namespace = notebook(ENUMS)
+    assert elsewhere(namespace["use"], namespace) == str(namespace["use"]())
+
+
+def test_enum_that_is_sent_again_stays_one_class() -> None:
+    namespace = notebook(ENUMS)
+    sent = [serialization.pickle_by_value(namespace["Planet"], roots={}, namespace=namespace) for _ in range(2)]
+    first, second = (_through(pickled, namespace={}).value for pickled in sent)
+    assert first is second
+    assert second.EARTH.density == namespace["Planet"].EARTH.density
+
+
+BY_NAME = """
+import argparse, dataclasses, random, sys, xml
+import numpy, torch, xml.dom.minidom, xml.etree.ElementTree
+import torch.backends.cudnn as cudnn, torch._dynamo.config as dynamo_config
+from dataclasses import KW_ONLY, MISSING
+from logging import lastResort
+from numpy import _NoValue
+from numpy.random import rand
+from os import environ
+from random import Random, shuffle
+from secrets import choice
+from torch import default_generator
+
+def seed_everything(seed):
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.backends.cudnn.deterministic = True
+
+class Net(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ops, self.classes, self.config, self.rnn, self.special = [1], ["a", "b"], config, 2, 3
+    def forward(self): return torch.tensor(len(self.classes) + len(self.ops) + self.rnn).item()
+
+arguments, own, add, write = argparse.Namespace(deterministic=True), Random(3), torch.ops.aten.add, sys.stdout.write
+compiled = torch.compile(lambda x: torch.sin(x) * 0, backend="eager")
+
+def defaults(of=MISSING, file=sys.stdout, errors=sys.stderr):
+    return of is dataclasses.MISSING, file is sys.stdout, errors is sys.stderr
+
+@dataclasses.dataclass
+class Settings:
+    rate: float = 1.0
+    _: KW_ONLY
+    names: list = dataclasses.field(default_factory=list)
+
+def nested():
+    def inner(): return xml.dom.minidom.parseString("<a/>").documentElement.tagName
+    return inner(), (lambda: [xml.etree.ElementTree.fromstring("<b/>").tag for _ in range(1)])()
+
+def use():
+    seed_everything(5)
+    drawn = list(range(9))
+    shuffle(drawn)
+    cudnn.benchmark = True
+    return [
+        drawn, rand(), own.random(), choice([4]), Net({})(), arguments.deterministic,
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark,
+        add(torch.ones(1), 1).item(), compiled(torch.ones(1)).item(), write(""),
+        environ is sys.modules["os"].environ, default_generator is torch.default_generator, defaults(), nested(),
+        [field.default is MISSING for field in dataclasses.fields(Settings)], _NoValue is numpy._NoValue,
+        lastResort is sys.modules["logging"].lastResort, dynamo_config is sys.modules["torch._dynamo.config"]]
+"""
+
+
+def test_what_every_process_has_of_its_own_goes_by_name() -> None:
+    namespace = notebook(BY_NAME)
+    there = elsewhere(namespace["use"], namespace)
+    is_deterministic = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    try:
+        assert there == str(namespace["use"]())
+    finally:
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = is_deterministic
+
+
+def test_other_instances_go_by_value_since_the_notebook_may_have_changed_them() -> None:
+    settings = cloudpickle.cloudpickle.__dict__.setdefault("_settings_of_a_test", types.SimpleNamespace(rate=1.0))
+    settings.rate = 3.0
+    there = _through(serialization.pickle_by_value(settings, roots={})).value
+    assert there is not settings and there.rate == 3.0
+
+
+def test_code_keeps_the_file_name_by_which_its_source_is_found() -> None:
+    exec(
+        compile("def outer():\n    def inner(): raise KeyError\n    inner()", "cell 7", "exec"),
+        namespace := notebook(""),
+    )
+    there = _through(
+        serialization.pickle_by_value(namespace["outer"], roots={}, namespace=namespace), namespace={}
+    ).value
+    with pytest.raises(KeyError) as raised:
+        there()
+    assert [entry.frame.code.raw.co_filename for entry in raised.traceback[1:]] == ["cell 7", "cell 7"]
 
 
 @pytest.mark.parametrize("defined", ["fib", "UserId", "name"])

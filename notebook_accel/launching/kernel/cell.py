@@ -10,7 +10,6 @@ import builtins
 import dataclasses
 import difflib
 import dis
-import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from notebook_accel.command_text import variables_in
 from notebook_accel.errors import CellError
 from notebook_accel.launching.ranks.ipython_shims import LINE_MAGICS
+from notebook_accel.payload import serialization
 
 # IPython's own names in a notebook's namespace, which are not sent to ranks.
 OF_IPYTHON = {"In", "Out", "_", "__", "___", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "exit", "quit", "get_ipython"}
@@ -69,13 +69,7 @@ class Cell:
     def submodules(self, names: Mapping[str, Any]) -> tuple[str, ...]:
         """Return modules that the cell uses as attributes of captured modules: ``import a.b`` binds only ``a``."""
         tokens = {node.attr for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
-        packages = {value.__name__ for value in names.values() if isinstance(value, types.ModuleType)}
-        return tuple(
-            full
-            for full in list(sys.modules)
-            for package in packages
-            if full.startswith(package + ".") and tokens.issuperset(full.removeprefix(package + ".").split("."))
-        )
+        return serialization.submodules(tokens, names.values())
 
     def refuse_async_end(self) -> None:
         """Raise ``CellError`` if the cell ends with an ``async def``, which a rank would define and not run."""
