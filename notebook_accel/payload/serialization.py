@@ -45,6 +45,8 @@ from notebook_accel.payload.tensor_memory import Block, Blocks, Whole
 Origins: TypeAlias = Sequence[Any] | Mapping[int, Any]
 
 _STREAMS = ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__")
+# Their global objects are each process's own.
+_SHARED_PACKAGES = frozenset({*sys.stdlib_module_names, "numpy", "torch"})
 # Smaller buffers stay in the pickle: a page and a table entry for each would cost more than the copy.
 _OUT_OF_BAND_BYTES = 4096
 # Objects larger than this are compared with the available memory before they are copied.
@@ -309,10 +311,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         own = "".join(code.co_filename)  # a new string, so that equal code makes equal pickles
         return make, tuple(own if isinstance(arg, str) and arg == "<dynamic-code>" else arg for arg in args)
 
+    # Few maps, since every object is looked up in each. The last is copyreg's, which libraries still add to.
     dispatch_table: ClassVar[Any] = collections.ChainMap(
         unpicklable.STAYING,
-        {types.CodeType: _reduce_code, random.SystemRandom: lambda _: (random.SystemRandom, ())},
-        cloudpickle.Pickler.dispatch_table,
+        {
+            **cloudpickle.Pickler.dispatch_table.maps[0],
+            types.CodeType: _reduce_code,
+            random.SystemRandom: lambda _: (random.SystemRandom, ()),
+        },
+        *cloudpickle.Pickler.dispatch_table.maps[1:],
     )
 
     def reducer_override(self, obj: Any) -> Any:
@@ -480,14 +487,20 @@ class _ByName(dict[type, "Callable[[Any], Any] | None"]):
 
 def _named_instances(kind: type) -> dict[int, Any]:
     """Return how the instances of a type that travel by name are reduced, by their ids."""
-    named = {id(getattr(sys, name, None)): ("sys", name) for name in _STREAMS if type(getattr(sys, name, None)) is kind}
+    names = [("sys", name) for name in _STREAMS] + _globals_of_type(kind)
+    found = [(module, name, vars(sys.modules[module]).get(name)) for module, name in names]
+    return {id(obj): (_named, (module, name)) for module, name, obj in found if type(obj) is kind}
+
+
+@functools.lru_cache(maxsize=1024)
+def _globals_of_type(kind: type) -> list[tuple[str, str]]:
+    """Return the globals of the type's module that are instances of it and travel by name: module and name of each."""
     home = str(getattr(kind, "__module__", ""))
-    if home not in ("__main__", "builtins"):
-        is_shared = home.partition(".")[0] in {*sys.stdlib_module_names, "numpy", "torch"}
-        for name, obj in getattr(sys.modules.get(home), "__dict__", {}).copy().items():
-            if type(obj) is kind and (is_shared or _is_bare(obj)):
-                named[id(obj)] = (home, name)
-    return {key: (_named, path) for key, path in named.items()}
+    if home in ("__main__", "builtins") or not isinstance(sys.modules.get(home), types.ModuleType):
+        return []
+    is_shared = home.partition(".")[0] in _SHARED_PACKAGES
+    contents = vars(sys.modules[home]).copy()
+    return [(home, name) for name, obj in contents.items() if type(obj) is kind and (is_shared or _is_bare(obj))]
 
 
 def _is_bare(obj: Any) -> bool:
@@ -520,13 +533,14 @@ def submodules(names: set[str], values: Iterable[Any]) -> tuple[str, ...]:
 
     ``values`` are the objects that the code reads by name; those that are modules count.
     """
-    packages = {value.__name__ for value in values if isinstance(value, types.ModuleType)}
-    return tuple(
-        full
-        for full in list(sys.modules)
-        for package in packages
-        if full.startswith(package + ".") and names.issuperset(full.removeprefix(package + ".").split("."))
-    )
+    found: dict[str, None] = {}
+    waiting = [value.__name__ for value in values if isinstance(value, types.ModuleType)]
+    while waiting:
+        package = waiting.pop()
+        below = [full for full in (f"{package}.{name}" for name in sorted(names)) if full in sys.modules]
+        waiting += [full for full in below if full not in found]
+        found |= dict.fromkeys(below)
+    return tuple(found)
 
 
 def _complete(function: types.FunctionType, state: dict[str, Any]) -> None:
