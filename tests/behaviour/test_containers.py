@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -106,8 +107,18 @@ def in_a_namespace(*mounts: str) -> list[str]:
         or subprocess.run([*command, "true"], check=False, capture_output=True).returncode
     ):
         pytest.skip("NOT TESTED: no mount namespace can be made here")
-    script = " && ".join([*(f"mount -t tmpfs {mount}" for mount in mounts), 'exec "$@"'])
-    return [*command, "sh", "-c", script, "sh"]
+    # The project and its environment are put back if they lie in a folder that is mounted over.
+    needed = {os.getcwd(), sys.prefix, sys.base_prefix}
+    steps = [f"exec {number}<{shlex.quote(path)}" for number, path in enumerate(needed, 5)]
+    for options, folder in (mount.rsplit(maxsplit=1) for mount in mounts):
+        inside = [(number, path) for number, path in enumerate(needed, 5) if path.startswith(f"{folder}/")]
+        steps.append(f"mount -t tmpfs {options.replace('-o ro ', '')} {folder}")
+        for number, path in inside:
+            target = shlex.quote(path)
+            steps.append(f"mkdir -p {target} && mount --no-canonicalize --bind /proc/self/fd/{number} {target}")
+        if options.startswith("-o ro "):
+            steps.append(f"mount -o remount,ro {folder}")
+    return [*command, "sh", "-c", " && ".join([*steps, 'exec "$@"']), "sh"]
 
 
 def test_nowhere_to_write_is_no_reason_not_to_launch() -> None:
