@@ -44,6 +44,7 @@ from notebook_accel.payload.tensor_memory import Block, Blocks, Whole
 
 Origins: TypeAlias = Sequence[Any] | Mapping[int, Any]
 
+_HOOK = "__init_subclass__"
 _STREAMS = ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__")
 # Their global objects are each process's own.
 _SHARED_PACKAGES = frozenset({*sys.stdlib_module_names, "numpy", "torch"})
@@ -350,6 +351,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
                 _complete(obj, reduced[2][1])
             elif isinstance(obj, enum.EnumMeta):
                 reduced = _with_members(obj, reduced)
+            elif reduced[0] is cloudpickle.cloudpickle._make_skeleton_class:
+                reduced = _make_class, *reduced[1:]
         return reduced
 
     def _reduce_slotted(self, cls: type) -> Any:
@@ -571,6 +574,23 @@ def _names_in_classes(code: types.CodeType) -> Iterator[str]:
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             yield from _names_in_classes(const)
+
+
+def _make_class(kind: Any, name: str, bases: tuple[Any, ...], *others: Any) -> Any:
+    """Make a class, to be filled, without the notebook's hooks: they ran when it was defined, and it is empty yet."""
+    library = next(each for each in kind.__mro__ if each.__module__ != "__main__")
+    make = kind if library is kind else functools.partial(library.__new__, kind)
+    parents = {
+        parent for base in types.resolve_bases(bases) for parent in base.__mro__ if parent.__module__ == "__main__"
+    }
+    hooks = {parent: vars(parent)[_HOOK] for parent in parents if _HOOK in vars(parent)}
+    for parent in hooks:
+        type.__delattr__(parent, _HOOK)
+    try:
+        return cloudpickle.cloudpickle._make_skeleton_class(make, name, bases, *others)
+    finally:
+        for parent, hook in hooks.items():
+            type.__setattr__(parent, _HOOK, hook)
 
 
 def _with_members(cls: enum.EnumMeta, reduced: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -257,6 +257,49 @@ def test_other_instances_go_by_value_since_the_notebook_may_have_changed_them() 
     assert there is not settings and there.rate == 3.0
 
 
+REGISTRIES = """
+import abc
+NAMES, KINDS = [], {}
+
+class Base:
+    registry = {}
+    def __init_subclass__(cls, key, **others):
+        super().__init_subclass__(**others)
+        Base.registry[key] = cls
+        NAMES.append(cls.title)
+
+class Square(Base, key="square"):
+    title = "a square"
+    def area(self): return 4
+
+class Meta(abc.ABCMeta):
+    def __new__(mcs, name, bases, contents):
+        if "area" not in contents: raise TypeError(f"{name} has no area")
+        return super().__new__(mcs, name, bases, contents)
+    def __init__(cls, name, bases, contents):
+        super().__init__(name, bases, contents)
+        KINDS[name] = cls
+
+class Circle(metaclass=Meta):
+    @abc.abstractmethod
+    def area(self): ...
+
+class Disc(Circle):
+    def area(self): return 3
+
+def use():
+    class Late(Base, key="late"):
+        title = "late"
+    return [Square().area(), Base.registry["square"] is Square, Base.registry["late"] is Late, NAMES,
+            KINDS["Disc"] is Disc, Disc().area(), isinstance(Disc, Meta), sorted(KINDS), Circle.__abstractmethods__]
+"""
+
+
+def test_hooks_of_a_definition_ran_once_and_run_for_new_classes() -> None:
+    namespace = notebook(REGISTRIES)
+    assert elsewhere(namespace["use"], namespace) == str(namespace["use"]())
+
+
 def test_code_keeps_the_file_name_by_which_its_source_is_found() -> None:
     exec(
         compile("def outer():\n    def inner(): raise KeyError\n    inner()", "cell 7", "exec"),
