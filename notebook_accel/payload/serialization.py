@@ -34,6 +34,8 @@ from notebook_accel.payload.tensor_memory import Block, Blocks, Whole
 
 Origins: TypeAlias = Sequence[Any] | Mapping[int, Any]
 
+# The attribute of an error with the label of the root that couldn't be rebuilt, such as ``global "model"``.
+ROOT_ATTRIBUTE = "_notebook_accel_root"
 # Smaller buffers stay in the pickle: a page and a table entry for each would cost more than the copy.
 _OUT_OF_BAND_BYTES = 4096
 # Objects larger than this are compared with the available memory before they are copied.
@@ -210,7 +212,7 @@ class _Stream(io.BytesIO):
 
 
 class _Mark:
-    """A marker before a root in the stream, to measure the root's size."""
+    """A marker before a root in the stream, to measure the root's size, and to name the root if it can't be rebuilt."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -298,7 +300,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return _resolve_origin, (origin,)
         if type(obj) is _Mark:
             self.output.begin(obj.label)
-            return tuple, ()
+            return _begin_root, (obj.label,)
         reduced = self._blocks.reduce(obj)
         if reduced is NotImplemented and self._is_of_torch(obj):
             reduced = sharded_tensors.reduce(obj, self._options.wholes)
@@ -384,20 +386,36 @@ class _Namespace:
         return _receiver_namespace, ()
 
 
-_now_receiving: contextvars.ContextVar[tuple[dict[str, Any], Origins]] = contextvars.ContextVar("now_receiving")
+@dataclasses.dataclass
+class _Receiving:
+    namespace: dict[str, Any]
+    origins: Origins
+    root: str = ""  # the label of the root that is being rebuilt
+
+
+_now_receiving: contextvars.ContextVar[_Receiving] = contextvars.ContextVar("now_receiving")
 
 
 @contextlib.contextmanager
 def _receiving(namespace: dict[str, Any], origins: Origins) -> Iterator[None]:
-    token = _now_receiving.set((namespace, origins))
+    receiving = _Receiving(namespace, origins)
+    token = _now_receiving.set(receiving)
     try:
         yield
+    except Exception as error:
+        with contextlib.suppress(Exception):  # the user's class may refuse attributes
+            setattr(error, ROOT_ATTRIBUTE, receiving.root)
+        raise
     finally:
         _now_receiving.reset(token)  # unpickling one object may have unpickled another
 
 
+def _begin_root(label: str) -> None:
+    _now_receiving.get().root = label
+
+
 def _receiver_namespace() -> dict[str, Any]:
-    return _now_receiving.get()[0]
+    return _now_receiving.get().namespace
 
 
 def _numbers(origins: Origins) -> dict[int, int]:
@@ -407,7 +425,7 @@ def _numbers(origins: Origins) -> dict[int, int]:
 
 
 def _resolve_origin(index: int) -> Any:
-    return _now_receiving.get()[1][index]
+    return _now_receiving.get().origins[index]
 
 
 def can_be_imported(obj: Any) -> bool:

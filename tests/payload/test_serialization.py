@@ -144,6 +144,23 @@ def test_loader_leaves_its_persistent_workers_behind(memory_file: int) -> None:
         serialization.pickle_by_value(iterator, roots={"iterator": iterator})
 
 
+def test_what_cannot_be_rebuilt_is_named() -> None:
+    """Whether its class, its module or an object inside it is what fails."""
+    namespace = notebook("""
+class Picky:
+    def __setstate__(self, state): raise ValueError("not here")
+    def __getstate__(self): return {"x": 1}
+class Pair(Exception):
+    def __init__(self, one, two): super().__init__(one)
+""")
+    for value in (namespace["Picky"](), {"deep": [namespace["Picky"]()]}, namespace["Pair"](1, 2)):
+        roots = {"before": [1], "it": value, "after": "x"}
+        pickled = serialization.pickle_by_value(list(roots.values()), roots=roots)
+        with pytest.raises((ValueError, TypeError)) as caught:
+            serialization.loads(bytes(pickled.data))
+        assert vars(caught.value)[serialization.ROOT_ATTRIBUTE] == "it"
+
+
 @pytest.mark.parametrize("tensor", [
     torch.empty(0), torch.tensor(3), torch.ones(3, dtype=torch.bfloat16), torch.ones(5000).to_sparse(),
     torch.ones(64, 64).t(), torch.ones(4000, dtype=torch.uint16),
