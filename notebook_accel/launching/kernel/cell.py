@@ -10,6 +10,7 @@ import builtins
 import dataclasses
 import difflib
 import dis
+import itertools
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,12 @@ class Cell:
     calls: str
     assigns: frozenset[str] | None
     tree: ast.Module = dataclasses.field(repr=False)
+
+    @property
+    def variables(self) -> set[str]:
+        """Names that an assignment at the cell's top level binds."""
+        assignments = [node for node in self.tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+        return {name for node in assignments for name in _names(node, ast.Store)}
 
     def captured(self, namespace: Mapping[str, Any], push: Sequence[str] = ()) -> dict[str, Any]:
         """Return the notebook's variables to send: those that the cell uses, and those of ``push``.
@@ -86,18 +93,28 @@ class Cell:
                 fix=f"end the cell with asyncio.run({last.name}(...))",
             )
 
+    def without_value(self, args: Sequence[Any] = ()) -> tuple[list[str], list[str]]:
+        """Return the positional and the keyword-only parameters that a call of the final function leaves without value.
+
+        Returns none if the function is decorated, since a decorator may give it any arguments.
+        """
+        last = self.tree.body[-1]
+        if not isinstance(last, ast.FunctionDef) or last.decorator_list:
+            return [], []
+        given = last.args
+        positional = [*given.posonlyargs, *given.args]
+        needed = positional[len(args) : len(positional) - len(given.defaults)]
+        keywords = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        return [each.arg for each in needed], [each.arg for each, default in keywords if default is None]
+
     def refuse_arguments(self, args: Sequence[Any]) -> None:
         """Raise ``CellError`` if the function that the cell ends by defining can't be called with these arguments."""
         last = self.tree.body[-1]
         if not isinstance(last, ast.FunctionDef) or last.decorator_list:
             return
-        given = last.args
-        positional = [*given.posonlyargs, *given.args]
-        needed = positional[len(args) : len(positional) - len(given.defaults)]
-        needed += [each for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
-        if not needed and (len(args) <= len(positional) or given.vararg):
+        given, missing = last.args, ", ".join(itertools.chain(*self.without_value(args)))
+        if not missing and (len(args) <= len(given.posonlyargs) + len(given.args) or given.vararg):
             return
-        missing = ", ".join(each.arg for each in needed)
         problem = f"{missing} would have no value" if missing else f"{len(args)} arguments are too many"
         raise CellError(
             f"The cell ends with `def {last.name}({ast.unparse(given)})`, so each rank calls {last.name}: {problem}.",
@@ -270,7 +287,7 @@ def _expression_reads(expression: ast.expr, assigned: frozenset[str]) -> list[st
     return _scan_simple(ast.copy_location(ast.Expr(expression), expression), assigned)[0]
 
 
-def _names(target: ast.expr, context: type[ast.expr_context]) -> list[str]:
+def _names(target: ast.AST, context: type[ast.expr_context]) -> list[str]:
     """Return the names that a target assigns (``ast.Store``) or reads: ``for x[i] in ...`` reads x and i."""
     return [node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, context)]
 
