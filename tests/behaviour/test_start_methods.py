@@ -53,6 +53,22 @@ for round in range(2):
     assert run("'RANK' in os.environ, torch.distributed.is_initialized()").result == "(False, False)"
 
 
+@pytest.mark.parametrize("how", METHODS, indirect=True)
+def test_programs_parse_no_arguments_in_a_rank(run: Run, how: Way) -> None:
+    """Neither the kernel's own, nor an empty program name, of which transformers can't make a path."""
+    ok(
+        run("""import argparse, pathlib, sys
+def parsed():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, default=0.1)
+    return sys.argv, parser.parse_args().lr, str(pathlib.Path(sys.argv[0]).with_suffix(".args"))""")
+    )
+    before = run("sys.argv").result
+    outcome = ok(run(f"%%distributed -n {how.ranks} {how}\nparsed()"))
+    assert ast.literal_eval(outcome.result) == [(["cell.py"], 0.1, "cell.args")] * how.ranks
+    assert run("sys.argv").result == before != "['cell.py']"
+
+
 @pytest.mark.parametrize("how", SEVERAL, indirect=True)
 def test_ranks_draw_the_same_random_numbers_and_each_run_others(run: Run, how: Way) -> None:
     """So that ranks which split a dataset by chance have the same parts."""

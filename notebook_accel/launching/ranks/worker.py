@@ -318,7 +318,7 @@ def _reset_process() -> None:
     with contextlib.suppress(OSError, ValueError), open("/proc/self/oom_score_adj", "r+") as score:
         score.write(str(min(1000, int(score.read()) + _OOM_SCORE)))
     faulthandler.enable(2, all_threads=False)  # shows the Python line of a crash in native code
-    sys.argv = [""]
+    sys.argv = ["cell.py"]
 
 
 def _seed_generators(spec: JobSpec, place: RankPlace) -> None:
