@@ -471,6 +471,44 @@ sys.modules["jax._src.xla_bridge"]._backends = {"cpu": object()}""")
     assert "XLA is initialised" in outcome.traceback and "restart the kernel" in outcome.traceback
 
 
+# spawn ---------------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_shared_memory_outlives_a_run(tmp_path: pathlib.Path) -> None:
+    """Also where each rank's tracker of shared memory cleans up after the rank."""
+    with kernels.running(tmp_path) as notebook:  # of its own, since a kernel keeps its tracker
+        notebook.run("""%load_ext notebook_accel
+import os, time
+from multiprocessing import shared_memory
+kept = shared_memory.SharedMemory(create=True, size=100)""")
+        for fails in (True, False):
+            outcome = notebook.run(f"""%%distributed -n 2
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+by_name = shared_memory.SharedMemory(name=kept.name)
+by_name.buf[rank] = kept.buf[rank] + 5
+own = shared_memory.SharedMemory(create=True, size=10, name=f"{{kept.name}}-{{rank}}")
+again = shared_memory.SharedMemory(name=own.name)
+dist.init_process_group("gloo")
+dist.barrier()
+if {fails}:
+    raise ValueError("with open memory")
+again.unlink()""")
+            assert outcome.status == ("error" if fails else "ok"), outcome.traceback
+            assert fails == ("with open memory" in outcome.traceback)
+            assert "KeyError" not in outcome.stdout + outcome.stderr + outcome.traceback  # of a tracker
+            ok(
+                notebook.run("""deadline = time.monotonic() + 20
+while any(path.startswith(f"{kept.name}-") for path in os.listdir("/dev/shm")):
+    assert time.monotonic() < deadline, "the ranks' trackers haven't removed the ranks' own memory"
+    time.sleep(0.05)
+again = shared_memory.SharedMemory(name=kept.name)""")
+            )
+            result = "(b'\\x05\\x05', b'\\x05\\x05')" if fails else "(b'\\n\\n', b'\\n\\n')"
+            assert notebook.run("bytes(kept.buf[:2]), bytes(again.buf[:2])").result == result
+        ok(notebook.run("kept.unlink()"))
+
+
 # inline --------------------------------------------------------------------------------------------------------------
 
 
