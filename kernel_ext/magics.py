@@ -4,6 +4,7 @@ from __future__ import annotations
 import __future__
 
 import argparse
+import ast
 import contextlib
 import io
 import linecache
@@ -218,11 +219,7 @@ class Magics:
         return value if isinstance(value, tuple) else (value,)
 
     def _only_define(self, cell: cells.Cell, config: configuration.LaunchConfig, given: argparse.Namespace) -> None:
-        """Define a function that needs arguments in the notebook, and print how to launch it.
-
-        Raises:
-            CellError: A flag asks for something that only a launch has.
-        """
+        """Define a function that needs arguments in the notebook, and print how to launch it."""
         if given.background or given.detach or given.pull or given.out is not None:
             cell.refuse_arguments(())
         self._define_here(cell)
@@ -246,7 +243,9 @@ class Magics:
             return
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for tracebacks
-        kept = {name: value for name, value in self._shell.user_ns.items() if name in cell.variables}
+        assignments = [node for node in cell.tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+        assigned = {name for node in assignments for name in cells.names_in(node, ast.Store)}
+        kept = {name: value for name, value in self._shell.user_ns.items() if name in assigned}
         *others, function = definitions(cell.source, cell.label)
         for code in others:
             # A definition may need a statement that only the ranks run. The launch doesn't depend on it here.

@@ -226,11 +226,9 @@ class SessionMagics:
             wants_value=wants_value,
             reloads=self._reloads(),
         )
-        if given.background:
-            started = self._start_job(job, given)
-            self._define(parsed)
-            return started
         try:
+            if given.background:
+                return self._start_job(job, given)
             job.run()
         except ResultError:  # a value for --out can't be sent; pull the names all the same
             if given.pull:

@@ -69,6 +69,31 @@ def parsed():
     assert run("sys.argv").result == before != "['cell.py']"
 
 
+@pytest.mark.parametrize("how", ["spawn", "fork"], indirect=True)
+def test_objects_of_the_kernels_manager_are_shared_with_ranks_and_their_children(run: Run, how: Way) -> None:
+    ok(
+        run("""import multiprocessing, os
+manager = multiprocessing.Manager()
+seen, nested, turns = manager.dict(), manager.list([manager.list()]), manager.Queue()
+def note(rank):
+    seen[f"child of {rank}"] = True
+    nested[0].append(rank)""")
+    )
+    outcome = ok(
+        run(f"""%%distributed -n 2 {how}
+rank = int(os.environ["RANK"])
+seen[rank] = True
+turns.put(rank)
+with multiprocessing.get_context("spawn" if "{how}".endswith("spawn") else "fork").Pool(1) as pool:
+    pool.map(note, [rank])
+len(nested)""")
+    )
+    assert outcome.result == "[1, 1]"
+    shared = ok(run("sorted(map(str, seen.keys())), sorted(nested[0]), turns.qsize()")).result
+    assert ast.literal_eval(shared) == (["0", "1", "child of 0", "child of 1"], [0, 1], 2)
+    ok(run("manager.shutdown()"))
+
+
 @pytest.mark.parametrize("how", SEVERAL, indirect=True)
 def test_ranks_draw_the_same_random_numbers_and_each_run_others(run: Run, how: Way) -> None:
     """So that ranks which split a dataset by chance have the same parts."""

@@ -47,12 +47,6 @@ class Cell:
     assigns: frozenset[str] | None
     tree: ast.Module = dataclasses.field(repr=False)
 
-    @property
-    def variables(self) -> set[str]:
-        """Names that an assignment at the cell's top level binds."""
-        assignments = [node for node in self.tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
-        return {name for node in assignments for name in _names(node, ast.Store)}
-
     def captured(self, namespace: Mapping[str, Any], push: Sequence[str] = ()) -> dict[str, Any]:
         """Return the notebook's variables to send: those that the cell uses, and those of ``push``.
 
@@ -287,7 +281,7 @@ def _expression_reads(expression: ast.expr, assigned: frozenset[str]) -> list[st
     return _scan_simple(ast.copy_location(ast.Expr(expression), expression), assigned)[0]
 
 
-def _names(target: ast.AST, context: type[ast.expr_context]) -> list[str]:
+def names_in(target: ast.AST, context: type[ast.expr_context]) -> list[str]:
     """Return the names that a target assigns (``ast.Store``) or reads: ``for x[i] in ...`` reads x and i."""
     return [node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, context)]
 
@@ -299,8 +293,8 @@ def _scan_if(node: ast.If, assigned: frozenset[str]) -> _Scan:
 
 
 def _scan_for(node: ast.For, assigned: frozenset[str]) -> _Scan:
-    target_reads = [name for name in _names(node.target, ast.Load) if name not in assigned]
-    body, after = _scan(node.body, assigned.union(_names(node.target, ast.Store)))
+    target_reads = [name for name in names_in(node.target, ast.Load) if name not in assigned]
+    body, after = _scan(node.body, assigned.union(names_in(node.target, ast.Store)))
     other, _ = _scan(node.orelse, after)
     return [*_expression_reads(node.iter, assigned), *target_reads, *body, *other], after
 
@@ -316,7 +310,7 @@ def _scan_with(node: ast.With, assigned: frozenset[str]) -> _Scan:
     for item in node.items:
         needed += _expression_reads(item.context_expr, assigned)
         if item.optional_vars is not None:
-            assigned = assigned.union(_names(item.optional_vars, ast.Store))
+            assigned = assigned.union(names_in(item.optional_vars, ast.Store))
     body, after = _scan(node.body, assigned)
     may_stop = any(_is_suppress(item.context_expr) for item in node.items)
     return [*needed, *body], after & assigned if may_stop else after

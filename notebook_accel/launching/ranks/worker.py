@@ -105,6 +105,8 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     _reset_process()
     spec = JobSpec.decode(memory_files.read_head(files.payload))
     _seed_generators(spec, order.place)
+    if spec.authkey:
+        importlib.import_module("multiprocessing").current_process().authkey = spec.authkey
     if spec.is_detached:
         _show_name(order.place, spec.name)
     link = Connection.from_descriptor(files.connection)

@@ -275,10 +275,8 @@ def explain_exception(
         return _NO_GPU, "init_process_group() without a backend, which takes gloo on a CPU and nccl on GPUs"
     if _NO_CUDA.search(failed.message):
         return _NO_GPU, "accelerator.device, or 'cuda' only if torch.cuda.is_available()"
-    if missing := _of_missing_module(failed):
-        return missing
-    is_rebuilding = failed.line.startswith(REBUILDING)
-    return "", _of_missing_name(failed, unsent) or (_MAKE_THERE if is_rebuilding else "")
+    otherwise = _MAKE_THERE if failed.line.startswith(REBUILDING) else ""
+    return _of_missing_module(failed) or ("", _of_missing_name(failed, unsent) or otherwise)
 
 
 def _of_missing_module(failed: Failed) -> tuple[str, str] | None:
