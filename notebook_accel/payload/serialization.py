@@ -272,7 +272,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self._options = options
         shared = shared or SharedPickling(device_tensors_to_cpu=options.device_tensors_to_cpu)
         self._blocks = shared.blocks
-        self._is_of_torch = sharded_tensors.finder()
+        self._torch_types = sharded_tensors.types()
         self.output = _PickleOutput(self._blocks)
         self.by_value: list[tuple[str | None, Any]] = []
         super().__init__(self.output.stream, protocol=5, buffer_callback=self.output.take)
@@ -302,7 +302,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             self.output.begin(obj.label)
             return _begin_root, (obj.label,)
         reduced = self._blocks.reduce(obj)
-        if reduced is NotImplemented and self._is_of_torch(obj):
+        if reduced is NotImplemented and (
+            isinstance(obj, self._torch_types) or type(obj).__module__ == sharded_tensors.PARAMETRIZE
+        ):
             reduced = sharded_tensors.reduce(obj, self._options.wholes)
         if reduced is not NotImplemented:
             return reduced

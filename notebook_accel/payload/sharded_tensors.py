@@ -19,7 +19,7 @@ from notebook_accel.payload.unpicklable import StaysError
 
 _HOOKS_OF = ("torch.distributed.", "notebook_accel.training.")  # modules whose hooks work in the ranks only
 _HOOK_DICTS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-_PARAMETRIZE = "torch.nn.utils.parametrize"
+PARAMETRIZE = "torch.nn.utils.parametrize"
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")  # torch's attributes for its compiler
 
 
@@ -37,10 +37,10 @@ def is_sharded_module(value: object) -> bool:
 
 def note_on(value: Any) -> str:
     """Return a line that tells how to gather a sharded value; empty for any other value."""
-    if not types():
+    if "torch.distributed.tensor" not in sys.modules:
         return ""
-    module_class: Any = types()[1]
-    if isinstance(value, module_class):
+    torch: Any = sys.modules["torch"]
+    if isinstance(value, torch.nn.Module):
         is_sharded = any(map(is_sharded_tensor, value.parameters()))
         fix = "%pull its name, or accelerator.get_state_dict(...) on all ranks, brings them whole"
         return f"\n[its parameters are sharded over the ranks: {fix}]" if is_sharded else ""
@@ -52,19 +52,14 @@ def note_on(value: Any) -> str:
     return f"\n[each rank shows its share of {of}: .full_tensor() on all ranks, or %pull its name, brings it whole]"
 
 
-def finder() -> Callable[[Any], bool]:
-    """Return a function that tells whether ``reduce`` may have to reduce an object."""
-    loaders: Any = sys.modules.get("torch.utils.data.dataloader")
-    classes = (*types(), *((loaders.DataLoader,) if hasattr(loaders, "DataLoader") else ()))
-    return lambda obj: isinstance(obj, classes) or type(obj).__module__ == _PARAMETRIZE
-
-
 def types() -> tuple[type, ...]:
-    """Return the classes of tensors and modules that may be sharded; none until ``DTensor`` is imported."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return ()
-    torch: Any = sys.modules["torch"]
-    return (sys.modules["torch.distributed.tensor"].DTensor, torch.nn.Module)
+    """Return the classes whose objects ``reduce`` handles, besides those of the module ``PARAMETRIZE``."""
+    torch: Any = sys.modules.get("torch")
+    loaders: Any = sys.modules.get("torch.utils.data.dataloader")
+    found: list[Any] = [loaders.DataLoader] if hasattr(loaders, "DataLoader") else []  # not while it is being imported
+    if tensors := sys.modules.get("torch.distributed.tensor"):
+        found += [tensors.DTensor, torch.nn.Module]
+    return tuple(found)
 
 
 def reduce(obj: Any, wholes: Mapping[int, Any]) -> Any:
@@ -103,7 +98,7 @@ def _reduce_module(module: Any) -> Any:
         own = kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]  # as in FSDPModule.__new__
     parametrized: tuple[str, ...] = ()
     is_on_a_rank = own is not kind or bool(theirs)
-    if own.__module__ == _PARAMETRIZE and "__getstate__" in vars(own):  # which refuses
+    if own.__module__ == PARAMETRIZE and "__getstate__" in vars(own):  # which refuses
         own, parametrized = own.__bases__[0], tuple(module.parametrizations)
     elif not is_on_a_rank:
         return NotImplemented
@@ -123,7 +118,7 @@ def _reduce_module(module: Any) -> Any:
 
 
 def _parametrized(names: tuple[str, ...], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    module, parametrize = make(*args), importlib.import_module(_PARAMETRIZE)
+    module, parametrize = make(*args), importlib.import_module(PARAMETRIZE)
     parametrize._inject_new_class(module)
     for name in names:
         parametrize._inject_property(module, name)
