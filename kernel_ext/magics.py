@@ -245,7 +245,7 @@ class Magics:
         linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for tracebacks
         assignments = [node for node in cell.tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
         assigned = {name for node in assignments for name in cells.names_in(node, ast.Store)}
-        kept = {name: value for name, value in self._shell.user_ns.items() if name in assigned}
+        kept = {name: value for name, value in self._shell.user_ns.items() if name in assigned - {cell.calls}}
         *others, function = definitions(cell.source, cell.label)
         for code in others:
             # A definition may need a statement that only the ranks run. The launch doesn't depend on it here.

@@ -187,7 +187,8 @@ def portion(slices, *, plates=1):
 def test_definitions_beside_a_final_def_replace_those_of_earlier_cells(run: Run) -> None:
     """Otherwise a launch of the function from the next cell would run other code than the cell has run."""
     for factor in (2, 100):
-        ok(run(f"%%distributed -n 1 --args 3\ndef helper(x): return x * {factor}\ndef scaled(x): return helper(x)"))
+        helper = f"scaled = None\ndef helper(x): return x * {factor}"
+        ok(run(f"%%distributed -n 1 --args 3\n{helper}\ndef scaled(x): return helper(x)"))
         assert run("scaled(3)").result == str(3 * factor)
 
 
