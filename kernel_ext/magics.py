@@ -4,6 +4,7 @@ from __future__ import annotations
 import __future__
 
 import argparse
+import ast
 import contextlib
 import io
 import linecache
@@ -39,8 +40,9 @@ The cell is the training function: it runs once in every rank, which gets a
 copy of the notebook variables that the cell uses. The value of the last
 expression is that rank's result; in the notebook, the cell's value is all
 results. If the cell ends with a `def`, that function is also defined in the
-notebook, and the ranks call it, with --args. Variables that the cell assigns
-stay in the ranks; --pull copies them into the notebook.
+notebook, and the ranks call it, with --args; if it lacks an argument, it is
+only defined. Variables that the cell assigns stay in the ranks; --pull copies
+them into the notebook.
 """
 _EXAMPLES = """\
 examples:
@@ -101,7 +103,7 @@ class Magics:
         self._shell = shell
         self._parser = make_parser()
         self.watch = CudaWatch(shell)
-        self.sessions = SessionMagics(shell, self._read)
+        self.sessions = SessionMagics(shell, self._read, lambda cell: self._define_here(cell, is_told=False))
 
     def all(self) -> list[tuple[str, str, Callable[..., Any]]]:
         """Return each magic's kind, name and function."""
@@ -128,6 +130,8 @@ class Magics:
         config = arguments.options(given, self._shell.user_ns)
         parsed = self._read(cell)
         args = self._arguments(given.args, parsed)
+        if given.args is None and any(parsed.without_value()):
+            return self._only_define(parsed, config, given)
 
         jobs: list[Job] = []
 
@@ -158,6 +162,9 @@ class Magics:
         return None if is_empty or _is_silenced(cell) else outcome
 
     def _export(self, given: argparse.Namespace, cell: str) -> None:
+        parsed = self._read(cell)
+        if given.args is None:
+            parsed.refuse_arguments(())
         request = export.ExportRequest(
             path=given.export.expanduser(),
             options=arguments.options(given, self._shell.user_ns),
@@ -167,7 +174,7 @@ class Magics:
             overwrite=given.overwrite,
         )
         cells_run: list[str] = getattr(self._shell.history_manager, "input_hist_parsed", [])
-        print(export.export(self._read(cell), request, self._shell.user_ns, cells_run))
+        print(export.export(parsed, request, self._shell.user_ns, cells_run))
         for_notebook = [f"--{name}" for name in ("pull", "out", "background", "detach") if getattr(given, name)]
         if for_notebook:
             print(f"A script has no notebook to come back to, so it does without {' and '.join(for_notebook)}.")
@@ -211,20 +218,44 @@ class Magics:
             ) from None
         return value if isinstance(value, tuple) else (value,)
 
-    def _define_here(self, cell: cells.Cell) -> None:
-        """Define the function that the cell launches in the notebook too, with the definitions that it needs.
+    def _only_define(self, cell: cells.Cell, config: configuration.LaunchConfig, given: argparse.Namespace) -> None:
+        """Define a function that needs arguments in the notebook, and print how to launch it."""
+        if given.background or given.detach or given.pull or given.out is not None:
+            cell.refuse_arguments(())
+        self._define_here(cell)
+        needed, keywords = cell.without_value()
+        flag = "10" if len(needed) == 1 else f"({', '.join(needed)})"
+        call = [cell.calls, *(["(10,)" if len(needed) == 1 else flag] if needed else [])]
+        call += [f"kwargs={dict.fromkeys(keywords, 10)}"] if keywords else []
+        call += [f"{name}={getattr(config, name)!r}" for name in configuration.given_flags(given)]
+        print(
+            f"{cell.calls} wasn't launched: {', '.join([*needed, *keywords])} would have no value. To launch it: "
+            f"{'' if keywords else f'--args {flag}, or '}notebook_launcher({', '.join(call)})"
+        )
 
-        Names that the notebook already has keep their values.
+    def _define_here(self, cell: cells.Cell, *, is_told: bool = True) -> None:
+        """Define the function that the cell ends with in the notebook too, with the imports and definitions beside it.
+
+        A literal constant is defined unless the notebook has a variable of that name: variables that a cell assigns
+        stay in the ranks. A failure is printed if ``is_told``.
         """
         if not cell.calls:
             return
         lines = cell.source.splitlines(keepends=True)
         linecache.cache[cell.label] = (len(cell.source), None, lines, cell.label)  # for tracebacks
-        kept = {name: value for name, value in self._shell.user_ns.items() if name != cell.calls}
-        for code in definitions(cell.source, cell.label):
+        assignments = [node for node in cell.tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+        assigned = {name for node in assignments for name in cells.names_in(node, ast.Store)}
+        kept = {name: value for name, value in self._shell.user_ns.items() if name in assigned - {cell.calls}}
+        *others, function = definitions(cell.source, cell.label)
+        for code in others:
             # A definition may need a statement that only the ranks run. The launch doesn't depend on it here.
             with contextlib.suppress(Exception):
                 self._shell.ex(code)
+        try:
+            self._shell.ex(function)
+        except Exception as error:  # noqa: BLE001 - a default or a decorator may raise anything
+            if is_told:
+                print(f"{cell.calls} isn't defined in the notebook: {type(error).__name__}: {error}", file=sys.stderr)
         self._shell.user_ns.update(kept)
 
 

@@ -54,11 +54,15 @@ _ASKED_DEADLINE_S = 30.0  # for the answer to a cell such as `model?`; an interr
 
 
 class SessionMagics:
-    """The notebook's session, if it has one, and its magics. ``read`` parses a cell."""
+    """The notebook's session, if it has one, and its magics.
 
-    def __init__(self, shell: InteractiveShell, read: Callable[[str], Cell]) -> None:
+    ``read`` parses a cell. ``define`` defines the function that a cell ends with, if it does, in the notebook.
+    """
+
+    def __init__(self, shell: InteractiveShell, read: Callable[[str], Cell], define: Callable[[Cell], None]) -> None:
         self._shell = shell
         self._read = read
+        self._define = define
         self._start_parser = Parser("%distributed start")
         configuration.add_flags(self._start_parser)
         detach = "The ranks outlive the kernel. %%distributed attach NAME finds them again."
@@ -214,21 +218,29 @@ class SessionMagics:
             print(_describe(session, asked))
             return None
         wants_value = given.background or given.out is not None
+        parsed = self._read(cell)
         job = session.cell_job(
-            self._read(cell),
+            parsed,
             self._shell.user_ns,
             push=given.push,
             wants_value=wants_value,
             reloads=self._reloads(),
         )
-        if given.background:
-            return self._start_job(job, given)
         try:
+            if given.background:
+                return self._start_job(job, given)
             job.run()
         except ResultError:  # a value for --out can't be sent; pull the names all the same
             if given.pull:
                 self._bind(session, given.pull, 0)
             raise
+        finally:
+            self._define(parsed)
+        needed, keywords = parsed.without_value()
+        if arguments := ", ".join([*needed, *(f"{name}=..." for name in keywords)]):
+            print(
+                f"{parsed.calls} wasn't called: {parsed.calls}({arguments}) in a cell like this calls it in the ranks."
+            )
         if given.pull:
             self._bind(session, given.pull, 0)
         if given.out is not None:

@@ -45,6 +45,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         unsent: Variables that the cell may read but that couldn't be sent, with the reasons.
         is_detached: True if the run goes on without the kernel, so that its processes need titles that identify them.
         nonce: A random number that differs between runs.
+        authkey: The key to the kernel's ``multiprocessing.Manager``; empty if the spec may be stored or sent elsewhere.
     """
 
     name: str
@@ -63,6 +64,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     unsent: dict[str, str] = {}
     is_detached: bool = False
     nonce: int = msgspec.field(default_factory=functools.partial(secrets.randbits, 32))
+    authkey: bytes = b""
 
     def encode(self) -> bytes:
         """Return the bytes for the head of the payload."""

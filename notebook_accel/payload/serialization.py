@@ -44,6 +44,8 @@ from notebook_accel.payload.tensor_memory import Block, Blocks, Whole
 
 Origins: TypeAlias = Sequence[Any] | Mapping[int, Any]
 
+# The attribute of an error with the label of the root that couldn't be rebuilt, such as ``global "model"``.
+ROOT_ATTRIBUTE = "_notebook_accel_root"
 _HOOK = "__init_subclass__"
 _STREAMS = ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__")
 # Their global objects are each process's own.
@@ -224,7 +226,7 @@ class _Stream(io.BytesIO):
 
 
 class _Mark:
-    """A marker before a root in the stream, to measure the root's size."""
+    """A marker before a root in the stream, to measure the root's size, and to name the root if it can't be rebuilt."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -284,7 +286,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self._options = options
         shared = shared or SharedPickling(device_tensors_to_cpu=options.device_tensors_to_cpu)
         self._blocks = shared.blocks
-        self._sharded_types = sharded_tensors.types()
+        self._torch_types = sharded_tensors.types()
         self._by_name = _ByName()
         self.output = _PickleOutput(self._blocks)
         self.by_value: list[tuple[str | None, Any]] = []
@@ -329,12 +331,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return _resolve_origin, (origin,)
         if type(obj) is _Mark:
             self.output.begin(obj.label)
-            return tuple, ()
+            return _begin_root, (obj.label,)
         reduce_by_name = self._by_name[type(obj)]
         if reduce_by_name is not None and (by_name := reduce_by_name(obj)) is not None:
             return by_name
         reduced = self._blocks.reduce(obj)
-        if reduced is NotImplemented and isinstance(obj, self._sharded_types):
+        if reduced is NotImplemented and (
+            isinstance(obj, self._torch_types) or type(obj).__module__ == sharded_tensors.PARAMETRIZE
+        ):
             reduced = sharded_tensors.reduce(obj, self._options.wholes)
         if reduced is not NotImplemented:
             return reduced
@@ -424,20 +428,36 @@ class _Namespace:
         return _receiver_namespace, ()
 
 
-_now_receiving: contextvars.ContextVar[tuple[dict[str, Any], Origins]] = contextvars.ContextVar("now_receiving")
+@dataclasses.dataclass
+class _Receiving:
+    namespace: dict[str, Any]
+    origins: Origins
+    root: str = ""  # the label of the root that is being rebuilt
+
+
+_now_receiving: contextvars.ContextVar[_Receiving] = contextvars.ContextVar("now_receiving")
 
 
 @contextlib.contextmanager
 def _receiving(namespace: dict[str, Any], origins: Origins) -> Iterator[None]:
-    token = _now_receiving.set((namespace, origins))
+    receiving = _Receiving(namespace, origins)
+    token = _now_receiving.set(receiving)
     try:
         yield
+    except Exception as error:
+        with contextlib.suppress(Exception):  # the user's class may refuse attributes
+            setattr(error, ROOT_ATTRIBUTE, receiving.root)
+        raise
     finally:
         _now_receiving.reset(token)  # unpickling one object may have unpickled another
 
 
+def _begin_root(label: str) -> None:
+    _now_receiving.get().root = label
+
+
 def _receiver_namespace() -> dict[str, Any]:
-    return _now_receiving.get()[0]
+    return _now_receiving.get().namespace
 
 
 def _numbers(origins: Origins) -> dict[int, int]:
@@ -447,7 +467,7 @@ def _numbers(origins: Origins) -> dict[int, int]:
 
 
 def _resolve_origin(index: int) -> Any:
-    return _now_receiving.get()[1][index]
+    return _now_receiving.get().origins[index]
 
 
 def can_be_imported(obj: Any) -> bool:

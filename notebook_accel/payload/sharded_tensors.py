@@ -1,7 +1,9 @@
-"""Pickling of tensors that are sharded over the ranks, and of models of ``fully_shard`` that hold them.
+"""Pickling of tensors that are sharded over the ranks, and of torch's modules and loaders that torch doesn't pickle.
 
 A shard is useless outside its process group. So a whole copy, which the ranks have gathered before, travels in its
-place. A module travels as it was before ``fully_shard``: an object of its own class, without torch's hooks.
+place. A module travels as it was before ``fully_shard``: an object of its own class, without torch's hooks. A module
+with parametrizations, such as ``weight_norm``, travels as an object of its own class too, and gets torch's dynamic
+class again. A loader leaves the iterator and the processes behind that ``persistent_workers`` keeps.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ import collections
 import importlib
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from notebook_accel.payload.unpicklable import StaysError
 
 _HOOKS_OF = ("torch.distributed.", "notebook_accel.training.")  # modules whose hooks work in the ranks only
 _HOOK_DICTS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+PARAMETRIZE = "torch.nn.utils.parametrize"
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")  # torch's attributes for its compiler
 
 
@@ -34,10 +37,10 @@ def is_sharded_module(value: object) -> bool:
 
 def note_on(value: Any) -> str:
     """Return a line that tells how to gather a sharded value; empty for any other value."""
-    if not types():
+    if "torch.distributed.tensor" not in sys.modules:
         return ""
-    module_class: Any = types()[1]
-    if isinstance(value, module_class):
+    torch: Any = sys.modules["torch"]
+    if isinstance(value, torch.nn.Module):
         is_sharded = any(map(is_sharded_tensor, value.parameters()))
         fix = "%pull its name, or accelerator.get_state_dict(...) on all ranks, brings them whole"
         return f"\n[its parameters are sharded over the ranks: {fix}]" if is_sharded else ""
@@ -50,16 +53,28 @@ def note_on(value: Any) -> str:
 
 
 def types() -> tuple[type, ...]:
-    """Return the classes whose objects ``reduce`` handles; none until ``DTensor`` is imported."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return ()
-    torch: Any = sys.modules["torch"]
-    return (sys.modules["torch.distributed.tensor"].DTensor, torch.nn.Module)
+    """Return the classes whose objects ``reduce`` handles, besides those of the module ``PARAMETRIZE``."""
+    torch: Any = sys.modules.get("torch")
+    loaders: Any = sys.modules.get("torch.utils.data.dataloader")
+    found: list[Any] = [loaders.DataLoader] if hasattr(loaders, "DataLoader") else []  # not while it is being imported
+    if tensors := sys.modules.get("torch.distributed.tensor"):
+        found += [tensors.DTensor, torch.nn.Module]
+    return tuple(found)
 
 
 def reduce(obj: Any, wholes: Mapping[int, Any]) -> Any:
-    """Reduce an object of one of the ``types``, for ``reducer_override``. ``wholes``: see ``pickle_by_value``."""
-    return _reduce_tensor(obj, wholes) if is_sharded_tensor(obj) else _reduce_module(obj)
+    """Reduce an object, for ``reducer_override``. ``wholes``: see ``pickle_by_value``."""
+    if is_sharded_tensor(obj):
+        return _reduce_tensor(obj, wholes)
+    torch: Any = sys.modules["torch"]
+    return _reduce_module(obj) if isinstance(obj, torch.nn.Module) else _reduce_loader(obj)
+
+
+def _reduce_loader(loader: Any) -> Any:
+    reduced = loader.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if vars(loader).get("_iterator") else NotImplemented
+    if isinstance(reduced, tuple) and isinstance(reduced[2], dict):
+        return *reduced[:2], {**reduced[2], "_iterator": None}, *reduced[3:]
+    return reduced
 
 
 def _reduce_tensor(tensor: Any, wholes: Mapping[int, Any]) -> Any:
@@ -81,7 +96,11 @@ def _reduce_module(module: Any) -> Any:
     own = kind = type(module)
     if is_sharded_module(module):
         own = kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]  # as in FSDPModule.__new__
-    elif not theirs:
+    parametrized: tuple[str, ...] = ()
+    is_on_a_rank = own is not kind or bool(theirs)
+    if own.__module__ == PARAMETRIZE and "__getstate__" in vars(own):  # which refuses
+        own, parametrized = own.__bases__[0], tuple(module.parametrizations)
+    elif not is_on_a_rank:
         return NotImplemented
     object.__setattr__(module, "__class__", own)  # bypasses the module's own __setattr__
     try:
@@ -93,9 +112,17 @@ def _reduce_module(module: Any) -> Any:
     make, args, *rest = reduced
     if getattr(make, "__name__", "") == "__newobj__":  # pickle requires an object of exactly this class for __newobj__
         make = args[0].__new__
-    if rest and isinstance(rest[0], dict):
+    if is_on_a_rank and rest and isinstance(rest[0], dict):
         rest[0] = _without(rest[0], theirs)
-    return make, args, *rest
+    return (_parametrized, (parametrized, make, args), *rest) if parametrized else (make, args, *rest)
+
+
+def _parametrized(names: tuple[str, ...], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    module, parametrize = make(*args), importlib.import_module(PARAMETRIZE)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
 
 
 def _hook_dicts(attributes: Mapping[str, Any]) -> dict[str, dict[int, Any]]:

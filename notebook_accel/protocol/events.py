@@ -37,6 +37,9 @@ SUMMED = (
 )  # fmt: skip
 """The fields of ``StepTimes`` whose values are added up over several events, besides steps, seconds and samples."""
 
+REBUILDING = "the rebuilding of"
+"""The beginning of ``Failed.line`` if a variable could be sent and not be rebuilt in the rank."""
+
 EVALUATION = "evaluation"
 """The label of a loop that takes batches and doesn't train."""
 
@@ -268,7 +271,8 @@ class Failed(_Event, frozen=True, kw_only=True):
     kind: str  # the exception's class name, such as ``ValueError``
     message: str
     traceback: str  # the formatted traceback, the user's frames only
-    line: str = ""  # the user's innermost line, such as ``In[7], line 12``; empty if there is none
+    # The user's innermost line, such as ``In[7], line 12``; empty if there is none. Or ``REBUILDING`` and the variable.
+    line: str = ""
     exception: bytes = b""  # the pickled exception; empty if it can't be pickled
     lost_peer: bool = False  # the exception only reports that another rank has gone: the cause is elsewhere
     saved: bool = False  # the rank's result file has the variables to pull, with their values at the failure

@@ -161,6 +161,43 @@ def work(x, more):
     assert run("work(3, [4])[:2]").error_value == "'RANK'"  # it is the notebook's function now, and runs here
 
 
+def test_final_def_that_needs_arguments_is_defined_and_the_next_cell_launches_it(run: Run) -> None:
+    cell = """%%distributed -n 2 --mixed_precision bf16
+import fractions
+RATE = 3
+def share(x): return fractions.Fraction(x, RATE)
+def portion(slices, *, plates=1):
+    return str(share(slices)), plates, os.environ["ACCELERATE_MIXED_PRECISION"]"""
+    outcome = ok(run(cell))
+    call = "notebook_launcher(portion, (10,), num_processes=2, mixed_precision='bf16')"
+    assert outcome.stdout == (
+        f"portion wasn't launched: slices would have no value. To launch it: --args 10, or {call}\n"
+    )
+    assert ok(run(f"from notebook_accel import notebook_launcher\n{call}")).result == (
+        "[('10/3', 1, 'bf16'), ('10/3', 1, 'bf16')]"
+    )
+    outcome = ok(run(cell.replace("def portion(slices, *, plates=1)", "def portion(slices, knives, *, plates)")))
+    assert "slices, knives, plates would have no value" in outcome.stdout
+    assert "To launch it: notebook_launcher(portion, (slices, knives), kwargs={'plates': 10}, num_" in outcome.stdout
+    for flag in ("--pull x", "--out x", "--background", "--detach"):
+        refused = run(cell.replace("-n 2", f"-n 2 {flag}"))
+        assert "each rank calls portion: slices would have no value" in refused.traceback
+
+
+def test_definitions_beside_a_final_def_replace_those_of_earlier_cells(run: Run) -> None:
+    """Otherwise a launch of the function from the next cell would run other code than the cell has run."""
+    for factor in (2, 100):
+        helper = f"scaled = None\ndef helper(x): return x * {factor}"
+        ok(run(f"%%distributed -n 1 --args 3\n{helper}\ndef scaled(x): return helper(x)"))
+        assert run("scaled(3)").result == str(3 * factor)
+
+
+def test_final_def_that_only_the_ranks_can_define_is_told(run: Run) -> None:
+    outcome = ok(run("%%distributed -n 1\nsteps = sum([1, 2])\ndef counted(n=steps): return n"))
+    assert outcome.result == "[3]"
+    assert outcome.stderr == "counted isn't defined in the notebook: NameError: name 'steps' is not defined\n"
+
+
 def test_calls_through_this_package_are_left_out_of_a_traceback(run: Run) -> None:
     outcome = run("""%%distributed -n 1
 from notebook_accel import Accelerator

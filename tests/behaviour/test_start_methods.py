@@ -53,6 +53,47 @@ for round in range(2):
     assert run("'RANK' in os.environ, torch.distributed.is_initialized()").result == "(False, False)"
 
 
+@pytest.mark.parametrize("how", METHODS, indirect=True)
+def test_programs_parse_no_arguments_in_a_rank(run: Run, how: Way) -> None:
+    """Neither the kernel's own, nor an empty program name, of which transformers can't make a path."""
+    ok(
+        run("""import argparse, pathlib, sys
+def parsed():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, default=0.1)
+    return sys.argv, parser.parse_args().lr, str(pathlib.Path(sys.argv[0]).with_suffix(".args"))""")
+    )
+    before = run("sys.argv").result
+    outcome = ok(run(f"%%distributed -n {how.ranks} {how}\nparsed()"))
+    assert ast.literal_eval(outcome.result) == [(["cell.py"], 0.1, "cell.args")] * how.ranks
+    assert run("sys.argv").result == before != "['cell.py']"
+
+
+@pytest.mark.parametrize("how", ["spawn", "fork"], indirect=True)
+def test_objects_of_the_kernels_manager_are_shared_with_ranks_and_their_children(run: Run, how: Way) -> None:
+    ok(
+        run("""import multiprocessing, os
+manager = multiprocessing.Manager()
+seen, nested, turns = manager.dict(), manager.list([manager.list()]), manager.Queue()
+def note(rank):
+    seen[f"child of {rank}"] = True
+    nested[0].append(rank)""")
+    )
+    outcome = ok(
+        run(f"""%%distributed -n 2 {how}
+rank = int(os.environ["RANK"])
+seen[rank] = True
+turns.put(rank)
+with multiprocessing.get_context("spawn" if "{how}".endswith("spawn") else "fork").Pool(1) as pool:
+    pool.map(note, [rank])
+len(nested)""")
+    )
+    assert outcome.result == "[1, 1]"
+    shared = ok(run("sorted(map(str, seen.keys())), sorted(nested[0]), turns.qsize()")).result
+    assert ast.literal_eval(shared) == (["0", "1", "child of 0", "child of 1"], [0, 1], 2)
+    ok(run("manager.shutdown()"))
+
+
 @pytest.mark.parametrize("how", SEVERAL, indirect=True)
 def test_ranks_draw_the_same_random_numbers_and_each_run_others(run: Run, how: Way) -> None:
     """So that ranks which split a dataset by chance have the same parts."""
@@ -453,6 +494,44 @@ sys.modules["jax._src.xla_bridge"]._backends = {"cpu": object()}""")
     ok(run("del sys.modules['jax._src.xla_bridge']"))
     assert outcome.error_name == "PreflightError"
     assert "XLA is initialised" in outcome.traceback and "restart the kernel" in outcome.traceback
+
+
+# spawn ---------------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_shared_memory_outlives_a_run(tmp_path: pathlib.Path) -> None:
+    """Also where each rank's tracker of shared memory cleans up after the rank."""
+    with kernels.running(tmp_path) as notebook:  # of its own, since a kernel keeps its tracker
+        notebook.run("""%load_ext notebook_accel
+import os, time
+from multiprocessing import shared_memory
+kept = shared_memory.SharedMemory(create=True, size=100)""")
+        for fails in (True, False):
+            outcome = notebook.run(f"""%%distributed -n 2
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+by_name = shared_memory.SharedMemory(name=kept.name)
+by_name.buf[rank] = kept.buf[rank] + 5
+own = shared_memory.SharedMemory(create=True, size=10, name=f"{{kept.name}}-{{rank}}")
+again = shared_memory.SharedMemory(name=own.name)
+dist.init_process_group("gloo")
+dist.barrier()
+if {fails}:
+    raise ValueError("with open memory")
+again.unlink()""")
+            assert outcome.status == ("error" if fails else "ok"), outcome.traceback
+            assert fails == ("with open memory" in outcome.traceback)
+            assert "KeyError" not in outcome.stdout + outcome.stderr + outcome.traceback  # of a tracker
+            ok(
+                notebook.run("""deadline = time.monotonic() + 20
+while any(path.startswith(f"{kept.name}-") for path in os.listdir("/dev/shm")):
+    assert time.monotonic() < deadline, "the ranks' trackers haven't removed the ranks' own memory"
+    time.sleep(0.05)
+again = shared_memory.SharedMemory(name=kept.name)""")
+            )
+            result = "(b'\\x05\\x05', b'\\x05\\x05')" if fails else "(b'\\n\\n', b'\\n\\n')"
+            assert notebook.run("bytes(kept.buf[:2]), bytes(again.buf[:2])").result == result
+        ok(notebook.run("kept.unlink()"))
 
 
 # inline --------------------------------------------------------------------------------------------------------------

@@ -468,6 +468,7 @@ def test_definitions_under_other_magics_are_found(notebook: kernels.Kernel, fold
         (f"--export {'x' * 300}.py", "1", "can't be written: File name too long."),
         ("--overwrite", "1", "--overwrite goes with --export"),
         ("--export refused.py --args f(1)", "def g(x): pass", "only known when it is computed"),
+        ("--export refused.py", "def g(x): pass", "each rank calls g: x would have no value"),
         ("--export refused.py --push nowhere", "1", "the notebook has no name 'nowhere'"),
     ],
 )

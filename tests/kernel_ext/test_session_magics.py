@@ -144,6 +144,16 @@ def test_what_a_cell_has_assigned_is_the_ranks_own(notebook: kernels.Kernel) -> 
     assert shown(notebook, "%%distributed\nlimit, get_limit()") == "ranks 0-1: (3, 3)"
 
 
+def test_function_that_a_cell_ends_with_is_the_notebooks_too(notebook: kernels.Kernel) -> None:
+    define = "import fractions\ndef third(x, *, of=3): return str(fractions.Fraction(x, of))"
+    outcome = notebook.run(f"%%distributed\n{define}")
+    assert outcome.stdout == "third wasn't called: third(x) in a cell like this calls it in the ranks.\n"
+    assert notebook.run("%%distributed\nthird(10)").result == "ranks 0-1: '10/3'"
+    assert notebook.run("third(10)").result == "'10/3'"
+    outcome = notebook.run("%%distributed\nonly_there = rank + 1\ndef fourth(x=only_there): return x")
+    assert (outcome.stdout, outcome.stderr) == ("", "")
+
+
 def test_objects_that_are_sent_one_after_the_other_belong_together(notebook: kernels.Kernel) -> None:
     notebook.run("net = torch.nn.Linear(2, 2)\nopt = torch.optim.SGD(net.parameters(), lr=1.0)\nboth = {'net': net}")
     first = shown(notebook, "%%distributed\nwith torch.no_grad(): net.weight.fill_(7.0)\nnet.weight.sum().item()")

@@ -13,12 +13,13 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch.nn.utils import parametrizations, parametrize
 
 from notebook_accel import host_memory
 from notebook_accel.errors import PayloadError
@@ -87,6 +88,77 @@ def test_optimizer_keeps_its_models_parameters(memory_file: int) -> None:
     got_model, got_optimizer = opened.value
     assert got_optimizer.param_groups[0]["params"][0] is got_model.weight
     assert torch.equal(got_optimizer.state[got_model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+class Symmetric(torch.nn.Module):
+    def forward(self, matrix: torch.Tensor) -> torch.Tensor:
+        return matrix.triu() + matrix.triu(1).T
+
+    def right_inverse(self, matrix: torch.Tensor) -> torch.Tensor:
+        return matrix.triu()
+
+
+def without_parametrizations(module: torch.nn.Module) -> torch.nn.Module:
+    return parametrize.remove_parametrizations(parametrizations.weight_norm(module), "weight")
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("norm", [
+    parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal,
+    lambda module: parametrize.register_parametrization(module, "weight", Symmetric()),
+    lambda module: parametrizations.weight_norm(parametrizations.spectral_norm(module), "bias"),
+    without_parametrizations, torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm,
+])  # fmt: skip
+def test_modules_with_parametrizations_train_alike(
+    norm: Callable[[torch.nn.Module], torch.nn.Module], memory_file: int
+) -> None:
+    module = norm(torch.nn.Linear(5, 5))
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    got, got_optimizer = send((module, optimizer), memory_file)[1].value
+    assert isinstance(got, torch.nn.Linear)
+    for each, its_optimizer in ((module, optimizer), (got, got_optimizer)):
+        for _ in range(3):
+            its_optimizer.zero_grad()
+            each(torch.arange(10.0).reshape(2, 5)).sum().backward()
+            its_optimizer.step()
+    values = zip(module.state_dict().items(), got.state_dict().items(), strict=True)
+    assert all(name == got_name and torch.equal(value, other) for (name, value), (got_name, other) in values)
+    with torch.no_grad():
+        assert torch.equal(module(torch.ones(5)), got(torch.ones(5)))
+    assert parametrize.type_before_parametrizations(got) is torch.nn.Linear
+    if parametrize.is_parametrized(module, "weight"):
+        with parametrize.cached():
+            assert got.weight is got.weight
+        parametrize.remove_parametrizations(got, "weight")
+        assert not parametrize.is_parametrized(got, "weight")
+
+
+def test_loader_leaves_its_persistent_workers_behind(memory_file: int) -> None:
+    loader = torch.utils.data.DataLoader(range(4), batch_size=2, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    iterator = iter(loader)
+    next(iterator)
+    _, opened = send(loader, memory_file)
+    assert [batch.tolist() for batch in opened.value] == [[0, 1], [2, 3]]
+    assert [batch.tolist() for batch in iterator] == [[2, 3]]
+    with pytest.raises(PayloadError, match="can't be sent"):
+        serialization.pickle_by_value(iterator, roots={"iterator": iterator})
+
+
+def test_what_cannot_be_rebuilt_is_named() -> None:
+    """Whether its class, its module or an object inside it is what fails."""
+    namespace = notebook("""
+class Picky:
+    def __setstate__(self, state): raise ValueError("not here")
+    def __getstate__(self): return {"x": 1}
+class Pair(Exception):
+    def __init__(self, one, two): super().__init__(one)
+""")
+    for value in (namespace["Picky"](), {"deep": [namespace["Picky"]()]}, namespace["Pair"](1, 2)):
+        roots = {"before": [1], "it": value, "after": "x"}
+        pickled = serialization.pickle_by_value(list(roots.values()), roots=roots)
+        with pytest.raises((ValueError, TypeError)) as caught:
+            serialization.loads(bytes(pickled.data))
+        assert vars(caught.value)[serialization.ROOT_ATTRIBUTE] == "it"
 
 
 @pytest.mark.parametrize("tensor", [

@@ -10,6 +10,7 @@ import builtins
 import dataclasses
 import difflib
 import dis
+import itertools
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -80,18 +81,28 @@ class Cell:
                 fix=f"end the cell with asyncio.run({last.name}(...))",
             )
 
+    def without_value(self, args: Sequence[Any] = ()) -> tuple[list[str], list[str]]:
+        """Return the positional and the keyword-only parameters that a call of the final function leaves without value.
+
+        Returns none if the function is decorated, since a decorator may give it any arguments.
+        """
+        last = self.tree.body[-1]
+        if not isinstance(last, ast.FunctionDef) or last.decorator_list:
+            return [], []
+        given = last.args
+        positional = [*given.posonlyargs, *given.args]
+        needed = positional[len(args) : len(positional) - len(given.defaults)]
+        keywords = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        return [each.arg for each in needed], [each.arg for each, default in keywords if default is None]
+
     def refuse_arguments(self, args: Sequence[Any]) -> None:
         """Raise ``CellError`` if the function that the cell ends by defining can't be called with these arguments."""
         last = self.tree.body[-1]
         if not isinstance(last, ast.FunctionDef) or last.decorator_list:
             return
-        given = last.args
-        positional = [*given.posonlyargs, *given.args]
-        needed = positional[len(args) : len(positional) - len(given.defaults)]
-        needed += [each for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
-        if not needed and (len(args) <= len(positional) or given.vararg):
+        given, missing = last.args, ", ".join(itertools.chain(*self.without_value(args)))
+        if not missing and (len(args) <= len(given.posonlyargs) + len(given.args) or given.vararg):
             return
-        missing = ", ".join(each.arg for each in needed)
         problem = f"{missing} would have no value" if missing else f"{len(args)} arguments are too many"
         raise CellError(
             f"The cell ends with `def {last.name}({ast.unparse(given)})`, so each rank calls {last.name}: {problem}.",
@@ -264,7 +275,7 @@ def _expression_reads(expression: ast.expr, assigned: frozenset[str]) -> list[st
     return _scan_simple(ast.copy_location(ast.Expr(expression), expression), assigned)[0]
 
 
-def _names(target: ast.expr, context: type[ast.expr_context]) -> list[str]:
+def names_in(target: ast.AST, context: type[ast.expr_context]) -> list[str]:
     """Return the names that a target assigns (``ast.Store``) or reads: ``for x[i] in ...`` reads x and i."""
     return [node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, context)]
 
@@ -276,8 +287,8 @@ def _scan_if(node: ast.If, assigned: frozenset[str]) -> _Scan:
 
 
 def _scan_for(node: ast.For, assigned: frozenset[str]) -> _Scan:
-    target_reads = [name for name in _names(node.target, ast.Load) if name not in assigned]
-    body, after = _scan(node.body, assigned.union(_names(node.target, ast.Store)))
+    target_reads = [name for name in names_in(node.target, ast.Load) if name not in assigned]
+    body, after = _scan(node.body, assigned.union(names_in(node.target, ast.Store)))
     other, _ = _scan(node.orelse, after)
     return [*_expression_reads(node.iter, assigned), *target_reads, *body, *other], after
 
@@ -293,7 +304,7 @@ def _scan_with(node: ast.With, assigned: frozenset[str]) -> _Scan:
     for item in node.items:
         needed += _expression_reads(item.context_expr, assigned)
         if item.optional_vars is not None:
-            assigned = assigned.union(_names(item.optional_vars, ast.Store))
+            assigned = assigned.union(names_in(item.optional_vars, ast.Store))
     body, after = _scan(node.body, assigned)
     may_stop = any(_is_suppress(item.context_expr) for item in node.items)
     return [*needed, *body], after & assigned if may_stop else after

@@ -174,7 +174,7 @@ def _write_definitions(job: Job, folder: RunFolder) -> None:
         pickled = serialization.pickle_by_value((), roots={})
     payload = folder.create(PAYLOAD)
     try:
-        serialization.dump(payload, pickled, msgspec.structs.replace(job.spec, name=folder.name).encode())
+        serialization.dump(payload, pickled, msgspec.structs.replace(job.spec, name=folder.name, authkey=b"").encode())
     finally:
         os.close(payload)
 

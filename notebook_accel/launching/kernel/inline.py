@@ -87,12 +87,14 @@ def _as_rank(job: Job, store_socket: socket.socket) -> Iterator[None]:
     wanted = {**job.spec.environment, **place.variables(), **store.VARIABLES}
     wanted |= time_limit.variables(job.config.end_at, job.config.end_margin_s)
     wanted |= environment.tasks_of_schedulers(wanted)
+    kernels_argv, sys.argv = sys.argv, ["cell.py"]
     changed = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
     with environment.patched(changed), store.serving(place, store_socket.detach()):
         reporter = reporting.connect(_DirectConnection(job))
         try:
             yield
         finally:
+            sys.argv = kernels_argv
             reporter.close()
             reporting.disconnect()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import multiprocessing
 import os
 import threading
 import time
@@ -220,6 +221,7 @@ def _start(request: LaunchRequest, devices: Devices, cluster: ClusterEngine | No
         torch_settings=torch_settings.settings(),
         warning_filters=warning_filters.settings(),
         is_detached=request.detach,
+        authkey=b"" if request.detach or cluster is not None else bytes(multiprocessing.current_process().authkey),
     )
     request = dataclasses.replace(
         request,

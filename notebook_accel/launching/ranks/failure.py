@@ -95,7 +95,7 @@ def describe(
         kind=type(error).__name__,
         message=message,
         traceback=_formatted(_with_cell_names(text, spec)),
-        line=_innermost_line(text, spec),
+        line=_place(error, _innermost_line(text, spec)),
         exception=_pickled(error, by_value),
         saved=saved,
         lost_peer=_is_lost_peer(error, message),
@@ -234,6 +234,12 @@ def _innermost_line(text: traceback.TracebackException, spec: JobSpec) -> str:
         if frame.filename in labels:
             return f"{frame.filename}, line {frame.lineno}"
     return ""
+
+
+def _place(error: BaseException, line: str) -> str:
+    """Return where an error was raised: in the user's ``line``, or while a variable was rebuilt."""
+    root = vars(error).get(serialization.ROOT_ATTRIBUTE)
+    return line if not root else f"{events.REBUILDING} {root}" + (f" ({line})" if line else "")
 
 
 def _pickled(error: BaseException, by_value: serialization.Origins) -> bytes:

@@ -47,6 +47,7 @@ from notebook_accel.launching.ranks import (
     torch_hooks,
     warning_filters,
 )
+from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files, serialization
@@ -104,6 +105,8 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     _reset_process()
     spec = JobSpec.decode(memory_files.read_head(files.payload))
     _seed_generators(spec, order.place)
+    if spec.authkey:
+        importlib.import_module("multiprocessing").current_process().authkey = spec.authkey
     if spec.is_detached:
         _show_name(order.place, spec.name)
     link = Connection.from_descriptor(files.connection)
@@ -318,7 +321,7 @@ def _reset_process() -> None:
     with contextlib.suppress(OSError, ValueError), open("/proc/self/oom_score_adj", "r+") as score:
         score.write(str(min(1000, int(score.read()) + _OOM_SCORE)))
     faulthandler.enable(2, all_threads=False)  # shows the Python line of a crash in native code
-    sys.argv = [""]
+    sys.argv = ["cell.py"]
 
 
 def _seed_generators(spec: JobSpec, place: RankPlace) -> None:
@@ -397,6 +400,7 @@ def _become_main(payload: int, rank: int) -> dict[str, Any]:
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # the second is the name in workers
     os.environ[NAMESPACE_VARIABLE] = f"/proc/{os.getpid()}/fd/{payload}"
     _install_hooks(module.__dict__, rank)
+    when_imported("multiprocessing.shared_memory", leave_memory_of_others)  # a fork of the kernel has its tracker
     return module.__dict__
 
 
@@ -418,6 +422,30 @@ def _install_hooks(namespace: dict[str, Any], rank: int) -> None:
     displays.install(rank)
     bars.install()
     torch_hooks.install()
+
+
+def leave_memory_of_others(module: Any) -> None:
+    """Keep this process's resource tracker from unlinking, at the end, shared memory that others have created.
+
+    ``module`` is ``multiprocessing.shared_memory``, which also tracks memory that a process has only attached.
+    """
+    attach, unlink = module.SharedMemory.__init__, module.SharedMemory.unlink
+    tracker: Any = importlib.import_module("multiprocessing.resource_tracker")
+    created: set[str] = set()
+
+    def __init__(self: Any, name: str | None = None, create: bool = False, *args: Any, **options: Any) -> None:  # noqa: N807
+        attach(self, name, create, *args, **options)
+        if create:
+            created.add(self._name)
+        elif self._name not in created and options.get("track", True):
+            tracker.unregister(self._name, "shared_memory")
+
+    def unlink_tracked(self: Any) -> None:
+        if getattr(self, "_track", True):
+            tracker.register(self._name, "shared_memory")  # unlink undoes it, and the tracker complains about others
+        unlink(self)
+
+    module.SharedMemory.__init__, module.SharedMemory.unlink = __init__, unlink_tracked
 
 
 def call(spec: JobSpec, target: Target, namespace: dict[str, Any]) -> Any:

@@ -19,7 +19,7 @@ from notebook_accel.launching.state.rank import CRASH, RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.payload import serialization
 from notebook_accel.protocol.agent_messages import Failure, Reason
-from notebook_accel.protocol.events import Ended, Failed, Memory, MemoryShortage
+from notebook_accel.protocol.events import REBUILDING, Ended, Failed, Memory, MemoryShortage
 
 _MOST_TRACEBACK_LINES = 300
 _FIRST_TRACEBACK_LINES = 50
@@ -189,6 +189,12 @@ _NO_CUDA = re.compile(
     r"has no attribute '_cuda_setDevice'"
 )
 _NO_NCCL = re.compile(r"doesn't have NCCL built in|ProcessGroupNCCL is only supported with GPUs")
+# Python's messages about a name that ``__main__`` lacks, by their kind. The second is pickle's, about a class.
+_MISSING_NAME = {
+    "NameError": r"name '(\w+)' is not defined",
+    "AttributeError": r"(?=.*(?:__main__|__mp_main__|\bworker_main)')(?:Can't get|module .* has no) attribute '(\w+).*",
+}
+_MAKE_THERE = "make it inside the cell or the function instead, or keep it out of what the ranks use"
 _NO_GPU = "The rank has no GPU that its PyTorch can use."
 # The message of torch's DataLoader about a worker that was killed.
 _LOST_WORKER = re.compile(r"DataLoader worker \(pid.*(killed by signal: Killed|exited unexpectedly)", re.DOTALL)
@@ -269,7 +275,8 @@ def explain_exception(
         return _NO_GPU, "init_process_group() without a backend, which takes gloo on a CPU and nccl on GPUs"
     if _NO_CUDA.search(failed.message):
         return _NO_GPU, "accelerator.device, or 'cuda' only if torch.cuda.is_available()"
-    return _of_missing_module(failed) or ("", _of_missing_name(failed, unsent))
+    otherwise = _MAKE_THERE if failed.line.startswith(REBUILDING) else ""
+    return _of_missing_module(failed) or ("", _of_missing_name(failed, unsent) or otherwise)
 
 
 def _of_missing_module(failed: Failed) -> tuple[str, str] | None:
@@ -286,15 +293,15 @@ def _of_missing_module(failed: Failed) -> tuple[str, str] | None:
 
 def _of_missing_name(failed: Failed, unsent: Mapping[str, str]) -> str:
     """Return advice for a missing variable that the notebook or an earlier run's ranks had."""
-    message = first_line(failed.message)
-    found = re.fullmatch(r"name '(\w+)' is not defined", message) if failed.kind == "NameError" else None
+    found = re.fullmatch(_MISSING_NAME.get(failed.kind, r"(?!)"), first_line(failed.message))
     if found is None:
         return ""
     name = found[1]
     if name in unsent and name in vars(sys.modules["__main__"]):
         return f"assign {name!r} in the cell before it is used. The notebook's own {unsent[name]}"
     if name in vars(sys.modules["__main__"]):
-        return f"the notebook has {name!r}, but the launch couldn't see that the code uses it: --push {name}"
+        how = f"--push {name}, or a line with {name} in the code"
+        return f"the notebook has {name!r}, but the launch couldn't see that the code uses it: {how}"
     if not _was_assigned_in_ranks(name):
         return ""
     return (

@@ -105,6 +105,16 @@ def test_final_def_needs_its_arguments(definition: str, args: tuple[int, ...], s
     assert "--args" in caught.value.fix
 
 
+@pytest.mark.parametrize(("definition", "missing"), [
+    ("def f(a, /, b, c=3, *, d, e=5): pass", (["a", "b"], ["d"])),
+    ("def f(a=1, *b, **c): pass", ([], [])),
+    ("@decorated\ndef f(a): pass", ([], [])),
+    ("def f(a): pass\nf(1)", ([], [])),
+])  # fmt: skip
+def test_parameters_without_a_value_are_known(definition: str, missing: tuple[list[str], list[str]]) -> None:
+    assert cell.parse(definition, "In[1]").without_value() == missing
+
+
 def test_final_def_is_what_is_called() -> None:
     assert cell.parse("x = 1\ndef train(): pass", "In[1]").calls == "train"
     assert cell.parse("def train(): pass\ntrain()", "In[1]").calls == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import multiprocessing
 import os
 import pathlib
 import pwd
@@ -81,6 +82,12 @@ def titles_of(job: Job) -> list[str]:
     return [pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode() for pid in pids]
 
 
+def has_key(folder: run_folders.RunFolder) -> bool:
+    """Whether the folder has the key to this process's ``multiprocessing.Manager``, which ranks of other runs get."""
+    key = bytes(multiprocessing.current_process().authkey)
+    return any(key in path.read_bytes() for path in folder.path.rglob("*") if path.is_file())
+
+
 def wait_for_its_end(job: DetachedJob) -> None:
     processes.wait_until(lambda: not job.folder.is_held, "the agent has gone", _LONG_S)
 
@@ -132,6 +139,7 @@ def test_who_attaches_has_all_that_the_launching_kernel_has(mark: pathlib.Path) 
     assert "step 0\n" in second.logs(1)
     [found] = detached_runs.summaries()
     assert (found.id, found.name, found.status) == (first.folder.id, "night", "running")
+    assert not has_key(first.folder)
     mark.touch()
     results = [job.results(_LONG_S) for job in (first, second)]
     assert results[0] == results[1]
@@ -317,6 +325,7 @@ def test_run_that_goes_on_is_detached_with_its_curves_its_output_and_its_results
     processes.wait_until(lambda: titles_of(job) == titles, "ps shows them by their name", _LONG_S)
     assert job.state.history["loss"].ranks[1].points[: len(before) - 1] == before[:-1]
     assert len(job.stacks(_LONG_S)) == 2
+    assert here.spec.authkey and not has_key(job.folder)
     assert detach(job) is job
     assert detach(job, "night") is job
     # Later launches get another agent, which a Quit ends without the detached run.

@@ -57,6 +57,29 @@ next(iter(DataLoader(Numbers(), num_workers=1)))
     assert re.search(r'File "In", line 11, in __getitem__', shown), shown
 
 
+def test_variable_that_a_rank_cannot_rebuild_is_named(notebook: kernels.Kernel) -> None:
+    notebook.run("""import os, pickle
+class Picky:
+    def __getstate__(self): return {"x": 1}
+    def __setstate__(self, state):
+        if "RANK" in os.environ: raise ValueError("not here")
+fine, held = [1], {"deep": Picky()}
+def uses(): return held
+def load(): return pickle.loads(written)
+class Sample: pass
+written = pickle.dumps(Sample())""")
+    said = notebook.run("%%distributed -n 2\nlen(fine + list(held))").error_value
+    assert ' failed at the rebuilding of global "held"' in said and ": ValueError: not here\n" in said, said
+    assert "Fix: make it inside the cell" in said and "in __setstate__" in said
+    said = notebook.run(
+        "from notebook_accel import notebook_launcher\nnotebook_launcher(uses, num_processes=1)"
+    ).error_value
+    assert ' failed at the rebuilding of function "uses"' in said, said
+    said = notebook.run("notebook_launcher(load, num_processes=1)").error_value
+    assert "Fix: the notebook has 'Sample'" in said and "--push Sample, or a line with Sample in the code" in said, said
+    assert notebook.run("%%distributed -n 1 --push Sample\ntype(load()) is Sample").result == "[True]"
+
+
 def test_librarys_lines_below_the_users_stay(notebook: kernels.Kernel) -> None:
     shown = notebook.run(CELL.format(line="import json; return json.loads('{')", workers=0)).error_value
     assert "lines of torch]" in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import pickle
 import resource
 import signal
 import sys
@@ -181,6 +182,21 @@ def test_module_that_only_the_notebook_finds_is_explained(
     assert f"from {path}" in why and fix == f"sys.path.append({str(tmp_path)!r})"
     path.unlink()
     assert "restore it" in failures.explain_exception(failed, None, {})[1]
+
+
+# Of the class Ended, as protocols before and from 4 name a class.
+@pytest.mark.parametrize("written", [b"c__main__\nEnded\n.", b"\x80\x04\x8c\x08__main__\x8c\x05Ended\x93."])
+def test_pickle_of_a_class_that_only_the_notebook_has_asks_for_push(
+    written: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AttributeError) as caught:
+        pickle.loads(written)
+    failed = Failed(kind="AttributeError", message=str(caught.value), traceback="")
+    assert failures.explain_exception(failed, None, {}) == ("", "")
+    monkeypatch.setattr(sys.modules["__main__"], "Ended", Ended, raising=False)
+    assert "--push Ended, or a line with Ended" in failures.explain_exception(failed, None, {})[1]
+    others = Failed(kind="AttributeError", message="Can't get attribute 'Ended' on <module 'worker'>", traceback="")
+    assert failures.explain_exception(others, None, {}) == ("", "")
 
 
 def test_device_memory_of_every_rank_that_has_said_it() -> None:
