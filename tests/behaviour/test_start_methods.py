@@ -42,6 +42,7 @@ import torch, torch.distributed as dist
 totals = []
 for round in range(2):
     dist.init_process_group("gloo")
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "12355"  # as torch's tutorial does
     total = torch.tensor([dist.get_rank() + 1 + round])
     dist.all_reduce(total)
     totals.append(int(total))

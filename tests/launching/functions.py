@@ -14,6 +14,7 @@ import threading
 import time
 import types
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,64 @@ def note_when_it_waits(folder: str) -> None:
             place, since = (id(frame), frame.f_lasti), time.monotonic()
         time.sleep(0.01)
     note(folder, "waits")
+
+
+def _sum_of_ranks() -> float:
+    total = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return float(total)
+
+
+def meets(how: str, taken: int, folder: str) -> list[float]:
+    """Make two groups, one after the other, at an address of the program's own. Return the sum of each one's ranks."""
+    by_number = {"rank": rank(), "world_size": int(os.environ["WORLD_SIZE"])}
+    if how in ("variables", "port"):
+        os.environ.update({"MASTER_PORT": str(taken), **({"MASTER_ADDR": "localhost"} if how == "variables" else {})})
+    if how == "random port":
+        os.environ["MASTER_PORT"] = str(12000 + rank())
+    sums = []
+    for number in range(2):
+        options = {
+            "variables": by_number,
+            "env": {"init_method": "env://"},
+            "tcp": {"init_method": f"tcp://localhost:{taken}", **by_number},
+            "nowhere": {"init_method": "tcp://nowhere.invalid:1", **by_number},
+            "file": {"init_method": f"file://{folder}/{number}", **by_number},
+            "halves": {"init_method": f"tcp://localhost:{1 + rank() // 2}", "rank": rank() % 2, "world_size": 2},
+        }
+        dist.init_process_group("gloo", **options.get(how, {}))
+        sums.append(_sum_of_ranks())
+    return sums
+
+
+def meets_as_a_process_of_its_own(member: int, port: int) -> None:
+    if port:
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=member, world_size=2)
+    assert _sum_of_ranks() == 3.0
+
+
+def starts_processes(method: str, port: int) -> int:
+    """Rank 0 starts two processes, which are a group of their own."""
+    if rank() == 0:
+        start: Any = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
+        start(meets_as_a_process_of_its_own, (port,), nprocs=2, start_method=method)
+    return rank()
+
+
+def joins_as(member: int, world_size: int) -> None:
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="12355")
+    dist.init_process_group("gloo", rank=member, world_size=world_size)
+
+
+def serves_another_group(port: int) -> list[float]:
+    """Beside the group of the ranks, make the store of another one, as two processes do that don't know each other."""
+    dist.init_process_group("gloo")
+    [(store, _, _)] = [next(dist.rendezvous(f"tcp://127.0.0.1:{port}", rank(), 2))]
+    store.set(f"from {rank()}", str(rank()))
+    seen = float(store.get(f"from {1 - rank()}"))
+    return [store.port == port, seen, _sum_of_ranks()]
 
 
 def wait_for_each_other(how: str, folder: str) -> None:
