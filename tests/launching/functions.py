@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import pathlib
+import random
 import signal
 import socket
 import sys
@@ -14,11 +15,13 @@ import threading
 import time
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import notebook_accel
 
@@ -136,6 +139,72 @@ def serves_another_group(port: int) -> list[float]:
     store.set(f"from {rank()}", str(rank()))
     seen = float(store.get(f"from {1 - rank()}"))
     return [store.port == port, seen, _sum_of_ranks()]
+
+
+def _draw() -> dict[str, float]:
+    return {
+        "python": random.random(),
+        "numpy": float(numpy.random.rand()),
+        "torch": torch.rand(()).item(),
+    }
+
+
+def draws(seeds: list[str], begins: str) -> list[dict[str, float]]:
+    """Return numbers that are drawn twice before the training begins, and at least twice after that."""
+    if "python" in seeds:
+        random.seed(1)
+    if "numpy" in seeds:
+        numpy.random.seed(1)
+    if "torch" in seeds:
+        torch.manual_seed(1)
+    if "states" in seeds:
+        random.setstate(random.Random(1).getstate())
+        numpy.random.set_state(numpy.random.RandomState(1).get_state())
+        torch.set_rng_state(torch.Generator().manual_seed(1).get_state())
+    drawn = [_draw()]
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    notebook_accel.estimate_memory(model, num_processes=2)  # which steps an optimizer, and trains nothing
+    drawn.append(_draw())
+    if begins == "prepare":
+        model, optimizer = notebook_accel.Accelerator().prepare(model, optimizer)
+        drawn.append(_draw())
+    elif begins == "compiled step":
+        model = torch.compile(model, backend="eager")
+    for _ in range(2):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        drawn.append(_draw())
+    return drawn
+
+
+class Drawing(Dataset[torch.Tensor]):
+    """A dataset whose items are their index and a draw from each generator, as an augmentation makes them."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, *_draw().values()], dtype=torch.float64)
+
+
+class DrawingStream(IterableDataset[torch.Tensor]):
+    """A dataset that draws its order itself, of which each rank may take a share."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.randperm(8))
+
+
+def reads(how: str) -> list[list[float]]:
+    """Return the indices of an epoch and what the workers draw for them, from a generator that is alike everywhere."""
+    generator, stream = torch.Generator().manual_seed(1), how == "stream"
+    data: Any = DrawingStream() if stream else Drawing()
+    loader: Any = DataLoader(data, 2, shuffle=None if stream else True, num_workers=2, generator=generator)
+    if how in ("prepared", "shared"):
+        config = notebook_accel.ParallelismConfig(tp_size=2) if how == "shared" else None
+        loader = notebook_accel.Accelerator(parallelism_config=config).prepare(loader)
+    rows = torch.cat(list(loader))
+    return rows.reshape(len(rows), -1).T.tolist()
 
 
 def wait_for_each_other(how: str, folder: str) -> None:

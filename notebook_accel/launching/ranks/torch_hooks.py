@@ -206,6 +206,7 @@ def _hook_optimizers(module: types.ModuleType) -> None:
         nonlocal is_first
         if is_first and not _is_of_shapes(optimizer):
             is_first = False
+            reporting.reporter().begin_training()
             _warn_of_unconnected_ranks(place)
         is_step = _loops.step_optimizer(optimizer)
         if is_step and _profiler.is_due and threading.get_ident() == _main:
