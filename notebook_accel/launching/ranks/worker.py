@@ -44,6 +44,7 @@ from notebook_accel.launching.ranks import (
     store,
     streams,
     torch_hooks,
+    tracker_runs,
     warning_filters,
 )
 from notebook_accel.launching.results import write_result_file
@@ -209,6 +210,7 @@ def _join_run(spec: JobSpec, order: messages.Fork, listening: int | None) -> Non
     """Become the rank of this order: set its environment, join the ranks' store, and report the start."""
     interruption.watch(order.place.master_port)
     _set_environment(spec, order.place, order.variables)
+    tracker_runs.install(order.place, spec.name)
     if listening is not None:
         store.serve(order.place, listening)
     store.join()
