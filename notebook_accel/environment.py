@@ -28,6 +28,7 @@ UNSUPPORTED = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON
 COMPAT = "NOTEBOOK_ACCEL_COMPAT"
 CONFIG_FILE = "NOTEBOOK_ACCEL_CONFIG_FILE"
 SESSION_FOLDER = "NOTEBOOK_ACCEL_SESSION_FOLDER"  # where ranks wait for a kernel, if their session was detached later
+STORE = "NOTEBOOK_ACCEL_STORE"  # host:port of the store through which a rank and the processes that it starts meet
 OVERSUBSCRIBE = "NOTEBOOK_ACCEL_OVERSUBSCRIBE"
 PROFILE = "NOTEBOOK_ACCEL_PROFILE"
 # Settings of sharded models: their names in Accelerate's flags and files, without ``fsdp_``, and the names of their
@@ -48,7 +49,7 @@ FSDP_OPTIONS = {
 DEBUG = ("NOTEBOOK_ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE")
 # Variables of this package that belong to no option. The last three are for its tests.
 OWN = (
-    *(COMPAT, SESSION_FOLDER, CONFIG_FILE, DEBUG[0], "NOTEBOOK_ACCEL_NAMESPACE", "NOTEBOOK_ACCEL_TIME_LIMIT"),
+    *(COMPAT, SESSION_FOLDER, CONFIG_FILE, STORE, DEBUG[0], "NOTEBOOK_ACCEL_NAMESPACE", "NOTEBOOK_ACCEL_TIME_LIMIT"),
     *("NOTEBOOK_ACCEL_CHAOS_S", "NOTEBOOK_ACCEL_CHAOS_SEED", "NOTEBOOK_ACCEL_SCREENSHOTS"),
 )
 

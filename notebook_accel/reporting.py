@@ -127,6 +127,7 @@ class Reporter:
         # Functions to call when the user's code has returned, which wait for its work in the background. Their errors
         # are the rank's.
         self.before_result: list[Callable[[], None]] = []
+        self.at_training: list[Callable[[], object]] = []  # functions to call once, in ``begin_training``
         # Functions to call at the end of the user's code, while the process still lives.
         self.at_close: list[Callable[[], None]] = []
         self.before_sample: list[Callable[[], None]] = []  # functions to call in the sampling thread
@@ -186,6 +187,11 @@ class Reporter:
     def _steps(self) -> int:
         counter, before = self._counting
         return before if counter is None else before + counter.step
+
+    def begin_training(self) -> None:
+        """Call the functions that wait for the first ``prepare`` or optimizer step, whichever comes first."""
+        while self.at_training:
+            self.at_training.pop()()
 
     def position(self) -> str:
         """Return the shown counter's position, such as ``step 12 of 40, epoch 2``; empty if there is no counter."""

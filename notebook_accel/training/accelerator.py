@@ -337,6 +337,7 @@ class Accelerator(ProcessState):
         if any(isinstance(item, torch.nn.Module) or models.is_leaf(item) for item in prepared):
             optimizers.refuse_unrelated(prepared, self._all_prepared)
         self._memory_reports.track(self._models, [prepared.optimizer for prepared in self._optimizers])
+        reporting.reporter().begin_training()
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_model(

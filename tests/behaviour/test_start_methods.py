@@ -42,6 +42,7 @@ import torch, torch.distributed as dist
 totals = []
 for round in range(2):
     dist.init_process_group("gloo")
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "12355"  # as torch's tutorial does
     total = torch.tensor([dist.get_rank() + 1 + round])
     dist.all_reduce(total)
     totals.append(int(total))
@@ -95,7 +96,7 @@ len(nested)""")
 
 
 @pytest.mark.parametrize("how", SEVERAL, indirect=True)
-def test_ranks_draw_the_same_random_numbers_and_each_run_others(run: Run, how: Way) -> None:
+def test_ranks_draw_the_same_random_numbers_until_they_train_and_each_run_others(run: Run, how: Way) -> None:
     """So that ranks which split a dataset by chance have the same parts."""
     ok(run("import numpy, random, torch\ntorch.manual_seed(0), numpy.random.seed(0), random.seed(0)"))
     drawn = []
@@ -104,12 +105,16 @@ def test_ranks_draw_the_same_random_numbers_and_each_run_others(run: Run, how: W
             run(f"""%%distributed -n {how.ranks} {how}
 import numpy, random, torch
 parts = torch.utils.data.random_split(range(100), [0.5, 0.5])
-[parts[0].indices, list(numpy.random.permutation(100)), random.random()]""")
+alike = [parts[0].indices, list(numpy.random.permutation(100)), random.random()]
+from notebook_accel import Accelerator
+model = Accelerator().prepare(torch.nn.Linear(1, 1))
+alike, [float(torch.rand(())), float(numpy.random.rand()), random.random()]""")
         )
         by_rank = ast.literal_eval(outcome.result.replace("np.int64", ""))
         assert len(by_rank) == how.ranks
-        assert all(of_rank == by_rank[0] for of_rank in by_rank)
-        drawn += by_rank[0]
+        assert all(alike == by_rank[0][0] for alike, _ in by_rank)
+        assert all(len(set(numbers)) == how.ranks for numbers in zip(*(apart for _, apart in by_rank), strict=True))
+        drawn += by_rank[0][0]
     assert all(first != second for first, second in zip(drawn[:3], drawn[3:], strict=True))
 
 

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import pathlib
+import random
 import signal
 import socket
 import sys
@@ -14,10 +15,13 @@ import threading
 import time
 import types
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import notebook_accel
 
@@ -77,6 +81,130 @@ def note_when_it_waits(folder: str) -> None:
             place, since = (id(frame), frame.f_lasti), time.monotonic()
         time.sleep(0.01)
     note(folder, "waits")
+
+
+def _sum_of_ranks() -> float:
+    total = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return float(total)
+
+
+def meets(how: str, taken: int, folder: str) -> list[float]:
+    """Make two groups, one after the other, at an address of the program's own. Return the sum of each one's ranks."""
+    by_number = {"rank": rank(), "world_size": int(os.environ["WORLD_SIZE"])}
+    if how in ("variables", "port"):
+        os.environ.update({"MASTER_PORT": str(taken), **({"MASTER_ADDR": "localhost"} if how == "variables" else {})})
+    if how == "random port":
+        os.environ["MASTER_PORT"] = str(12000 + rank())
+    sums = []
+    for number in range(2):
+        options = {
+            "variables": by_number,
+            "env": {"init_method": "env://"},
+            "tcp": {"init_method": f"tcp://localhost:{taken}", **by_number},
+            "nowhere": {"init_method": "tcp://nowhere.invalid:1", **by_number},
+            "file": {"init_method": f"file://{folder}/{number}", **by_number},
+            "halves": {"init_method": f"tcp://localhost:{1 + rank() // 2}", "rank": rank() % 2, "world_size": 2},
+        }
+        dist.init_process_group("gloo", **options.get(how, {}))
+        sums.append(_sum_of_ranks())
+    return sums
+
+
+def meets_as_a_process_of_its_own(member: int, port: int) -> None:
+    if port:
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=member, world_size=2)
+    assert _sum_of_ranks() == 3.0
+
+
+def starts_processes(method: str, port: int) -> int:
+    """Rank 0 starts two processes, which are a group of their own."""
+    if rank() == 0:
+        start: Any = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
+        start(meets_as_a_process_of_its_own, (port,), nprocs=2, start_method=method)
+    return rank()
+
+
+def joins_as(member: int, world_size: int) -> None:
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="12355")
+    dist.init_process_group("gloo", rank=member, world_size=world_size)
+
+
+def serves_another_group(port: int) -> list[float]:
+    """Beside the group of the ranks, make the store of another one, as two processes do that don't know each other."""
+    dist.init_process_group("gloo")
+    [(store, _, _)] = [next(dist.rendezvous(f"tcp://127.0.0.1:{port}", rank(), 2))]
+    store.set(f"from {rank()}", str(rank()))
+    seen = float(store.get(f"from {1 - rank()}"))
+    return [store.port == port, seen, _sum_of_ranks()]
+
+
+def _draw() -> dict[str, float]:
+    return {
+        "python": random.random(),
+        "numpy": float(numpy.random.rand()),
+        "torch": torch.rand(()).item(),
+    }
+
+
+def draws(seeds: list[str], begins: str) -> list[dict[str, float]]:
+    """Return numbers that are drawn twice before the training begins, and at least twice after that."""
+    if "python" in seeds:
+        random.seed(1)
+    if "numpy" in seeds:
+        numpy.random.seed(1)
+    if "torch" in seeds:
+        torch.manual_seed(1)
+    if "states" in seeds:
+        random.setstate(random.Random(1).getstate())
+        numpy.random.set_state(numpy.random.RandomState(1).get_state())
+        torch.set_rng_state(torch.Generator().manual_seed(1).get_state())
+    drawn = [_draw()]
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    notebook_accel.estimate_memory(model, num_processes=2)  # which steps an optimizer, and trains nothing
+    drawn.append(_draw())
+    if begins == "prepare":
+        model, optimizer = notebook_accel.Accelerator().prepare(model, optimizer)
+        drawn.append(_draw())
+    elif begins == "compiled step":
+        model = torch.compile(model, backend="eager")
+    for _ in range(2):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        drawn.append(_draw())
+    return drawn
+
+
+class Drawing(Dataset[torch.Tensor]):
+    """A dataset whose items are their index and a draw from each generator, as an augmentation makes them."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, *_draw().values()], dtype=torch.float64)
+
+
+class DrawingStream(IterableDataset[torch.Tensor]):
+    """A dataset that draws its order itself, of which each rank may take a share."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.randperm(8))
+
+
+def reads(how: str) -> list[list[float]]:
+    """Return the indices of an epoch and what the workers draw for them, from a generator that is alike everywhere."""
+    generator, stream = torch.Generator().manual_seed(1), how == "stream"
+    data: Any = DrawingStream() if stream else Drawing()
+    loader: Any = DataLoader(data, 2, shuffle=None if stream else True, num_workers=2, generator=generator)
+    if how in ("prepared", "shared"):
+        config = notebook_accel.ParallelismConfig(tp_size=2) if how == "shared" else None
+        loader = notebook_accel.Accelerator(parallelism_config=config).prepare(loader)
+    rows = torch.cat(list(loader))
+    return rows.reshape(len(rows), -1).T.tolist()
 
 
 def wait_for_each_other(how: str, folder: str) -> None:

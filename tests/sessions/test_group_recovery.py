@@ -256,21 +256,23 @@ def test_sharded_model_is_named_and_can_be_made_again(prepared: Session, capsys:
 
 _OWN_GROUP = """
 import torch.distributed as dist
-dist.init_process_group("gloo")
+dist.init_process_group("gloo"{by})
 parallel = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
 parallel(torch.full((1, 4), rank + 1.0)).sum().backward()
 parallel.module.weight.grad[0, 0].item(), dist.get_backend()
 """
 
 
-def test_cell_that_makes_the_group_runs_again(engine: local.LocalEngine) -> None:
+@pytest.mark.parametrize("by", ["", ", init_method='tcp://localhost:23456', rank=rank, world_size=2"])
+def test_cell_that_makes_the_group_runs_again(engine: local.LocalEngine, by: str) -> None:
+    making = _OWN_GROUP.format(by=by)
     with Session(num_processes=2, use_cpu=True, view="none") as session:
         session.execute("import datetime, os, torch\nrank = int(os.environ['RANK'])")
         for _ in range(2):
-            assert str(session.execute(_OWN_GROUP)) == "ranks 0-1: (1.5, 'gloo')"
+            assert str(session.execute(making)) == "ranks 0-1: (1.5, 'gloo')"
         with interrupted(session, waits):
-            session.execute(f"{_OWN_GROUP}\ndist.recv(torch.ones(1), 1 - rank)")
-        assert str(session.execute(_OWN_GROUP)) == "ranks 0-1: (1.5, 'gloo')"
+            session.execute(f"{making}\ndist.recv(torch.ones(1), 1 - rank)")
+        assert str(session.execute(making)) == "ranks 0-1: (1.5, 'gloo')"
         with pytest.raises(RankFailedError, match="default process group twice"):
             session.execute("dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))")
 

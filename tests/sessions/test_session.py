@@ -272,6 +272,14 @@ def test_what_a_session_cannot_be(session: Session) -> None:
         Session(0)
 
 
+def test_ranks_part_once_and_a_later_seed_holds(session: Session) -> None:
+    step = "weight.grad = torch.ones(1)\ntorch.optim.SGD([weight], lr=0.1).step()\n[torch.rand(()).item() for _ in '1']"
+    session.execute(f"weight = torch.nn.Parameter(torch.ones(1))\ntorch.manual_seed(rank)\n{step}")
+    session.execute("torch.manual_seed(0)")
+    torch.manual_seed(0)
+    assert str(session.execute(step)) == f"ranks 0-1: [{torch.rand(()).item()}]"
+
+
 def test_each_cell_counts_its_epochs_anew(session: Session) -> None:
     session.execute("from tests.launching.ranks.training_loops import Training\nmade = Training()")
     session.execute("def train():\n    for _ in range(2):\n        for x, y in made.loader: made.step(x, y)")

@@ -236,3 +236,42 @@ def test_libraries_used_directly_in_a_cell_show_one_run(tmp_path: pathlib.Path) 
     assert "'done', 'done'" in cell.result
     assert read_wandb(tmp_path)[:2] == (_LOSSES, (0.1, 2))
     assert read_mlflow(tmp_path)[:2] == (_LOSSES, (0.1, 2))
+
+
+_BEGIN = {
+    "wandb": "import wandb\nrun = wandb.init(project='digits'{})\nwandb.log({{'loss': 1}})",
+    "mlflow": "import mlflow\nrun = mlflow.start_run({})\nmlflow.log_metric('loss', 1)",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "warnings"),
+    [
+        ("wandb", "", 1),
+        ("wandb", ", group='all of them'", 0),
+        ("wandb", ", mode='offline' if RANK == 0 else 'disabled'", 0),
+        ("mlflow", "", 1),
+        ("mlflow", "run_id=mlflow.MlflowClient().create_run('0').info.run_id", 0),
+    ],
+)
+def test_ranks_that_make_a_run_each_are_told_of_once(
+    tmp_path: pathlib.Path, name: str, options: str, warnings: int
+) -> None:
+    with kernels.running(tmp_path) as kernel:
+        kernel.run(f"%load_ext notebook_accel\nimport os\nos.environ.update({offline(str(tmp_path))})", 120)
+        begin, end = _BEGIN[name].format(options), {"wandb": "wandb.finish()", "mlflow": "mlflow.end_run()"}[name]
+        kernel.run("import mlflow\nmlflow.MlflowClient().search_experiments()", 120)  # makes its database
+        outcome = kernel.run(
+            f"%%distributed -n 2 --view lines --name digits\nRANK = int(os.environ['RANK'])\n{begin}\n{end}\n{begin}",
+            200,
+        )
+    assert outcome.status == "ok", outcome.traceback
+    assert outcome.stdout.count("makes a run of its own") == warnings
+
+
+def test_rank_that_raises_after_it_has_begun_a_run_ends_at_once(tmp_path: pathlib.Path) -> None:
+    with kernels.running(tmp_path) as kernel:
+        kernel.run(f"%load_ext notebook_accel\nimport os\nos.environ.update({offline(str(tmp_path))})", 120)
+        assert kernel.run("%%distributed -n 2\nimport wandb", 120).status == "ok"
+        outcome = kernel.run(f"%%distributed -n 2\n{_BEGIN['wandb'].format('')}\nraise ValueError('no data')", 50)
+    assert "no data" in outcome.traceback

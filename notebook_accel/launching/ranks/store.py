@@ -17,11 +17,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from notebook_accel import environment
 from notebook_accel.environment import RankPlace
+from notebook_accel.errors import ConfigError
 
 # torch's protocol for a store that is served already, and the network interface between the ranks of one machine.
+_IS_SERVED = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 VARIABLES = {
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    **_IS_SERVED,
     "TORCHELASTIC_RESTART_COUNT": "0",
     "GLOO_SOCKET_IFNAME": "lo",
 }
@@ -69,37 +72,75 @@ def serve(place: RankPlace, listening: int) -> Callable[[], None]:
 
 
 def join() -> Callable[[], None]:
-    """Make ``init_process_group`` use the served store, with a key prefix of its own for each group.
+    """Make ``init_process_group`` use the served store, whatever address the program names.
 
-    In torch's protocol for ``VARIABLES``, all groups share their keys. A group made after another was destroyed would
-    find the addresses of its predecessor and wait for ever.
+    So ranks meet on every machine, at once, and where another program has taken the port that they name.
 
     Returns:
         A function that undoes this.
     """
     global _latest
     _latest = None  # a fork of the kernel inherits that of an inline run, whose connection is closed
-    distributed = importlib.import_module("torch.distributed")
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")
-    from_environment = rendezvous._rendezvous_handlers["env"]
-    # Count anew for each restart: restarted ranks count from 0, and ranks that went on must agree with them.
-    groups: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
-
-    def handler(url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
-        global _latest
-        for store, rank, world_size in from_environment(url, **kwargs):
-            _latest = store
-            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            prefix = f"group_{restarts}_{next(groups[restarts])}"
-            yield distributed.PrefixStore(prefix, store), rank, world_size
+    place = RankPlace.from_environment()
+    os.environ[environment.STORE] = f"{place.master_addr}:{place.master_port}"
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    before = rendezvous._create_c10d_store
+    use(rendezvous, place)
 
     def undo() -> None:
         global _latest
         _latest = None
-        rendezvous._rendezvous_handlers["env"] = from_environment
+        rendezvous._create_c10d_store = before
+        os.environ.pop(environment.STORE, None)
 
-    rendezvous._rendezvous_handlers["env"] = handler  # a second registration of a scheme is refused
     return undo
+
+
+def use(rendezvous: Any, place: RankPlace | None = None) -> None:
+    """Make torch's rendezvous by ``env://`` and ``tcp://`` connect to the served store, or serve one as torch does.
+
+    The first group of a rank meets in the served store, with a key prefix of its own: in torch's protocol for
+    ``VARIABLES``, all groups share their keys, so that a group made after another was destroyed would find the
+    addresses of its predecessor and wait for ever. Other rendezvous, and those of processes that a rank starts, meet
+    there only if they name its address.
+
+    Args:
+        rendezvous: The module ``torch.distributed.rendezvous``.
+        place: This rank's place; ``None`` in a process that a rank has started.
+    """
+    distributed = importlib.import_module("torch.distributed")
+    serve_or_join, rank_pid = rendezvous._create_c10d_store, os.getpid()
+    host, _, port = os.environ.get(environment.STORE, "").rpartition(":")
+    # Count anew for each restart: restarted ranks count from 0, and ranks that went on must agree with them.
+    groups: dict[tuple[str, str], Iterator[int]] = collections.defaultdict(itertools.count)
+
+    def create(hostname: str, named_port: int, rank: int, world_size: int, timeout: Any, *options: Any) -> Any:
+        global _latest
+        named = f"{hostname}:{named_port}"
+        is_first = place is not None and os.getpid() == rank_pid and not distributed.is_initialized()
+        if not is_first and named != f"{host}:{port}":
+            with environment.patched(dict.fromkeys(_IS_SERVED)):
+                return serve_or_join(hostname, named_port, rank, world_size, timeout, *options)
+        if place is not None and is_first:
+            _check_membership(rank, world_size, place)
+        _latest = distributed.TCPStore(host, int(port), world_size, is_master=False, timeout=timeout)
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # A group of all ranks may name any address; groups of some of them differ by theirs.
+        kind = "" if place is not None and world_size == place.world_size else f"{world_size}_{named}_"
+        return distributed.PrefixStore(f"group_{restarts}_{kind}{next(groups[restarts, kind])}", _latest)
+
+    rendezvous._create_c10d_store = create
+
+
+def _check_membership(rank: int, world_size: int, place: RankPlace) -> None:
+    """Raise a ``ConfigError`` if a rank would wait for others that never come."""
+    if world_size == 0 or world_size > place.world_size or (world_size == place.world_size and rank != place.rank):
+        raise ConfigError(
+            f"Rank {place.rank} of {place.world_size} joins a process group as rank {rank} of {world_size}.",
+            why="Its ranks would wait for others that never come.",
+            fix="init_process_group(backend) without rank and world_size, which it takes from the launch; or launch "
+            f"{world_size or place.world_size} processes",
+        )
 
 
 def latest() -> Any:

@@ -200,13 +200,14 @@ def _hook_optimizers(module: types.ModuleType) -> None:
         if (clock := _measuring_clock()) is not None:
             clock.enter("optimizer")
 
-    is_first = True
+    place, is_first = environment.RankPlace.from_environment(), True
 
     def end(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         nonlocal is_first
         if is_first and not _is_of_shapes(optimizer):
             is_first = False
-            _warn_of_unconnected_ranks()
+            reporting.reporter().begin_training()
+            _warn_of_unconnected_ranks(place)
         is_step = _loops.step_optimizer(optimizer)
         if is_step and _profiler.is_due and threading.get_ident() == _main:
             _profiler.begin_step()
@@ -224,13 +225,13 @@ def _is_of_shapes(optimizer: Any) -> bool:
     return any(parameter.is_meta for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _warn_of_unconnected_ranks() -> None:
-    """Warn, on rank 0, if an optimizer steps before the ranks have made a process group."""
-    ranks, torch = int(os.environ.get("WORLD_SIZE", "1")), sys.modules["torch"]
-    is_connected = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if ranks > 1 and os.environ.get("RANK") == "0" and not is_connected and "torch_xla" not in sys.modules:
+def _warn_of_unconnected_ranks(place: environment.RankPlace) -> None:
+    """Warn, on rank 0, if an optimizer steps before the ranks have made a process group of more than one."""
+    distributed = sys.modules["torch"].distributed
+    is_connected = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    if place.world_size > 1 and place.rank == 0 and not is_connected and "torch_xla" not in sys.modules:
         code_places.warn(
-            f"The {ranks} ranks aren't connected: each trains a model of its own, on all of the data. "
+            f"The {place.world_size} ranks aren't connected: each trains a model of its own, on all of the data. "
             "Fix: net, optimizer, loader = Accelerator().prepare(model, optimizer, loader), unless that is the plan"
         )
 

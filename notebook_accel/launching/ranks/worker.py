@@ -16,13 +16,11 @@ import importlib.machinery
 import linecache
 import logging
 import os
-import random
 import select
 import signal
 import sys
 import threading
 import types
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,9 +40,11 @@ from notebook_accel.launching.ranks import (
     interruption,
     ipython_shims,
     profiling,
+    random_numbers,
     store,
     streams,
     torch_hooks,
+    tracker_runs,
     warning_filters,
 )
 from notebook_accel.launching.ranks.import_hooks import when_imported
@@ -104,7 +104,6 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     arm_stacks(files.dump)
     _reset_process()
     spec = JobSpec.decode(memory_files.read_head(files.payload))
-    _seed_generators(spec, order.place)
     if spec.authkey:
         importlib.import_module("multiprocessing").current_process().authkey = spec.authkey
     if spec.is_detached:
@@ -112,6 +111,7 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     link = Connection.from_descriptor(files.connection)
     link.set_send_deadline(_SEND_DEADLINE_S)
     reporter = reporting.connect(link)
+    random_numbers.seed_alike(spec.nonce, order.place)
     profiling.PROFILER.start()
     _take_messages(link, order.place)
     os.register_at_fork(after_in_child=link.close)  # a worker of this rank must not hold the connection open
@@ -213,6 +213,7 @@ def _join_run(spec: JobSpec, order: messages.Fork, listening: int | None) -> Non
     """Become the rank of this order: set its environment, join the ranks' store, and report the start."""
     interruption.watch(order.place.master_port)
     _set_environment(spec, order.place, order.variables)
+    tracker_runs.install(order.place, spec.name)
     if listening is not None:
         store.serve(order.place, listening)
     store.join()
@@ -322,23 +323,6 @@ def _reset_process() -> None:
         score.write(str(min(1000, int(score.read()) + _OOM_SCORE)))
     faulthandler.enable(2, all_threads=False)  # shows the Python line of a crash in native code
     sys.argv = ["cell.py"]
-
-
-def _seed_generators(spec: JobSpec, place: RankPlace) -> None:
-    """Seed the random generators, alike in all ranks of a run and differently in each run.
-
-    A fork has the state of the template's generators, so that without new seeds every run would draw the same numbers.
-    Ranks with different numbers would split a dataset differently into training and validation parts.
-    """
-    own = spec.nonce if place.local_world_size == place.world_size else 0  # other nodes have other payloads
-    seed = zlib.crc32(f"{own} {place.master_addr} {place.master_port}".encode())
-    random.seed(seed)
-    torch = sys.modules.get("torch")  # a kernel that forks need not have it
-    if torch is not None:
-        torch.default_generator.manual_seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed)
 
 
 def _set_environment(spec: JobSpec, place: RankPlace, variables: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from notebook_accel.launching.ranks import streams, worker
+from notebook_accel.launching.ranks import store, streams, worker
 from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.launching.spec import JobSpec, definitions
 from notebook_accel.payload import memory_files
@@ -32,4 +32,5 @@ def _fill(namespace: dict[str, object]) -> None:
 if __name__ == "__mp_main__":
     streams.replace_streams()
     when_imported("multiprocessing.shared_memory", worker.leave_memory_of_others)
+    when_imported("torch.distributed.rendezvous", store.use)
     _fill(globals())

@@ -228,7 +228,7 @@ def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
         _current = _make(place, device, options)
     elif _current is None:
         store = dist.distributed_c10d._get_default_store()
-        _current = Group(place, GlooSockets(place.master_port), store)
+        _current = Group(place, GlooSockets(_port_of(store)), store)
     elif options not in (InitProcessGroupKwargs(), _current.options):
         warnings.warn(
             f"{options} has no effect: this process has already joined its group, with other options. "
@@ -305,7 +305,7 @@ def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
         ) from error
     backend = options.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     deadline = options.timeout or datetime.timedelta(seconds=_COLLECTIVE_DEADLINE_S[device.type])
-    sockets = GlooSockets(place.master_port)
+    sockets = GlooSockets(_port_of(own_store))
     with sockets.opened_inside():
         dist.init_process_group(
             backend, store=own_store, rank=place.rank, world_size=place.world_size, timeout=deadline
@@ -364,6 +364,13 @@ def _wait_for_all(store: Store, place: RankPlace, timeout: datetime.timedelta) -
             why="They have ended, or haven't come to their Accelerator yet.",
             fix="make the Accelerator on every rank, before work that takes some ranks longer than others",
         ) from None
+
+
+def _port_of(store: Store) -> int:
+    """Return the port at which a store is served, whatever ``MASTER_PORT`` is by now; 0 for a store in a file."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return int(getattr(store, "port", 0))
 
 
 class GlooSockets:

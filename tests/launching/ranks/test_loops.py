@@ -27,13 +27,13 @@ def test_every_loop_is_counted_once(launch: Callable[..., Job], loop: Callable[[
     assert not rank.is_evaluating
 
 
-@pytest.mark.parametrize(("ranks", "connects"), [(2, False), (2, True), (1, False)])
+@pytest.mark.parametrize(("ranks", "group_size"), [(2, 0), (2, 1), (2, 2), (1, 0)])
 def test_ranks_that_train_without_each_other_are_warned_of(
-    launch: Callable[..., Job], ranks: int, connects: bool
+    launch: Callable[..., Job], ranks: int, group_size: int
 ) -> None:
-    warned, *others = launch(training_loops.two_steps, connects, num_processes=ranks).results(timeout_s=60)
+    warned, *others = launch(training_loops.two_steps, group_size, num_processes=ranks).results(timeout_s=60)
     assert others == [[]] * (ranks - 1)
-    if ranks == 1 or connects:
+    if ranks == 1 or group_size == 2:
         assert warned == []
     else:
         [(place, text)] = warned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,13 +41,14 @@ def look() -> None:
     reporting.reporter().catch_up()
 
 
-def two_steps(connects: bool) -> list[tuple[str, str]]:
-    """Return the file and the text of each warning."""
+def two_steps(group_size: int) -> list[tuple[str, str]]:
+    """Train in a group of this size, or in none if it is 0. Return the file and the text of each warning."""
     made = Training()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         estimate_memory(made.model, num_processes=2)  # whose optimizer steps too
-        if connects:
+        if group_size:  # as a script for one process has it
+            os.environ.update({"RANK": "0", "WORLD_SIZE": "1"} if group_size == 1 else {})
             torch.distributed.init_process_group("gloo")
         for x, y in itertools.islice(made.loader, 2):
             made.step(x, y)

@@ -1,0 +1,90 @@
+"""Random numbers in ranks: alike until training begins, so that splits of the data agree, and then each rank's own.
+
+A generator that the program has seeded itself is left alone. The workers of a loader differ by rank from the start,
+unless the dataset is a stream, whose ranks may have to draw one order and take their shares of it.
+
+This module never imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import types
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from notebook_accel import reporting
+from notebook_accel.environment import RankPlace
+from notebook_accel.launching.ranks.import_hooks import when_imported
+
+_STREAM = 1  # torch's ``_DatasetKind.Iterable``
+
+
+def seed_alike(nonce: int, place: RankPlace) -> None:
+    """Seed the random generators, alike in all ranks of a run and differently in each run, until training begins.
+
+    A fork has the state of the template's generators, so that without new seeds every run would draw the same numbers.
+    Ranks with different numbers would split a dataset differently into training and validation parts.
+    """
+    own = nonce if place.local_world_size == place.world_size else 0  # other nodes have other payloads
+    seed = zlib.crc32(f"{own} {place.master_addr} {place.master_port}".encode())
+    by_rank = zlib.crc32(f"{seed} {place.rank}".encode())
+    random.seed(seed)
+    seeders = [_if_unseeded(random, "seed", "setstate", random.getstate)]
+    torch, numpy = (sys.modules.get(name) for name in ("torch", "numpy"))  # a kernel that forks need not have them
+    if numpy is not None:
+        numpy.random.seed(seed)
+        seeders.append(_if_unseeded(numpy.random, "seed", "set_state", numpy.random.get_state))
+    if torch is not None:
+        generator = torch.default_generator
+        generator.manual_seed(seed)
+        seeders.append(lambda by_rank: generator.initial_seed() == seed and generator.manual_seed(by_rank))
+    if place.world_size > 1:
+        reporting.reporter().at_training += [functools.partial(seeder, by_rank) for seeder in seeders]
+        when_imported("torch.utils.data.dataloader", functools.partial(_seed_workers, place.rank))
+
+
+def _if_unseeded(module: Any, seed: str, set_state: str, get_state: Callable[[], Any]) -> Callable[[int], object]:
+    """Return a function that seeds a module's generator, unless the program has changed its state by then.
+
+    ``torch.compile`` restores a state that hasn't changed, which doesn't count.
+    """
+    originals, is_seeded = {name: getattr(module, name) for name in (seed, set_state)}, False
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_seeded
+            before = "" if is_seeded else repr(get_state())
+            original(*args, **kwargs)
+            is_seeded = is_seeded or repr(get_state()) != before
+
+        return call
+
+    replaced = {name: noting(original) for name, original in originals.items()}
+    vars(module).update(replaced)
+
+    def reseed(by_rank: int) -> None:
+        vars(module).update({name: originals[name] for name in replaced if getattr(module, name) is replaced[name]})
+        if not is_seeded:
+            originals[seed](by_rank)
+
+    return reseed
+
+
+def _seed_workers(rank: int, module: types.ModuleType) -> None:
+    """Give the workers of each rank seeds of their own, also where the loader's generator is the same on all ranks."""
+    iterator_class = module._BaseDataLoaderIter
+    original = iterator_class.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, loader, *args, **kwargs)
+        if self._dataset_kind != _STREAM:
+            # A prepared loader knows this rank's place among those that read different samples.
+            self._base_seed += getattr(getattr(loader, "shard", None), "process_index", rank) * self._num_workers
+
+    iterator_class.__init__ = __init__
