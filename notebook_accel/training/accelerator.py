@@ -59,7 +59,7 @@ from notebook_accel.training.optimizers import AcceleratedOptimizer, Accelerated
 from notebook_accel.training.parallelism import ParallelismConfig
 from notebook_accel.training.precision import LossScaler, Precision
 from notebook_accel.training.states import AcceleratorState, DistributedType, ProcessState
-from notebook_accel.training.trackers import Idle
+from notebook_accel.training.trackers import NotOnThisRank
 
 _T = TypeVar("_T")
 _Path = str | os.PathLike[str]
@@ -959,7 +959,7 @@ class Accelerator(ProcessState):
         Raises:
             ConfigError: There is no tracker of that name.
         """
-        return tracking.find(self.trackers, name, unwrap=unwrap) if self.is_main_process else Idle()
+        return tracking.find(self.trackers, name, unwrap=unwrap) if self.is_main_process else NotOnThisRank()
 
 
 def _absolute(path: _Path | None) -> pathlib.Path:
