@@ -54,6 +54,11 @@ old, new = 'the old way', 'the new way'""")
         outcome = run(fresh_notebook, cell)
         assert [of_rank(rank, outcome) for rank in (0, 1)] == [["mine says hello"]] * 2
         assert outcome.stderr == ""  # the kernel's handler has written nothing
+    fresh_notebook.run("""import logging.handlers, queue
+listener = logging.handlers.QueueListener(queue.Queue(), logging.StreamHandler()); listener.start()
+handlers, logging.root.handlers = logging.root.handlers, [logging.handlers.QueueHandler(listener.queue)]""")
+    assert of_rank(1, run(fresh_notebook, "%%distributed -n 2 --view lines\ntrain()")) == ["hello"]
+    fresh_notebook.run("listener.stop(); logging.root.handlers = handlers")
     warn = "warnings.warn(old); warnings.warn(new)"
     outcome = run(fresh_notebook, f"%%distributed -n 1 --view lines\n{warn}")
     assert "UserWarning: the new way" in outcome.stdout and "the old way" not in outcome.stdout
