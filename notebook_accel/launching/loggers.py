@@ -79,14 +79,14 @@ def take_over(found: dict[str, LoggerSettings]) -> None:
         if logger.level != each.level:  # setting a level clears the caches of all loggers, which takes 2 ms in a fork
             logger.setLevel(each.level)
         logger.propagate = each.propagate
-        for handler in _queues_of(logger):  # in a fork of the kernel, without the thread that reads the queue
-            logger.removeHandler(handler)
+        for inherited in _queues_of(logger):  # in a fork of the kernel, without the thread that reads the queue
+            logger.removeHandler(inherited)
         for described in () if logger.handlers else each.handlers:
             with contextlib.suppress(OSError):  # another machine may lack the file's folder
-                made = _made(described)
-                made.addFilter(functools.partial(_is_alone, logger, described.to))
-                _taken_over.add(made)
-                logger.addHandler(made)
+                handler = _made(described)
+                handler.addFilter(functools.partial(_is_alone, logger, described.to))
+                _taken_over.add(handler)
+                logger.addHandler(handler)
 
 
 def _queues_of(logger: logging.Logger) -> list[logging.Handler]:

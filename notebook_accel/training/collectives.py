@@ -231,7 +231,7 @@ def _tensors_of(tree: Any, operation: str) -> list[torch.Tensor]:
         if not isinstance(leaf, torch.Tensor):
             raise TrainingError(
                 f"{operation} takes tensors; {type(leaf).__name__} isn't one.",
-                fix="gather_for_metrics([...], use_gather_object=True) gathers lists of any objects",
+                fix="torch.tensor(number); gather_for_metrics([...], use_gather_object=True) gathers lists of objects",
             )
         if hasattr(leaf, "full_tensor"):
             raise TrainingError(

@@ -251,31 +251,33 @@ class _SchedulerByMetric(AcceleratedScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._number = next(_by_metric)
-        self._passed: list[float] = []
+        self._compared = 0
+        self._last = "", 0.0  # the key of the last metric in the store, and the metric
 
     def step(self, metrics: Any, *args: Any, **kwargs: Any) -> None:
-        if len(self._passed) < _COMPARED_METRICS and dist.is_initialized():
+        if self._compared < _COMPARED_METRICS and dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # the rank that served the store has ended
                 self._compare(float(metrics))
         super().step(metrics, *args, **kwargs)
 
     def _compare(self, metric: float) -> None:
         store: Any = dist.distributed_c10d._get_default_store()
-        key = f"notebook_accel/metric/{self._number}/{code_places.describe(sys._getframe())}/{{}}/{{}}"
-        rank, call = dist.get_rank(), len(self._passed)
-        store.set(key.format(rank, call), repr(metric))
-        self._passed.append(metric)
-        for other in range(1, dist.get_world_size() if rank == 0 and call else 0):
-            if store.check([key.format(other, call - 1)]):
-                own, theirs = self._passed[call - 1], float(store.get(key.format(other, call - 1)))
-                if not (math.isclose(own, theirs, rel_tol=1e-6) or (math.isnan(own) and math.isnan(theirs))):
-                    code_places.warn(
-                        f"Rank 0 has passed {own:g} to {type(self.scheduler).__name__}, rank {other} {theirs:g}: their "
-                        'learning rates part, and then their models. Fix: accelerator.reduce(loss, "mean") before '
-                        "scheduler.step, or a metric of what gather_for_metrics returns"
-                    )
-                    self._passed += [own] * _COMPARED_METRICS  # no further warning
-                    return
+        last, own = self._last
+        for rank in range(1, dist.get_world_size() if last and dist.get_rank() == 0 else 0):
+            theirs = float(store.get(f"{last}/{rank}")) if store.check([f"{last}/{rank}"]) else own
+            if not (math.isclose(own, theirs, rel_tol=1e-6) or (math.isnan(own) and math.isnan(theirs))):
+                code_places.warn(
+                    f"Rank 0 has passed {own:g} to {type(self.scheduler).__name__}, rank {rank} {theirs:g}: their "
+                    'learning rates part, and then their models. Fix: accelerator.reduce(loss, "mean") before '
+                    "scheduler.step, or a metric of what gather_for_metrics returns"
+                )
+                self._compared = _COMPARED_METRICS
+                return
+        self._compared += 1
+        # Calls of different numbers are never compared, such as after an interrupt that came between two ranks' calls.
+        call = f"{self.scheduler.last_epoch}/{self._compared}/{code_places.describe(sys._getframe())}"
+        self._last = f"notebook_accel/metric/{self._number}/{call}", metric
+        store.set(f"{self._last[0]}/{dist.get_rank()}", repr(metric))
 
 
 def _ending_in(scheduler: Any) -> Iterator[Any]:

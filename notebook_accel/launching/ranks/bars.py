@@ -201,8 +201,7 @@ def _patch_tqdm(bar_class: Any, bars: OpenBars) -> None:
     original_init, original_close, set_postfix = bar_class.__init__, bar_class.close, bar_class.set_postfix
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        is_in_rank = reporting.reporter().is_connected
-        if not is_in_rank and _redirected(kwargs.get("file")) is _NULL_FILE:
+        if not reporting.reporter().is_connected and _redirected(kwargs.get("file")) is _NULL_FILE:
             # In a pool's process, which has no row: draw the beginning and the end.
             kwargs.pop("position", None)
             original_init(self, *args, **kwargs)
