@@ -257,7 +257,7 @@ class _SchedulerByMetric(AcceleratedScheduler):
     def step(self, metrics: Any, *args: Any, **kwargs: Any) -> None:
         if self._compared < _COMPARED_METRICS and dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # the rank that served the store has ended
-                self._compare(float(metrics))
+                self._compare(float(metrics.detach() if isinstance(metrics, torch.Tensor) else metrics))
         super().step(metrics, *args, **kwargs)
 
     def _compare(self, metric: float) -> None:
