@@ -1,7 +1,8 @@
 """The notebook's settings of Python's ``logging``, which the ranks take over: they start without any.
 
-So messages appear as in the notebook, or in the file to which it logs. Filters, and handlers that write to neither the
-standard streams nor a file, are left out.
+So messages appear as in the notebook, or in the file to which it logs. What goes only to a queue in the notebook, where
+a thread reads it, ranks write to stderr. Filters, and other handlers that write to neither the standard streams nor a
+file, are left out.
 """
 
 from __future__ import annotations
@@ -63,24 +64,33 @@ def settings() -> dict[str, LoggerSettings]:
             continue
         is_package = name.partition(".")[0] in sys.modules and not name.startswith("__main__")
         handlers = () if is_package else tuple(filter(None, map(_described, logger.handlers)))
+        queues = [] if is_package else _queues_of(logger)
+        if queues and not handlers:
+            handlers = (LogHandler("stderr", min(each.level for each in queues)),)
         if handlers or logger.level != (logging.NOTSET if name else logging.WARNING):
             found[name] = LoggerSettings(logger.level, bool(logger.propagate), handlers)
     return found
 
 
 def take_over(found: dict[str, LoggerSettings]) -> None:
-    """Set up this process's loggers. Those that have handlers keep them."""
+    """Set up this process's loggers. Those that have handlers keep them, except for queues."""
     for name, each in found.items():
         logger = logging.getLogger(name)
         if logger.level != each.level:  # setting a level clears the caches of all loggers, which takes 2 ms in a fork
             logger.setLevel(each.level)
         logger.propagate = each.propagate
+        for inherited in _queues_of(logger):  # in a fork of the kernel, without the thread that reads the queue
+            logger.removeHandler(inherited)
         for described in () if logger.handlers else each.handlers:
             with contextlib.suppress(OSError):  # another machine may lack the file's folder
                 handler = _made(described)
                 handler.addFilter(functools.partial(_is_alone, logger, described.to))
                 _taken_over.add(handler)
                 logger.addHandler(handler)
+
+
+def _queues_of(logger: logging.Logger) -> list[logging.Handler]:
+    return [handler for handler in logger.handlers if isinstance(handler, logging.handlers.QueueHandler)]
 
 
 def _is_alone(logger: logging.Logger, to: str, _record: logging.LogRecord) -> bool:

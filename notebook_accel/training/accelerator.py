@@ -13,7 +13,7 @@ import pathlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -59,7 +59,7 @@ from notebook_accel.training.optimizers import AcceleratedOptimizer, Accelerated
 from notebook_accel.training.parallelism import ParallelismConfig
 from notebook_accel.training.precision import LossScaler, Precision
 from notebook_accel.training.states import AcceleratorState, DistributedType, ProcessState
-from notebook_accel.training.trackers import Idle
+from notebook_accel.training.trackers import NotOnThisRank
 
 _T = TypeVar("_T")
 _Path = str | os.PathLike[str]
@@ -795,6 +795,7 @@ class Accelerator(ProcessState):
         load_kwargs: Mapping[str, Any] | None = None,
         *,
         strict: bool = True,
+        map_location: Literal["cpu", "on_device"] | None = None,  # noqa: ARG002  # Accelerate's signature
     ) -> str:
         """Restore training to the point at which ``save_state`` was called. All ranks call this after ``prepare``.
 
@@ -809,6 +810,7 @@ class Accelerator(ProcessState):
             input_dir: The folder; with automatic naming the default is the checkpoint with the highest number.
             load_kwargs: ``{"weights_only": False}`` to also read registered objects that can run code when read.
             strict: Require that the models have exactly the tensors that were saved.
+            map_location: It makes no difference: files are read to the CPU, and values go to where the objects are.
 
         Returns:
             The folder.
@@ -958,7 +960,7 @@ class Accelerator(ProcessState):
         Raises:
             ConfigError: There is no tracker of that name.
         """
-        return tracking.find(self.trackers, name, unwrap=unwrap) if self.is_main_process else Idle()
+        return tracking.find(self.trackers, name, unwrap=unwrap) if self.is_main_process else NotOnThisRank()
 
 
 def _absolute(path: _Path | None) -> pathlib.Path:

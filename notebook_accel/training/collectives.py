@@ -127,9 +127,8 @@ def broadcast(backend: Backend, tree: Any, from_process: int = 0) -> Any:
     verify_collective(backend, f"broadcast from rank {from_process}", _tensors_of(tree, "broadcast"))
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:
-        contiguous = tensor.contiguous()
-        backend.broadcast(contiguous, from_process)
-        return tensor if contiguous is tensor else tensor.copy_(contiguous)
+        backend.broadcast(tensor, from_process)
+        return tensor
 
     return map_leaves(filled, tree)
 
@@ -232,12 +231,19 @@ def _tensors_of(tree: Any, operation: str) -> list[torch.Tensor]:
         if not isinstance(leaf, torch.Tensor):
             raise TrainingError(
                 f"{operation} takes tensors; {type(leaf).__name__} isn't one.",
-                fix="gather_for_metrics([...], use_gather_object=True) gathers lists of any objects",
+                fix="torch.tensor(number); gather_for_metrics([...], use_gather_object=True) gathers lists of objects",
             )
         if hasattr(leaf, "full_tensor"):
             raise TrainingError(
                 f"{operation} takes tensors that each rank has whole, and this one is sharded over the ranks.",
                 fix="tensor.full_tensor() gathers it; get_state_dict(model) gathers a model on rank 0",
+            )
+        if leaf.layout is not torch.strided or leaf.is_nested:
+            raise TrainingError(
+                f"{operation} takes dense tensors, and this one is {'nested' if leaf.is_nested else leaf.layout}.",
+                fix="list(tensor.unbind()), with gather_for_metrics(..., use_gather_object=True)"
+                if leaf.is_nested
+                else "tensor.to_dense()",
             )
     return leaves
 

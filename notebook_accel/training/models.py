@@ -16,6 +16,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import is_parametrized
 
 from notebook_accel.errors import TrainingError
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
@@ -341,7 +342,8 @@ def _set_class(model: Any, kind: type) -> None:
 
 
 def _begin_autocasting(model: torch.nn.Module, autocast: Callable[[], Any]) -> None:
-    own: Any = type(model)
+    given: Any = type(model)
+    own: Any = given.__bases__[0] if is_parametrized(model) else given
     of_class = inspect.getattr_static(own, "forward")
 
     def autocasting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -367,6 +369,9 @@ def _begin_autocasting(model: torch.nn.Module, autocast: Callable[[], Any]) -> N
     }
     bases = (own,) if issubclass(own, _Autocasting) else (_Autocasting, own)
     kind = types.new_class(own.__name__, bases, exec_body=lambda body: body.update(names))
+    if given is not own:  # torch deletes a parametrization from the model's class, and at last goes back to its base
+        body_of_given = {**vars(given), "_own": given}
+        kind = types.new_class(given.__name__, (kind,), exec_body=lambda body: body.update(body_of_given))
     _set_class(model, kind)
 
 

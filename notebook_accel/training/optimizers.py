@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
+from notebook_accel import code_places
 from notebook_accel.errors import CheckpointError, TrainingError
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import collectives, fsdp, process_group
@@ -18,6 +24,8 @@ from notebook_accel.training.gradients import UncalledModels
 from notebook_accel.training.precision import LossScaler
 
 _WAITING = "_calls_waiting"  # an entry beside those of the scheduler's own state
+_COMPARED_METRICS = 10  # the first ones of a scheduler
+_by_metric = itertools.count()  # numbers of the schedulers that go by a metric; equal on all ranks that prepare alike
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -190,6 +198,7 @@ class AcceleratedScheduler:
         self._steps_per_call = steps_per_call
         self._step_with_optimizer = step_with_optimizer
         self._calls_waiting = 0
+        self._ending = list(_ending_in(scheduler))
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if the optimizer has stepped."""
@@ -205,9 +214,8 @@ class AcceleratedScheduler:
             return
         # The patience of ReduceLROnPlateau counts calls, not batches.
         steps = 1 if isinstance(self.scheduler, ReduceLROnPlateau) else calls * self._steps_per_call
-        end = getattr(self.scheduler, "total_steps", None)
         for _ in range(steps):
-            if end is not None and self.scheduler.last_epoch >= end:  # OneCycleLR would raise
+            if any(each.last_epoch >= each.total_steps for each in self._ending):
                 return
             self.scheduler.step(*args, **kwargs)
 
@@ -231,6 +239,55 @@ class AcceleratedScheduler:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return operator.itemgetter(0), ((self.scheduler,),)
+
+
+class _SchedulerByMetric(AcceleratedScheduler):
+    """A scheduler that goes by a metric. Rank 0 warns if ranks pass different ones: their learning rates part.
+
+    No rank waits for another: each writes its metric to the ranks' store, and rank 0 reads what others wrote at their
+    last call when it makes the next one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._number = next(_by_metric)
+        self._compared = 0
+        self._last = "", 0.0  # the key of the last metric in the store, and the metric
+
+    def step(self, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        if self._compared < _COMPARED_METRICS and dist.is_initialized():
+            with contextlib.suppress(RuntimeError):  # the rank that served the store has ended
+                self._compare(float(metrics.detach() if isinstance(metrics, torch.Tensor) else metrics))
+        super().step(metrics, *args, **kwargs)
+
+    def _compare(self, metric: float) -> None:
+        store: Any = dist.distributed_c10d._get_default_store()
+        last, own = self._last
+        for rank in range(1, dist.get_world_size() if last and dist.get_rank() == 0 else 0):
+            theirs = float(store.get(f"{last}/{rank}")) if store.check([f"{last}/{rank}"]) else own
+            if not (math.isclose(own, theirs, rel_tol=1e-6) or (math.isnan(own) and math.isnan(theirs))):
+                code_places.warn(
+                    f"Rank 0 has passed {own:g} to {type(self.scheduler).__name__}, rank {rank} {theirs:g}: their "
+                    'learning rates part, and then their models. Fix: accelerator.reduce(loss, "mean") before '
+                    "scheduler.step, or a metric of what gather_for_metrics returns"
+                )
+                self._compared = _COMPARED_METRICS
+                return
+        self._compared += 1
+        # Calls of different numbers are never compared, such as after an interrupt that came between two ranks' calls.
+        call = f"{self.scheduler.last_epoch}/{self._compared}/{code_places.describe(sys._getframe())}"
+        self._last = f"notebook_accel/metric/{self._number}/{call}", metric
+        store.set(f"{self._last[0]}/{dist.get_rank()}", repr(metric))
+
+
+def _ending_in(scheduler: Any) -> Iterator[Any]:
+    """Yield the schedules that raise after their ``total_steps``, as OneCycleLR does, also within those of others."""
+    if getattr(scheduler, "total_steps", None) is not None:
+        yield scheduler
+    inner = getattr(scheduler, "_schedulers", [])
+    # The earlier ones of a sequence end at its milestones, or raise without a prepare too.
+    for each in inner[-1:] if isinstance(scheduler, SequentialLR) else inner:
+        yield from _ending_in(each)
 
 
 def prepare_optimizer(
@@ -295,9 +352,8 @@ def prepare_scheduler(
     """Wrap a scheduler. It follows its own prepared optimizer, or all of them if its own isn't prepared."""
     group_recovery.track_state(scheduler)
     followed = [opt for opt in optimizers if scheduler.optimizer in (opt, opt.optimizer)] or list(optimizers)
-    return AcceleratedScheduler(
-        scheduler, followed, state, steps_per_call=steps_per_call, step_with_optimizer=step_with_optimizer
-    )
+    kind = _SchedulerByMetric if isinstance(scheduler, ReduceLROnPlateau) else AcceleratedScheduler
+    return kind(scheduler, followed, state, steps_per_call=steps_per_call, step_with_optimizer=step_with_optimizer)
 
 
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:

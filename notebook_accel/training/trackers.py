@@ -14,7 +14,7 @@ import os
 import pathlib
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from notebook_accel.formatting import json_text
@@ -24,21 +24,34 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 Images = Mapping[str, Sequence[Any]]
 
 
-class Idle:
-    """A null object in place of a library's where nothing is written: each attribute, call and item is an ``Idle``."""
+class NotOnThisRank:
+    """A null object in place of a library's where nothing is written.
 
-    def __getattr__(self, name: str) -> Idle:
+    Each attribute, call and item is another one, it has no items, and ``with`` yields it. Where a program needs a value
+    of the library's, such as a path, Python's error has this class's name.
+    """
+
+    def __getattr__(self, name: str) -> NotOnThisRank:
         if name.startswith("__"):  # Python itself looks these up, such as to copy or pickle
             raise AttributeError(name)
         return self
 
-    def __call__(self, *_: Any, **__: Any) -> Idle:
+    def __call__(self, *_: Any, **__: Any) -> NotOnThisRank:
         return self
 
-    def __getitem__(self, _: Any) -> Idle:
+    def __getitem__(self, _: Any) -> NotOnThisRank:
         return self
 
     def __setitem__(self, _: Any, __: Any) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())  # otherwise Python asks for items without an end
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         pass
 
     def __bool__(self) -> bool:
@@ -150,7 +163,7 @@ class _TableTracker(GeneralTracker):
         self._lacks("tables")
 
     def _lacks(self, kind: str) -> None:
-        if not isinstance(self.tracker, Idle):  # only the rank that writes warns
+        if not isinstance(self.tracker, NotOnThisRank):  # only the rank that writes warns
             warn_once(self, f"log_{kind}", NotImplementedError(f"it has no {kind}"))
 
 
@@ -172,8 +185,8 @@ class LibraryTracker(_TableTracker):
     def __init__(self, run_name: str = "", /, **options: Any) -> None:
         self.run_name = run_name
         self.options = options
-        self.library: Any = Idle()
-        self.run: Any = Idle()
+        self.library: Any = NotOnThisRank()
+        self.run: Any = NotOnThisRank()
 
     def __init_subclass__(cls) -> None:
         for name in _METHODS:

@@ -110,6 +110,37 @@ def test_kernel_that_unloads_or_ends_leaves_nothing(tmp_path: pathlib.Path) -> N
     wait_until_dead(everything)
 
 
+def held(kernel: kernels.Kernel) -> list[tuple[int, int]]:
+    """Return the numbers of open files and threads of the kernel and of each process below it."""
+    pids = [kernel.pid, *(child.pid for child in kernel.descendants())]
+    return [(len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))) for pid in pids]
+
+
+@pytest.mark.parametrize("in_session", [False, True], ids=["launches", "cells of a session"])
+def test_ten_interrupts_leave_no_more_than_two(notebook: kernels.Kernel, in_session: bool) -> None:
+    if in_session:
+        assert notebook.run("%distributed start -n 2").status == "ok"
+    cell = f"%%distributed{'' if in_session else ' -n 2'}\nprint('up', flush=True)\ntime.sleep(60)"
+    after_two: list[tuple[int, int]] = []
+    for number in range(10):
+        running = notebook.start(cell)
+        running.wait_for_output("0 │ up")
+        running.wait_for_output("1 │ up")
+        notebook.interrupt()
+        assert running.finish().error_name == "KeyboardInterrupt"
+        if number == 1:
+            after_two = held(notebook)
+
+    def is_all_closed() -> bool:
+        now = held(notebook)
+        pairs = zip(now, after_two, strict=False)
+        return len(now) <= len(after_two) and all(a <= b and c <= d for (a, c), (b, d) in pairs)
+
+    processes.wait_until(is_all_closed, "no process holds more than after two interrupts")
+    if in_session:
+        assert notebook.run("%distributed stop").status == "ok"
+
+
 def test_nothing_of_the_kernels_own_is_changed(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
     look = """import os, signal, torch.distributed
 def seen():

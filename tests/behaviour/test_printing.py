@@ -54,6 +54,11 @@ old, new = 'the old way', 'the new way'""")
         outcome = run(fresh_notebook, cell)
         assert [of_rank(rank, outcome) for rank in (0, 1)] == [["mine says hello"]] * 2
         assert outcome.stderr == ""  # the kernel's handler has written nothing
+    fresh_notebook.run("""import logging.handlers, queue
+listener = logging.handlers.QueueListener(queue.Queue(), logging.StreamHandler()); listener.start()
+handlers, logging.root.handlers = logging.root.handlers, [logging.handlers.QueueHandler(listener.queue)]""")
+    assert of_rank(1, run(fresh_notebook, "%%distributed -n 2 --view lines\ntrain()")) == ["hello"]
+    fresh_notebook.run("listener.stop(); logging.root.handlers = handlers")
     warn = "warnings.warn(old); warnings.warn(new)"
     outcome = run(fresh_notebook, f"%%distributed -n 1 --view lines\n{warn}")
     assert "UserWarning: the new way" in outcome.stdout and "the old way" not in outcome.stdout
@@ -61,6 +66,40 @@ old, new = 'the old way', 'the new way'""")
     run(fresh_notebook, "%distributed start -n 2")
     assert of_rank(1, run(fresh_notebook, "%%distributed\nlogging.warning('careful')")) == ["root says careful"]
     assert fresh_notebook.run(f"%%distributed\n{warn}").traceback.endswith("UserWarning: the old way")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_launched_within_an_output_widget_is_shown_there(notebook: kernels.Kernel, fails: bool) -> None:
+    run(
+        notebook,
+        """import ipywidgets, threading
+from notebook_accel import notebook_launcher
+def train(fails):
+    print("from a rank")
+    assert not fails, "on purpose"
+def launch(fails):
+    with out: notebook_launcher(train, (fails,), num_processes=2)
+out = ipywidgets.Output(); out""",
+    )
+    in_thread = "thread = threading.Thread(target=launch, args=(False,)); thread.start(); thread.join()"
+    cell = notebook.start("launch(True)" if fails else f"launch(False); {in_thread}")
+    assert cell.finish(100).status == "ok"
+    seen: list[str] = []  # of the outputs that come while a front end captures them
+    is_captured = False
+    for message in cell.messages:
+        content = message["content"]
+        if message["msg_type"] == "comm_msg":
+            is_captured = bool(content["data"].get("state", {}).get("msg_id", is_captured))
+        elif message["msg_type"] in ("stream", "error"):
+            assert is_captured, content
+            seen.append(content.get("text") or content["evalue"])
+    if fails:
+        assert "AssertionError: on purpose" in seen[-1]
+    else:
+        assert sorted(line for line in kernels.unfolded("".join(seen)) if "from" in line) == [
+            *["0 │ from a rank"] * 2,
+            *["1 │ from a rank"] * 2,
+        ]
 
 
 def test_rank_prints_on_while_the_agent_is_stopped(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import logging.handlers
 import pathlib
+import queue
 import shutil
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,24 @@ def test_handlers_of_streams_and_files_are_taken_over(logger: logging.Logger, tm
     logger.info("from a rank")
     assert not logger.propagate
     assert (tmp_path / "train.log").read_text().splitlines() == ["INFO from the notebook", "INFO from a rank"]
+
+
+def test_what_goes_to_a_queue_is_written_by_the_rank(
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    logger.addHandler(logging.handlers.QueueHandler(records))
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    found = loggers.settings()[NAME]
+    assert found.handlers == (LogHandler("stderr", 0),)
+    loggers.take_over({NAME: found})  # as in a fork, which has the notebook's handler
+    logger.info("from a rank")
+    assert records.empty()
+    assert capsys.readouterr().err == "from a rank\n"
+    logger.handlers[0].setStream(sys.stdout)  # type: ignore[attr-defined]
+    logger.addHandler(logging.handlers.QueueHandler(records))
+    assert [handler.to for handler in loggers.settings()[NAME].handlers] == ["stdout"]
 
 
 def test_a_file_keeps_its_encoding_and_is_rotated_by_the_notebook_alone(

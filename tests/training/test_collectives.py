@@ -55,6 +55,28 @@ def test_gather_takes_every_type(three_ranks: Ranks) -> None:
             assert torch.equal(tensor, expected.to(dtype))
 
 
+def views() -> list[Any]:
+    backend = process_group.join()
+    both = torch.tensor([[1 + 1j, 2 + 2j], [3 + 3j, 4 + 4j]]) + backend.place.rank
+    kept = torch.zeros(1, 2)
+    found = []
+    for own in (both.conj(), both.mT.conj(), both.imag.mT, both[:1].conj().imag, both.real[:1, 1], both[0, 0].conj()):
+        gathered = collectives.gather(backend, own).tolist()
+        collectives.broadcast(backend, kept[:, 1:].copy_(own.real.reshape(-1)[:1]), from_process=1)
+        found.append((own.tolist(), gathered, collectives.reduce(backend, own).tolist(), kept[0, 1].item()))
+    return found
+
+
+def test_collectives_take_every_view(two_ranks: Ranks) -> None:
+    for first, second in zip(*two_ranks.run(views), strict=True):
+        own, other = torch.tensor(first[0]), torch.tensor(second[0])
+        expected = torch.cat([own, other]) if own.ndim else torch.stack([own, other])
+        for _, gathered, mean, kept in (first, second):
+            assert gathered == expected.tolist()
+            assert mean == ((own + other) / 2).tolist()
+            assert kept == other.real.reshape(-1)[0]
+
+
 def reduce_types(reduction: str) -> list[Any]:
     backend = process_group.join()
     own = [torch.tensor([200, backend.place.rank]).to(dtype) for dtype in (torch.int64, torch.uint8, torch.float32)]
@@ -164,6 +186,10 @@ def misuse(what: str) -> None:
     backend = process_group.join()
     if what == "gather text":
         collectives.gather(backend, ["text"])
+    if what == "gather a sparse tensor":
+        collectives.gather(backend, torch.eye(2).to_sparse())
+    if what == "reduce a nested tensor":
+        collectives.reduce(backend, torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged))
     collectives.gather_object(backend, "text")
 
 
@@ -171,6 +197,12 @@ def test_what_cannot_be_gathered(two_ranks: Ranks) -> None:
     for error in two_ranks.replies(misuse, "gather text"):
         assert isinstance(error, TrainingError)
         assert "gather takes tensors; str isn't one." in str(error)
+    for error in two_ranks.replies(misuse, "gather a sparse tensor"):
+        assert isinstance(error, TrainingError)
+        assert "gather takes dense tensors, and this one is torch.sparse_coo.\nFix: tensor.to_dense()" in str(error)
+    for error in two_ranks.replies(misuse, "reduce a nested tensor"):
+        assert isinstance(error, TrainingError)
+        assert "reduce takes dense tensors, and this one is nested.\nFix: list(tensor.unbind())" in str(error)
     for error in two_ranks.replies(misuse, "gather an object"):
         assert isinstance(error, TrainingError)
         assert "[value]" in str(error)

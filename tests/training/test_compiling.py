@@ -72,6 +72,22 @@ def test_a_model_that_was_compiled_before_stays_as_it_is() -> None:
     assert accelerator.prepare(in_place) is in_place
 
 
+def unwrapped_with_a_compiled_part() -> list[bool]:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    part: Any = torch.compile(torch.nn.Linear(2, 2), backend="eager")
+    model = torch.nn.Sequential(part, torch.nn.Linear(2, 1))
+    net = accelerator.prepare(model)
+    accelerator.backward(net(torch.ones(1, 2)).sum())
+    plain = accelerator.unwrap_model(net, keep_fp32_wrapper=False)
+    found = [accelerator.unwrap_model(net, keep_torch_compile=keep) is model for keep in (True, False)]
+    accelerator.end_training()
+    return [*found, type(plain) is torch.nn.Sequential, plain[0] is part]
+
+
+def test_a_model_with_a_compiled_part_unwraps(two_ranks: Ranks) -> None:
+    assert two_ranks.run(unwrapped_with_a_compiled_part) == [[True] * 4] * 2
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_the_whole_forward_pass_is_one_graph(precision: str) -> None:
     plugin = TorchDynamoPlugin(backend="eager", fullgraph=True)

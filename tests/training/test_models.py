@@ -11,6 +11,7 @@ import cloudpickle
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 from notebook_accel import Accelerator
 from notebook_accel.environment import RankPlace
@@ -129,6 +130,28 @@ def test_models_of_unusual_make(kind: str) -> None:
         assert is_rounded({"logits": copy.deepcopy(net)(x)})
         net.forward = lambda x: {"another": x}
         assert list(net(x)) == ["another"]
+
+
+def test_a_parametrization_is_removed_from_a_model_that_autocasts() -> None:
+    def is_autocast(model: torch.nn.Module) -> bool:
+        outputs: torch.Tensor = model(x)
+        return torch.equal(outputs, outputs.bfloat16().float())
+
+    given, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    for name in ("weight", "bias"):
+        parametrize.register_parametrization(given, name, torch.nn.Tanh())
+    net: Any = prepare(given)
+    assert is_autocast(net)
+    assert is_autocast(copy.deepcopy(net))
+    assert not is_autocast(unwrap_model(net, keep_fp32_wrapper=False))
+    before = net(x)
+    for name in ("bias", "weight"):
+        parametrize.remove_parametrizations(net, name)
+    assert sorted(dict(net.named_parameters())) == ["bias", "weight"]
+    assert torch.equal(net(x), before)
+    assert is_autocast(net)
+    assert not is_autocast(unwrap_model(net, keep_fp32_wrapper=False))
+    assert type(saved_and_loaded(net)) is torch.nn.Linear
 
 
 def test_prepared_and_original_are_one_model() -> None:

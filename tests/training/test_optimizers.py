@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import linecache
 import math
 import pickle
+import warnings
 from typing import Any
 
 import cloudpickle
@@ -22,6 +24,7 @@ from notebook_accel.training.optimizers import (
     prepare_scheduler,
 )
 from notebook_accel.training.precision import LossScaler
+from tests.training.ranks import Ranks
 
 
 def make(steps: int = 1, **options: Any) -> tuple[torch.nn.Parameter, AcceleratedOptimizer, GradientState]:
@@ -152,6 +155,76 @@ def test_one_cycle_ends_where_it_ends() -> None:
         optimizer.step()
         scheduler.step()
     assert scheduler.last_epoch == 7
+
+
+@pytest.mark.parametrize("kind", ["sequence", "chain", "chain in a sequence"])
+def test_one_cycle_within_another_schedule_ends_where_it_ends(kind: str) -> None:
+    _, optimizer, state = make()
+    own = optimizer.optimizer
+    cycle = lr_scheduler.OneCycleLR(own, max_lr=1.0, total_steps=4 if kind == "sequence" else 7)
+    falls = lr_scheduler.ExponentialLR(own, gamma=0.9)
+    chain = lr_scheduler.ChainedScheduler([falls, cycle], own)
+    both: dict[str, Any] = {
+        "sequence": lambda: lr_scheduler.SequentialLR(own, [falls, cycle], milestones=[3]),
+        "chain": lambda: chain,
+        "chain in a sequence": lambda: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(own), chain], own),
+    }
+    scheduler = schedule(optimizer, state, both[kind](), ranks=2)
+    for _ in range(6):
+        optimizer.step()
+        scheduler.step()
+    assert cycle.last_epoch == cycle.total_steps
+
+
+def test_a_sequence_whose_milestone_is_too_late_says_so() -> None:
+    _, optimizer, state = make()
+    own = optimizer.optimizer
+    cycle = lr_scheduler.OneCycleLR(own, max_lr=1.0, total_steps=3)
+    both = lr_scheduler.SequentialLR(own, [cycle, lr_scheduler.ConstantLR(own)], milestones=[5])
+    scheduler = schedule(optimizer, state, both, ranks=2)
+    optimizer.step()
+    scheduler.step()
+    with pytest.raises(ValueError, match="Tried to step 4 times"):
+        scheduler.step()
+
+
+def plateau(metric: str) -> tuple[list[float], list[tuple[str, str]]]:
+    """Train two epochs, and return the rank's learning rates and the warnings about its metric with their lines."""
+    accelerator = Accelerator(cpu=True)
+    net = torch.nn.Linear(1, 1)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, optimizer, scheduler = accelerator.prepare(
+        net, sgd, lr_scheduler.ReduceLROnPlateau(sgd, patience=0, factor=0.5)
+    )
+    rates = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in range(4):
+            accelerator.backward(net(torch.ones(1, 1)).sum())
+            optimizer.step()
+            loss = torch.tensor(float(-epoch if accelerator.is_main_process else epoch))
+            if metric == "mean":
+                loss = accelerator.reduce(loss, "mean")
+            if metric != "rank 0's alone" or accelerator.is_main_process:
+                scheduler.step(loss if metric != "undefined" else math.nan)
+            rates.append(optimizer.param_groups[0]["lr"])
+    accelerator.end_training()
+    found = [(str(warning.message), linecache.getline(warning.filename, warning.lineno)) for warning in caught]
+    return rates, [(text, line) for text, line in found if "ReduceLROnPlateau" in text]
+
+
+@pytest.mark.parametrize("metric", ["own", "mean", "rank 0's alone", "undefined"])
+def test_ranks_that_pass_different_metrics_are_warned_of_once(two_ranks: Ranks, metric: str) -> None:
+    (rates, on_0), (others_rates, on_1) = two_ranks.run(plateau, metric)
+    assert on_1 == []
+    if metric != "own":
+        assert on_0 == []
+        return
+    assert rates != others_rates
+    [(text, line)] = on_0
+    assert "Rank 0 has passed -1 to ReduceLROnPlateau, rank 1 1:" in text
+    assert 'accelerator.reduce(loss, "mean")' in text
+    assert "scheduler.step(loss" in line
 
 
 @pytest.mark.parametrize("options", [{}, {"adjust_scheduler": True}])

@@ -63,7 +63,7 @@ def track(name: str, folder: str, options: dict[str, Any]) -> Any:
         if name not in ("aim", "dvclive", "swanlab"):  # they have no tables
             tracker.log_table("confusion", columns=["digit", "count"], data=[[3, 5], [8, 2]], step=2)
         run = accelerator.get_tracker(name, unwrap=True)
-        has_run = bool(run is not None and type(run).__name__ != "Idle")
+        has_run = bool(run is not None and type(run).__name__ != "NotOnThisRank")
         accelerator.end_training()
         if name == "wandb":
             import wandb

@@ -73,6 +73,29 @@ def test_only_rank_0_tracks(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
+def read_run() -> Any:
+    """Read the run as programs do that were written for one process."""
+    accelerator = Accelerator(cpu=True, log_with=Own())
+    accelerator.init_trackers("run")
+    found: Any = None
+    if not accelerator.is_main_process:
+        run = accelerator.get_tracker("own", unwrap=True)
+        run.name = "first"
+        with run.start_span("epoch") as span:
+            span.config["lr"] = 0.1
+        found = [run.name, [*run.tags], "lr" in run.config, dict(run.config), bool(run)]
+        with pytest.raises(TypeError, match="NotOnThisRank"):
+            json.dumps(run.active_run.to_dictionary())
+        with pytest.raises(TypeError, match="NotOnThisRank"):
+            pathlib.Path(run.dir)
+    accelerator.end_training()
+    return found
+
+
+def test_a_run_that_is_read_on_another_rank(two_ranks: Ranks) -> None:
+    assert two_ranks.run(read_run) == [None, ["first", [], False, {}, False]]
+
+
 def test_what_is_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match="'neptune', and there is no such tracker"):
         Accelerator(log_with=["jsonl", "neptune"], project_dir=tmp_path)

@@ -201,6 +201,12 @@ def _patch_tqdm(bar_class: Any, bars: OpenBars) -> None:
     original_init, original_close, set_postfix = bar_class.__init__, bar_class.close, bar_class.set_postfix
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not reporting.reporter().is_connected and _redirected(kwargs.get("file")) is _NULL_FILE:
+            # In a pool's process, which has no row: draw the beginning and the end.
+            kwargs.pop("position", None)
+            original_init(self, *args, **kwargs)
+            self.mininterval = math.inf
+            return
         if len(args) > _FILE_POSITION:
             args = (*args[:_FILE_POSITION], _redirected(args[_FILE_POSITION]), *args[_FILE_POSITION + 1 :])
         else:

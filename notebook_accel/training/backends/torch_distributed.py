@@ -86,7 +86,7 @@ class TorchDistributed(TorchDevice):
             ticket.item()
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach().contiguous()
+        tensor = _dense(tensor.detach())
         gathered = tensor.new_empty((self.place.world_size * tensor.shape[0], *tensor.shape[1:]))
         with self._explained():
             _all_gather_single(_as_bytes(gathered), _as_bytes(tensor))
@@ -97,11 +97,11 @@ class TorchDistributed(TorchDevice):
             dist.all_reduce(tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        contiguous = tensor.contiguous()
+        dense = _dense(tensor)
         with self._explained():
-            dist.broadcast(_as_bytes(contiguous), source)
-        if contiguous is not tensor:
-            tensor.copy_(contiguous)
+            dist.broadcast(_as_bytes(dense), source)
+        if dense is not tensor:
+            tensor.copy_(dense)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.place.world_size
@@ -334,9 +334,15 @@ def _register_hook(parallel: DistributedDataParallel, options: DistributedDataPa
         ) from None
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory has its values in order: the tensor itself or a copy, such as of ``x.mT.conj()``."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _as_bytes(dense: torch.Tensor) -> torch.Tensor:
     """Return the same memory as bytes: every backend can send bytes, but not every type."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # Not by reshape: a single element is contiguous with any stride, such as that of scores[:, 1].
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 _HEADER = struct.Struct("qq")  # the length of the longest of all ranks' objects, and of this rank's, in bytes

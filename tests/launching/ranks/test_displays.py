@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -170,6 +171,19 @@ tqdm.write("beside the bars")""")
     assert "0 │ beside the bars\n" in outcome.stdout
     assert "rank 0  finished  step 7/7" in outcome.stdout
     assert not any(sign in outcome.stdout + outcome.stderr for sign in ("it/s", "%|", "HBox"))
+
+
+def test_bars_of_a_pools_process_are_drawn_when_they_end(run: Run) -> None:
+    outcome = run("""%%distributed -n 1
+from multiprocessing import Pool
+def work(number):
+    for _ in tqdm(range(3), desc=f"bar {number}", position=number, mininterval=0): pass
+with Pool(1) as pool:
+    for _ in tqdm(pool.imap(work, range(2)), total=2): pass""")
+    ends = re.findall(r"^0 │ (bar \d): 100%\|.*\| 3/3 ", outcome.stdout, re.MULTILINE)
+    assert ends == ["bar 0", "bar 1"], outcome.stdout
+    assert "1/3" not in outcome.stdout
+    assert "rank 0  finished  step 2/2" in outcome.stdout
 
 
 def test_bar_over_epochs_is_the_epoch_and_one_over_steps_is_not(run: Run) -> None:
