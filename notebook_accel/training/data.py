@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import functools
 import warnings
@@ -20,6 +18,8 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from notebook_accel.environment import RankPlace
@@ -40,11 +40,15 @@ from notebook_accel.training.loaders import (
 from notebook_accel.training.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
+    SamplerView,
     SeedableRandomSampler,
-    SkipBatchSampler,
-    SynchronizedSampler,
     chain_of,
+    generators_of,
 )
+
+# Samplers of torch's that draw nothing from global generators, and those that do so for their first index only.
+_DRAWS_NOTHING = {BatchSampler, SeedableRandomSampler, SequentialSampler}
+_DRAWS_AT_FIRST = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
 
 
 @dataclasses.dataclass
@@ -60,7 +64,7 @@ class DataLoaderConfiguration:
         even_batches: Repeat samples from the beginning of an epoch at its end, so that all ranks have equally many
             batches. Without this some ranks can have one batch more, which is fine for evaluation without collectives;
             training then needs ``join_uneven_inputs``.
-        use_seedable_sampler: Shuffle by the seed and the number of the epoch only.
+        use_seedable_sampler: With ``shuffle=True``, shuffle by the seed and the number of the epoch only.
         data_seed: The seed of ``use_seedable_sampler``. By default the one that torch was seeded with.
         non_blocking: Don't wait for copies to the device. Loaders with ``pin_memory=True`` never wait.
         use_stateful_dataloader: No effect: all prepared loaders have ``state_dict`` and ``load_state_dict``, without
@@ -177,8 +181,11 @@ def shard_dataloader(
     if place == backend.place:
         group_recovery.track_state(position.epochs)
     if maker.dispatches:
-        return DataLoaderDispatcher(loader, backend=backend, **options)
-    return DataLoaderShard(loader, **options)
+        prepared: DataLoaderShard = DataLoaderDispatcher(loader, backend=backend, **options)
+    else:
+        prepared = DataLoaderShard(loader, **options)
+    prepared.pass_epoch_on(position.epochs.following)
+    return prepared
 
 
 def _make_feed(backend: Backend, device: torch.device, *, non_blocking: bool) -> Feed:
@@ -230,13 +237,8 @@ def _refuse(loader: Any, *, is_alone: bool) -> None:
 
 
 def _has_own_iter(loader: DataLoader[Any]) -> bool:
-    return type(loader).__iter__ is not DataLoader.__iter__
-
-
-def _draws_from_global_generators(sampler: Any) -> bool:
-    """Return whether a sampler may draw from torch's, Python's or NumPy's global generator."""
-    others = (BatchSampler, SeedableRandomSampler, SequentialSampler, SkipBatchSampler, SynchronizedSampler, Sequence)
-    return getattr(sampler, "generator", None) is None and not isinstance(sampler, others)
+    names = ("__iter__", "_get_iterator", "_index_sampler")
+    return any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in names)
 
 
 def _unchanged_options(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -276,50 +278,45 @@ class _OptionsMaker:
         loader, place, config = self._loader, self._place, self._config
         # With batch_size=None each item of the sampler is one read of the dataset.
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        options: dict[str, Any] = {"dataset": loader.dataset, name: self._agreed_batches(getattr(loader, name))}
+        batches = getattr(loader, name)
+        self._agree_on_seeds(batches)
+        options: dict[str, Any] = {"dataset": loader.dataset, name: batches}
         if name == "sampler":
             options["batch_size"] = None
         if not self.is_alone:
-            draws = not self.dispatches and any(map(_draws_from_global_generators, chain_of(options[name])))
-            drawing = functools.partial(random_state.of_rank_0, self._from_rank_0) if draws else contextlib.nullcontext
+            drawn = () if self.dispatches else self._drawing(batches)
             shard = BatchSamplerShard(
-                options[name], place.world_size, place.rank, config.split_batches, config.even_batches, drawing
+                batches, place.world_size, place.rank, config.split_batches, config.even_batches, *drawn
             )
             options |= {name: shard, "shard": shard}
         return options
 
-    def _agreed_batches(self, batches: Any) -> Any:
-        """Return the batch sampler with a sampler that draws the same order on all ranks."""
-        if isinstance(batches, SkipBatchSampler):
-            return SkipBatchSampler(self._agreed_batches(batches.batch_sampler), batches.skip_batches)
-        sampler = getattr(batches, "sampler", None)
-        if sampler is None:
-            return self._agreed_sampler(batches)
-        agreed = self._agreed_sampler(sampler)
-        if agreed is sampler:
-            return batches
-        batches = copy.copy(batches)
-        batches.sampler = agreed
-        return batches
+    def _agree_on_seeds(self, batches: Any) -> None:
+        """Give the seedable samplers of a batch sampler rank 0's seeds."""
+        for sampler in chain_of(batches):
+            if self._config.use_seedable_sampler and type(sampler) is RandomSampler:
+                SeedableRandomSampler.take_over(sampler, self._config.data_seed)
+            if isinstance(sampler, SeedableRandomSampler):
+                sampler.seed = self._from_rank_0(sampler.seed)
+            if isinstance(sampler, DistributedSampler) and not self.is_alone:
+                raise ConfigError(
+                    "This loader's DistributedSampler gives each rank its share already.",
+                    why="prepare would shard that share once more.",
+                    fix="DataLoader(dataset, batch_size=..., shuffle=True), and prepare does the rest",
+                )
 
-    def _agreed_sampler(self, sampler: Any) -> Any:
-        if isinstance(sampler, SeedableRandomSampler):
-            agreed = copy.copy(sampler)  # with its seed, so that the order is that of the unprepared loader
-            agreed.seed = self._from_rank_0(sampler.seed)
-            return agreed
-        if self._config.use_seedable_sampler and isinstance(sampler, RandomSampler):
-            options = (sampler.data_source, sampler.replacement, sampler.num_samples, sampler.generator)
-            return self._agreed_sampler(SeedableRandomSampler(*options, data_seed=self._config.data_seed))
-        if self.is_alone or self.dispatches:
-            return sampler
-        if isinstance(sampler, DistributedSampler):
-            raise ConfigError(
-                "This loader's DistributedSampler gives each rank its share already.",
-                why="prepare would shard that share once more.",
-                fix="DataLoader(dataset, batch_size=..., shuffle=True), and prepare does the rest",
-            )
-        is_random = isinstance(sampler, RandomSampler) or getattr(sampler, "generator", None) is not None
-        return SynchronizedSampler(sampler, self._from_rank_0) if is_random else sampler
+    def _drawing(self, batches: Any) -> Sequence[Any]:
+        """Return the function by which all ranks draw the same batches, if these are drawn at random."""
+        kinds = {type(part) for part in chain_of(batches) if not isinstance(part, (SamplerView, Sequence))}
+        if kinds <= _DRAWS_NOTHING:
+            return ()
+        draws = functools.partial(
+            random_state.drawn_as_rank_0,
+            from_rank_0=self._from_rank_0,
+            generators=lambda: generators_of(chain_of(batches)),
+            draws_anywhere=not kinds <= _DRAWS_NOTHING | _DRAWS_AT_FIRST,
+        )
+        return (draws,)
 
     def for_stream(self) -> dict[str, Any]:
         """Return the options for a dataset that can only be iterated."""
@@ -338,7 +335,7 @@ class _OptionsMaker:
             return options
         shard = IterableDatasetShard(
             dataset,
-            batch_size=loader.batch_size or 1,
+            batch_size=loader.batch_size,
             drop_last=loader.drop_last,
             num_processes=place.world_size,
             process_index=place.rank,

@@ -28,11 +28,13 @@ _NOTHING: Any = object()
 class EpochCounter:
     """Counts the epochs of a loader, from 0. ``following`` is the one that begins next.
 
-    If the counter ``is_shared``, the running epoch is in memory shared with worker processes that outlive an epoch.
+    The sampler and the dataset were last told of the epoch ``passed_on``. If the counter ``is_shared``, the running
+    epoch is in memory shared with worker processes that outlive an epoch.
     """
 
     def __init__(self, *, is_shared: bool = False) -> None:
         self.following = 0
+        self.passed_on: int | None = None
         self._running: Any = multiprocessing.RawValue("q", 0) if is_shared else types.SimpleNamespace(value=0)
 
     @property
@@ -365,8 +367,11 @@ class LoaderPosition:
                 _set_states(generators, drawn)
 
     @contextlib.contextmanager
-    def running(self, current: LoaderIteration) -> Iterator[None]:
-        """Track an iteration while the body runs. An abandoned iteration may end while the next one is running."""
+    def running(self, current: LoaderIteration, pass_epoch_on: Callable[[int], None]) -> Iterator[None]:
+        """Track an iteration while the body runs, and then pass the next epoch on.
+
+        An abandoned iteration may end while the next one is running.
+        """
         self._latest = current
         try:
             yield
@@ -374,6 +379,7 @@ class LoaderPosition:
             if self._latest is current:
                 self._latest = None
                 self.ahead = _NOTHING
+                pass_epoch_on(self.epochs.following)
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:

@@ -123,7 +123,7 @@ def test_epochs_reach_sampler_and_dataset() -> None:
     shard.set_epoch(7)
     for _ in range(2):
         next(iter(shard))
-    assert dataset.epochs == [0, 1, 7, 7, 8]
+    assert dataset.epochs == [0, 1, 2, 7, 8, 9]
     assert shard.counter.epoch == 9
 
 
