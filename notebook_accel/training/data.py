@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -18,15 +18,17 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
+from notebook_accel import code_places
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives, process_group, random_state
 from notebook_accel.training.backends import group_recovery
-from notebook_accel.training.backends.backend import Backend, shares_samples
+from notebook_accel.training.backends.backend import Backend, all_ranks, shares_samples
 from notebook_accel.training.dataset_views import EpochStream, LoaderStream, MarkedCollate, MarkedStream
 from notebook_accel.training.loader_position import EpochCounter, LoaderPosition
 from notebook_accel.training.loaders import (
@@ -225,7 +227,9 @@ def _refuse(loader: Any, *, is_alone: bool) -> None:
         raise ConfigError(
             f"prepare can't shard a {type(loader).__name__}.",
             why="It iterates in a way of its own, and prepare makes a torch.utils.data.DataLoader of its parts.",
-            fix="put what it does into the dataset, the sampler or collate_fn, or leave it out of prepare; "
+            fix="DataLoader(...): what prepare returns has state_dict and load_state_dict too"
+            if hasattr(loader, "load_state_dict")
+            else "put what it does into the dataset, the sampler or collate_fn, or leave it out of prepare; "
             "one rank takes it as it is",
         )
     if not loader.in_order and not is_alone:
@@ -246,6 +250,32 @@ def _unchanged_options(loader: DataLoader[Any]) -> dict[str, Any]:
     generator = torch.Generator()  # so that no seed is drawn from the loader's own or the global one
     plain = DataLoader(LoaderStream(loader), batch_size=None, collate_fn=unchanged, generator=generator)
     return {"dataset": plain.dataset, "batch_size": None, **kept_options(plain)}
+
+
+@dataclasses.dataclass
+class _Comparison:
+    """Warns once if the ranks' datasets or batches differ, so that prepare shards the shares of the ranks."""
+
+    _dataset: Any
+    _backend: Backend
+    _is_done: bool = False
+
+    def compare(self, first_round: Any) -> None:
+        """Compare the ranks' datasets, as far as it costs nothing, and the indices of the first round of an epoch."""
+        if self._is_done:
+            return
+        self._is_done = True
+        dataset, own = self._dataset, [first_round, len(self._dataset) if isinstance(self._dataset, Sized) else None]
+        while isinstance(dataset, Subset):
+            own.append(dataset.indices[:100])
+            dataset = dataset.dataset
+        by_rank = collectives.gather_object(self._backend, [repr(own)])
+        if len({*by_rank}) > 1 and all_ranks(self._backend).place.rank == 0:
+            code_places.warn(
+                "The ranks have different datasets or samplers for one loader, and prepare gives each rank "
+                f"1/{len(by_rank)} of its own: the rest isn't read. Fix: the same dataset and sampler on all ranks, or "
+                "leave a loader out of prepare that gives each rank a share itself"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,6 +344,7 @@ class _OptionsMaker:
             random_state.drawn_as_rank_0,
             from_rank_0=self._from_rank_0,
             generators=lambda: generators_of(chain_of(batches)),
+            compare=_Comparison(self._loader.dataset, self._backend).compare if self._is_own_place else lambda _: None,
             draws_anywhere=not kinds <= _DRAWS_NOTHING | _DRAWS_AT_FIRST,
         )
         return (draws,)

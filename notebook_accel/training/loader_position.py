@@ -94,12 +94,15 @@ class ActiveIterations:
         current: The iteration that handed out a batch last.
         training: The iteration that handed out a batch last while gradients were enabled.
         moment: A logical clock, which counts iterations begun and batches handed out.
+        ended: For the latest iteration that has handed out repeated samples and has ended: the ``moment`` of its last
+            batch, the number of samples that it has handed out here, and the last ``Tail``.
     """
 
     running: list[LoaderIteration] = dataclasses.field(default_factory=list)
     current: LoaderIteration | None = None
     training: LoaderIteration | None = None
     moment: int = 0
+    ended: tuple[int, int, Tail] | None = None
 
     def abandon(self) -> None:
         """Forget iterations that an error ended and that its traceback keeps alive.
@@ -237,6 +240,7 @@ class LoaderPosition:
         self.reuses_workers: bool | None = None
         self.ahead: Any = _NOTHING  # the prefetched batch, where reading it again could give another one
         self.epochs = epochs
+        self.resumed: ResumePoint | None = None  # the latest at which an iteration began by itself
         self._latest: LoaderIteration | None = None
         self._begun: Any = None
         self._generators: list[torch.Tensor] = []
@@ -338,6 +342,8 @@ class LoaderPosition:
     def take_resume_point(self) -> ResumePoint | None:
         """Return and clear the resume point; ``None`` if the iteration starts a new epoch."""
         resume_point, self._resume_point = self._resume_point, None
+        if resume_point is not None:
+            self.resumed = None if resume_point.is_told else resume_point
         return resume_point
 
     @contextlib.contextmanager

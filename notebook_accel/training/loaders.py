@@ -218,6 +218,10 @@ class DataLoaderShard(DataLoader[Any]):
                 position.go_on(current)
                 if current.before_next is not None:
                     current.before_next()
+            if current.tail is not None and self.shard is not None:
+                share = self.total_batch_size // len(current.tail.sizes)
+                own = (self.counter.step - 1) * share + current.tail.sizes[self.shard.process_index]
+                ACTIVE_ITERATIONS.ended = current.moment, own, current.tail
 
     def __len__(self) -> int:
         length = super().__len__()

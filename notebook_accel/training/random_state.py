@@ -153,6 +153,7 @@ def drawn_as_rank_0(
     make: Callable[[], Iterator[_T]],
     from_rank_0: Callable[[Any], Any],
     generators: Callable[[], Sequence[torch.Generator]],
+    compare: Callable[[_T], None],
     *,
     draws_anywhere: bool,
 ) -> Iterator[_T]:
@@ -166,25 +167,22 @@ def drawn_as_rank_0(
         make: Makes the iterator.
         from_rank_0: Broadcasts rank 0's argument. Every rank calls it once, or twice for one that ``draws_anywhere``.
         generators: Returns the further generators that the iterator draws from. Each rank's get rank 0's state.
+        compare: Called with the first item.
         draws_anywhere: True if ``make`` and later items may draw from the global generators too.
     """
     with _of_rank_0(from_rank_0, generators()) if draws_anywhere else contextlib.nullcontext():
         items = make()
-    return _drawn(items, from_rank_0, generators, draws_anywhere=draws_anywhere)
 
+    def drawn() -> Iterator[_T]:
+        with _of_rank_0(from_rank_0, generators()):
+            first = [*itertools.islice(items, 1)]
+            state = _on_host()
+        for item in first:
+            compare(item)
+            yield item
+        yield from drawn_apart(items, _seeded_by(state)) if draws_anywhere else items
 
-def _drawn(
-    items: Iterator[_T],
-    from_rank_0: Callable[[Any], Any],
-    generators: Callable[[], Sequence[torch.Generator]],
-    *,
-    draws_anywhere: bool,
-) -> Iterator[_T]:
-    with _of_rank_0(from_rank_0, generators()):
-        first = [*itertools.islice(items, 1)]
-        own = _on_host()
-    yield from first
-    yield from drawn_apart(items, _seeded_by(own)) if draws_anywhere else items
+    return drawn()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from torch.utils.data import (
     DataLoader,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -231,14 +230,14 @@ Change = Callable[[int, Any], None]
 
 
 def _weighted() -> tuple[dict[str, Any], Change]:
-    sampler = WeightedRandomSampler(torch.arange(1.0, _SAMPLES + 1), 24)
+    sampler = WeightedRandomSampler(torch.arange(1.0, _SAMPLES + 1), 24, generator=torch.Generator())
     return {"batch_size": 3, "sampler": sampler}, lambda epoch, _: setattr(
         sampler, "weights", (torch.arange(_SAMPLES) // 8 == epoch).float()
     )
 
 
 def _subset() -> tuple[dict[str, Any], Change]:
-    sampler = SubsetRandomSampler(range(12))
+    sampler = SubsetRandomSampler(range(12), generator=torch.Generator().manual_seed(5))
     return {"batch_size": 3, "sampler": sampler}, lambda epoch, _: setattr(sampler, "indices", range(6 * epoch + 6))
 
 
@@ -265,7 +264,7 @@ def _own_epochs() -> tuple[dict[str, Any], Change]:
 
 
 def _batch_size() -> tuple[dict[str, Any], Change]:
-    batches = BatchSampler(SequentialSampler(range(24)), 2, False)
+    batches = BatchSampler(RandomSampler(range(24)), 2, False)
     return {"batch_sampler": batches}, lambda epoch, _: setattr(batches, "batch_size", 2 * epoch + 2)
 
 
@@ -309,6 +308,31 @@ def test_changes_of_a_sampler_take_effect(two_ranks: Ranks, kind: str, dispatche
     together = [[[*epoch[step], *epoch[step + 1]] for step in range(0, len(epoch), 2)] for epoch in plain]
     assert together[0] != together[1]
     assert two_ranks.run(batches_of_program, kind, True, dispatches) == [together] * 2
+
+
+def own_epochs(folder: str, is_resumed: bool) -> list[int]:
+    """Train on three epochs that the program numbers itself, with a checkpoint in the second, or go on from that."""
+    accelerator = Accelerator(cpu=True)
+    sampler = Curriculum()
+    batches = BatchSampler(sampler, 3, drop_last=False)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(_SAMPLES)), batch_sampler=batches))
+    if is_resumed:
+        accelerator.load_state(folder)
+    seen: list[int] = []
+    for epoch in range(loader.epoch, 3):
+        sampler.set_epoch(5 + epoch)
+        for (x,) in loader:
+            seen += accelerator.gather(x).tolist()
+            if len(seen) == 36 and not is_resumed:
+                accelerator.save_state(folder)
+    return seen
+
+
+def test_the_programs_own_epochs_at_a_resume(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    whole, _ = two_ranks.run(own_epochs, str(tmp_path / "state"), False)
+    expected = [torch.randperm(24, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in (5, 6, 7)]
+    assert whole == [n for order in expected for n in order]
+    assert two_ranks.run(own_epochs, str(tmp_path / "state"), True) == [whole[36:]] * 2
 
 
 def growing(is_prepared: bool) -> list[list[int]]:
