@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -183,11 +183,8 @@ def shard_dataloader(
     if place == backend.place:
         group_recovery.track_state(position.epochs)
     if maker.dispatches:
-        prepared: DataLoaderShard = DataLoaderDispatcher(loader, backend=backend, **options)
-    else:
-        prepared = DataLoaderShard(loader, **options)
-    prepared.pass_epoch_on(position.epochs.following)
-    return prepared
+        return DataLoaderDispatcher(loader, backend=backend, **options)
+    return DataLoaderShard(loader, **options)
 
 
 def _make_feed(backend: Backend, device: torch.device, *, non_blocking: bool) -> Feed:
@@ -254,18 +251,22 @@ def _unchanged_options(loader: DataLoader[Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class _Comparison:
-    """Warns once if the ranks' datasets or batches differ, so that prepare shards the shares of the ranks."""
+    """Compares the ranks' datasets, as far as that reads no sample, and the first batches that they draw."""
 
     _dataset: Any
     _backend: Backend
     _is_done: bool = False
 
-    def compare(self, first_round: Any) -> None:
-        """Compare the ranks' datasets, as far as it costs nothing, and the indices of the first round of an epoch."""
-        if self._is_done:
-            return
-        self._is_done = True
-        dataset, own = self._dataset, [first_round, len(self._dataset) if isinstance(self._dataset, Sized) else None]
+    def of_first(self, rounds: Iterator[Any]) -> Iterator[Any]:
+        """Yield the rounds of an epoch. In the first epoch, warn if they or the datasets differ."""
+        for number, indices in enumerate(rounds):
+            if number == 0 and not self._is_done:
+                self._is_done = True
+                self._compare(indices)
+            yield indices
+
+    def _compare(self, indices: Any) -> None:
+        dataset, own = self._dataset, [indices, len(self._dataset) if isinstance(self._dataset, Sized) else None]
         while isinstance(dataset, Subset):
             own.append(dataset.indices[:100])
             dataset = dataset.dataset
@@ -314,17 +315,17 @@ class _OptionsMaker:
         if name == "sampler":
             options["batch_size"] = None
         if not self.is_alone:
-            drawn = () if self.dispatches else self._drawing(batches)
-            shard = BatchSamplerShard(
-                batches, place.world_size, place.rank, config.split_batches, config.even_batches, *drawn
-            )
+            shard = BatchSamplerShard(batches, place.world_size, place.rank, config.split_batches, config.even_batches)
+            if not self.dispatches:
+                shard.drawn = functools.partial(self._drawn, batches, _Comparison(loader.dataset, self._backend))
             options |= {name: shard, "shard": shard}
         return options
 
     def _agree_on_seeds(self, batches: Any) -> None:
         """Give the seedable samplers of a batch sampler rank 0's seeds."""
         for sampler in chain_of(batches):
-            if self._config.use_seedable_sampler and type(sampler) is RandomSampler:
+            is_random = type(sampler) is RandomSampler or "given_generator" in getattr(sampler, "__dict__", ())
+            if self._config.use_seedable_sampler and is_random:
                 SeedableRandomSampler.take_over(sampler, self._config.data_seed)
             if isinstance(sampler, SeedableRandomSampler):
                 sampler.seed = self._from_rank_0(sampler.seed)
@@ -335,19 +336,15 @@ class _OptionsMaker:
                     fix="DataLoader(dataset, batch_size=..., shuffle=True), and prepare does the rest",
                 )
 
-    def _drawing(self, batches: Any) -> Sequence[Any]:
-        """Return the function by which all ranks draw the same batches, if these are drawn at random."""
+    def _drawn(self, batches: Any, comparison: _Comparison, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Return the rounds of an epoch, which all ranks draw alike; see ``BatchSamplerShard``."""
         kinds = {type(part) for part in chain_of(batches) if not isinstance(part, (SamplerView, Sequence))}
         if kinds <= _DRAWS_NOTHING:
-            return ()
-        draws = functools.partial(
-            random_state.drawn_as_rank_0,
-            from_rank_0=self._from_rank_0,
-            generators=lambda: generators_of(chain_of(batches)),
-            compare=_Comparison(self._loader.dataset, self._backend).compare if self._is_own_place else lambda _: None,
-            draws_anywhere=not kinds <= _DRAWS_NOTHING | _DRAWS_AT_FIRST,
-        )
-        return (draws,)
+            return make()
+        draws_anywhere = not kinds <= _DRAWS_NOTHING | _DRAWS_AT_FIRST
+        generators = generators_of(chain_of(batches))
+        rounds = random_state.drawn_as_rank_0(make, self._from_rank_0, generators, draws_anywhere=draws_anywhere)
+        return comparison.of_first(rounds) if self._is_own_place else rounds
 
     def for_stream(self) -> dict[str, Any]:
         """Return the options for a dataset that can only be iterated."""

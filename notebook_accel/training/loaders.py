@@ -110,6 +110,8 @@ class DataLoaderShard(DataLoader[Any]):
         self._feed = feed or Feed
         self._before_epoch = before_epoch
         self._is_marked = is_marked
+        if position.epochs.passed_on is None:
+            self._pass_epoch_on(position.epochs.following)
 
     @property
     def total_batch_size(self) -> int:
@@ -145,7 +147,7 @@ class DataLoaderShard(DataLoader[Any]):
             sampler.seed = seed
         self.position.load_state_dict(state, self._generators(), self._total(), self._deal)
         if self.position.epoch == self.position.epochs.following:  # otherwise the running epoch passes it on at its end
-            self.pass_epoch_on(self.position.epochs.following)
+            self._pass_epoch_on(self.position.epochs.following)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the next epoch of the sampler and the dataset, from 0. By default epochs count up.
@@ -153,7 +155,7 @@ class DataLoaderShard(DataLoader[Any]):
         The loader calls their ``set_epoch`` as soon as an epoch is over, so that the program can call it afterwards.
         """
         self.position.set_epoch(epoch)
-        self.pass_epoch_on(epoch)
+        self._pass_epoch_on(epoch)
 
     def skipping(self, num_batches: int) -> Self:
         """Return a loader without the first ``num_batches``, which shares this loader's position."""
@@ -193,7 +195,7 @@ class DataLoaderShard(DataLoader[Any]):
             following = self._restored(resume_point.ahead[0])
         with (
             ACTIVE_ITERATIONS.iterating(self.counter, self.counter.total) as current,
-            position.running(current, self.pass_epoch_on),
+            position.running(current, self._pass_epoch_on),
             contextlib.closing(self._feed()) as feed,
         ):
             current.loader, current.upload_next = self, feed.begin
@@ -205,14 +207,14 @@ class DataLoaderShard(DataLoader[Any]):
                     position.ahead = following
                 if self._is_marked:
                     batch, current.tail = batch
-                else:
+                elif tails or current.tail is not None:
                     current.tail = tails.pop(self.counter.step - rounds_before, None)
                 self.counter.step += 1
                 if following is _END:
                     current.is_last = current.ends_window = True
-                else:  # some ranks have no batch when this rank has the following one
-                    next_tail = following.tail if self._is_marked else tails.get(self.counter.step - rounds_before)
-                    current.ends_window = next_tail is not None and next_tail.missing > 0
+                elif self._is_marked or tails:  # some ranks may have no batch when this rank has the following one
+                    upcoming = following.tail if self._is_marked else tails.get(self.counter.step - rounds_before)
+                    current.ends_window = upcoming is not None and upcoming.missing > 0
                 ACTIVE_ITERATIONS.hand_out(current)
                 yield batch
                 position.go_on(current)
@@ -230,13 +232,13 @@ class DataLoaderShard(DataLoader[Any]):
     def _begin_epoch(self) -> None:
         epoch = self.position.epochs.begin()
         if self.position.epochs.passed_on != epoch:
-            self.pass_epoch_on(epoch)
+            self._pass_epoch_on(epoch)
         for function in self._before_epoch:
             function()
         self.counter.start(epoch=epoch + 1, total=self._total())
         self.counter.step = self.skipped + self._rounds_before
 
-    def pass_epoch_on(self, epoch: int) -> None:
+    def _pass_epoch_on(self, epoch: int) -> None:
         """Call ``set_epoch`` of the sampler and of the dataset, where they have it."""
         self.position.epochs.passed_on = epoch
         for part in (*chain_of(self._batches), self.dataset):

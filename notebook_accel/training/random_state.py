@@ -152,8 +152,7 @@ def agree(backend: Backend) -> None:
 def drawn_as_rank_0(
     make: Callable[[], Iterator[_T]],
     from_rank_0: Callable[[Any], Any],
-    generators: Callable[[], Sequence[torch.Generator]],
-    compare: Callable[[_T], None],
+    generators: Sequence[torch.Generator],
     *,
     draws_anywhere: bool,
 ) -> Iterator[_T]:
@@ -166,20 +165,17 @@ def drawn_as_rank_0(
     Args:
         make: Makes the iterator.
         from_rank_0: Broadcasts rank 0's argument. Every rank calls it once, or twice for one that ``draws_anywhere``.
-        generators: Returns the further generators that the iterator draws from. Each rank's get rank 0's state.
-        compare: Called with the first item.
+        generators: Further generators that the iterator draws from. Each rank's get rank 0's state.
         draws_anywhere: True if ``make`` and later items may draw from the global generators too.
     """
-    with _of_rank_0(from_rank_0, generators()) if draws_anywhere else contextlib.nullcontext():
+    with _of_rank_0(from_rank_0, generators) if draws_anywhere else contextlib.nullcontext():
         items = make()
 
     def drawn() -> Iterator[_T]:
-        with _of_rank_0(from_rank_0, generators()):
+        with _of_rank_0(from_rank_0, generators):
             first = [*itertools.islice(items, 1)]
             state = _on_host()
-        for item in first:
-            compare(item)
-            yield item
+        yield from first
         yield from drawn_apart(items, _seeded_by(state)) if draws_anywhere else items
 
     return drawn()

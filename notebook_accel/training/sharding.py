@@ -400,8 +400,9 @@ class SeedableRandomSampler(RandomSampler):
 
     @classmethod
     def take_over(cls, sampler: RandomSampler, data_seed: int | None) -> None:
-        """Turn a ``RandomSampler`` into one of this class. Its data and other attributes stay as they are."""
-        seed = cls(sampler.data_source, generator=sampler.generator, data_seed=data_seed).seed
+        """Turn a ``RandomSampler`` into one of this class, again with each ``prepare``. Its data stay as they are."""
+        given = vars(sampler).setdefault("given_generator", sampler.generator)
+        seed = cls(sampler.data_source, generator=given, data_seed=data_seed).seed
         sampler.__class__ = cls
         vars(sampler).update(seed=seed, epoch=0, generator=torch.Generator())
 

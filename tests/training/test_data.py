@@ -288,6 +288,8 @@ def test_data_seed() -> None:
     shard, _ = prepare(DataLoader(Numbers(20), batch_size=20, shuffle=True), **options)
     expected = torch.randperm(20, generator=torch.Generator().manual_seed(21))
     assert torch.equal(next(iter(shard)), expected)
+    again, _ = prepare(shard, use_seedable_sampler=True, data_seed=22)
+    assert torch.equal(next(iter(again)), torch.randperm(20, generator=torch.Generator().manual_seed(22)))
     with pytest.warns(UserWarning, match="no effect without use_seedable_sampler"):
         DataLoaderConfiguration(data_seed=21)
 
