@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ from notebook_accel.training.sharding import (
     chain_of,
     generators_of,
 )
+from notebook_accel.training.trees import leaves_of
 
 # Samplers of torch's that draw nothing from global generators, and those that do so for their first index only.
 _DRAWS_NOTHING = {BatchSampler, SeedableRandomSampler, SequentialSampler}
@@ -249,34 +252,27 @@ def _unchanged_options(loader: DataLoader[Any]) -> dict[str, Any]:
     return {"dataset": plain.dataset, "batch_size": None, **kept_options(plain)}
 
 
-@dataclasses.dataclass
-class _Comparison:
-    """Compares the ranks' datasets, as far as that reads no sample, and the first batches that they draw."""
+def _compared(rounds: Iterator[Any], dataset: Any, backend: Backend) -> Iterator[Any]:
+    """Yield an epoch's rounds of indices, and warn if the ranks' first ones differ, or their datasets in what is known.
 
-    _dataset: Any
-    _backend: Backend
-    _is_done: bool = False
-
-    def of_first(self, rounds: Iterator[Any]) -> Iterator[Any]:
-        """Yield the rounds of an epoch. In the first epoch, warn if they or the datasets differ."""
-        for number, indices in enumerate(rounds):
-            if number == 0 and not self._is_done:
-                self._is_done = True
-                self._compare(indices)
-            yield indices
-
-    def _compare(self, indices: Any) -> None:
-        dataset, own = self._dataset, [indices, len(self._dataset) if isinstance(self._dataset, Sized) else None]
-        while isinstance(dataset, Subset):
-            own.append(dataset.indices[:100])
-            dataset = dataset.dataset
-        by_rank = collectives.gather_object(self._backend, [repr(own)])
-        if len({*by_rank}) > 1 and all_ranks(self._backend).place.rank == 0:
-            code_places.warn(
-                "The ranks have different datasets or samplers for one loader, and prepare gives each rank "
-                f"1/{len(by_rank)} of its own: the rest isn't read. Fix: the same dataset and sampler on all ranks, or "
-                "leave a loader out of prepare that gives each rank a share itself"
-            )
+    No sample is read for it, since that could draw random numbers.
+    """
+    for number, indices in enumerate(rounds):
+        if number == 0:
+            own = [[index for index in leaves_of(indices) if isinstance(index, (int, str))]]
+            with contextlib.suppress(TypeError, NotImplementedError):  # no length
+                own.append([len(dataset)])
+            while isinstance(dataset, Subset):
+                own.append([*dataset.indices[:100]])
+                dataset = dataset.dataset
+            by_rank = collectives.gather_object(backend, [repr(own)])
+            if len({*by_rank}) > 1 and all_ranks(backend).place.rank == 0:
+                code_places.warn(
+                    "The ranks have different datasets or samplers for one loader, and prepare gives each rank "
+                    f"1/{len(by_rank)} of its own: the rest isn't read. Fix: the same dataset and sampler on all "
+                    "ranks, or leave a loader out of prepare that gives each rank a share itself"
+                )
+        yield indices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,7 +313,7 @@ class _OptionsMaker:
         if not self.is_alone:
             shard = BatchSamplerShard(batches, place.world_size, place.rank, config.split_batches, config.even_batches)
             if not self.dispatches:
-                shard.drawn = functools.partial(self._drawn, batches, _Comparison(loader.dataset, self._backend))
+                shard.drawn = functools.partial(self._drawn, batches, itertools.count())
             options |= {name: shard, "shard": shard}
         return options
 
@@ -336,7 +332,7 @@ class _OptionsMaker:
                     fix="DataLoader(dataset, batch_size=..., shuffle=True), and prepare does the rest",
                 )
 
-    def _drawn(self, batches: Any, comparison: _Comparison, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _drawn(self, batches: Any, epochs: Iterator[int], make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return the rounds of an epoch, which all ranks draw alike; see ``BatchSamplerShard``."""
         kinds = {type(part) for part in chain_of(batches) if not isinstance(part, (SamplerView, Sequence))}
         if kinds <= _DRAWS_NOTHING:
@@ -344,7 +340,9 @@ class _OptionsMaker:
         draws_anywhere = not kinds <= _DRAWS_NOTHING | _DRAWS_AT_FIRST
         generators = generators_of(chain_of(batches))
         rounds = random_state.drawn_as_rank_0(make, self._from_rank_0, generators, draws_anywhere=draws_anywhere)
-        return comparison.of_first(rounds) if self._is_own_place else rounds
+        if next(epochs) or not self._is_own_place:
+            return rounds
+        return _compared(rounds, self._loader.dataset, self._backend)
 
     def for_stream(self) -> dict[str, Any]:
         """Return the options for a dataset that can only be iterated."""

@@ -84,6 +84,11 @@ class LoaderIteration:
     loader: Any = None
     before_next: Callable[[], None] | None = None
 
+    def pass_epoch_on(self) -> None:
+        """Have the loader set the next epoch, since this iteration is over."""
+        if self.loader is not None:
+            self.loader.pass_epoch_on()
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ActiveIterations:
@@ -109,6 +114,8 @@ class ActiveIterations:
 
         An iteration that the user's code still holds is registered again with its next batch.
         """
+        for iteration in self.running:
+            iteration.pass_epoch_on()
         self.running = []
         self.current = self.training = None
 
@@ -373,7 +380,7 @@ class LoaderPosition:
                 _set_states(generators, drawn)
 
     @contextlib.contextmanager
-    def running(self, current: LoaderIteration, pass_epoch_on: Callable[[int], None]) -> Iterator[None]:
+    def running(self, current: LoaderIteration) -> Iterator[None]:
         """Track an iteration while the body runs, and then pass the next epoch on.
 
         An abandoned iteration may end while the next one is running.
@@ -385,7 +392,7 @@ class LoaderPosition:
             if self._latest is current:
                 self._latest = None
                 self.ahead = _NOTHING
-                pass_epoch_on(self.epochs.following)
+                current.pass_epoch_on()
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:

@@ -111,7 +111,7 @@ class DataLoaderShard(DataLoader[Any]):
         self._before_epoch = before_epoch
         self._is_marked = is_marked
         if position.epochs.passed_on is None:
-            self._pass_epoch_on(position.epochs.following)
+            self.pass_epoch_on()
 
     @property
     def total_batch_size(self) -> int:
@@ -147,7 +147,7 @@ class DataLoaderShard(DataLoader[Any]):
             sampler.seed = seed
         self.position.load_state_dict(state, self._generators(), self._total(), self._deal)
         if self.position.epoch == self.position.epochs.following:  # otherwise the running epoch passes it on at its end
-            self._pass_epoch_on(self.position.epochs.following)
+            self.pass_epoch_on()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the next epoch of the sampler and the dataset, from 0. By default epochs count up.
@@ -155,7 +155,7 @@ class DataLoaderShard(DataLoader[Any]):
         The loader calls their ``set_epoch`` as soon as an epoch is over, so that the program can call it afterwards.
         """
         self.position.set_epoch(epoch)
-        self._pass_epoch_on(epoch)
+        self.pass_epoch_on()
 
     def skipping(self, num_batches: int) -> Self:
         """Return a loader without the first ``num_batches``, which shares this loader's position."""
@@ -195,7 +195,7 @@ class DataLoaderShard(DataLoader[Any]):
             following = self._restored(resume_point.ahead[0])
         with (
             ACTIVE_ITERATIONS.iterating(self.counter, self.counter.total) as current,
-            position.running(current, self._pass_epoch_on),
+            position.running(current),
             contextlib.closing(self._feed()) as feed,
         ):
             current.loader, current.upload_next = self, feed.begin
@@ -230,17 +230,17 @@ class DataLoaderShard(DataLoader[Any]):
         return length if self._batches is not None else max(0, length - self.skipped)
 
     def _begin_epoch(self) -> None:
+        if self.position.epochs.passed_on != self.position.epochs.following:
+            self.pass_epoch_on()
         epoch = self.position.epochs.begin()
-        if self.position.epochs.passed_on != epoch:
-            self._pass_epoch_on(epoch)
         for function in self._before_epoch:
             function()
         self.counter.start(epoch=epoch + 1, total=self._total())
         self.counter.step = self.skipped + self._rounds_before
 
-    def _pass_epoch_on(self, epoch: int) -> None:
-        """Call ``set_epoch`` of the sampler and of the dataset, where they have it."""
-        self.position.epochs.passed_on = epoch
+    def pass_epoch_on(self) -> None:
+        """Call ``set_epoch`` of the sampler and of the dataset, where they have it, with the next epoch."""
+        self.position.epochs.passed_on = epoch = self.position.epochs.following
         for part in (*chain_of(self._batches), self.dataset):
             if hasattr(part, "set_epoch") and not isinstance(part, SamplerView):
                 part.set_epoch(epoch)

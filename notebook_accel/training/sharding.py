@@ -113,10 +113,6 @@ class SamplerView(Sampler[Any]):
             setattr(self.batch_sampler, name, value)
 
 
-def _as_it_is(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    return make()
-
-
 @dataclasses.dataclass(eq=False, repr=False)
 class BatchSamplerShard(SamplerView):
     """One rank's share of the batches of a batch sampler.
@@ -147,7 +143,7 @@ class BatchSamplerShard(SamplerView):
     process_index: int = 0
     split_batches: bool = False
     even_batches: bool = True
-    drawn: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]] = _as_it_is
+    drawn: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]] = lambda make: make()
 
     _OWN = ("batch_sampler", "num_processes", "process_index", "split_batches", "even_batches", "drawn", "tails")
 

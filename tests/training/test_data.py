@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,7 @@ from notebook_accel.training.accumulation import GradientAccumulationPlugin, Gra
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_loader, shard_dataloader
+from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard
 from tests.training.datasets import Numbers, Stream
 from tests.training.ranks import Ranks
@@ -125,6 +127,16 @@ def test_epochs_reach_sampler_and_dataset() -> None:
         next(iter(shard))
     assert dataset.epochs == [0, 1, 2, 7, 8, 9]
     assert shard.counter.epoch == 9
+    with contextlib.suppress(ZeroDivisionError):
+        for _ in shard:
+            1 / 0  # noqa: B018
+    held = iter(shard)
+    next(held)
+    ACTIVE_ITERATIONS.abandon()  # a session's rank does so after an error, whose traceback holds the iterator
+    assert dataset.epochs.pop() == 11
+    dataset.set_epoch(20)
+    next(iter(shard))
+    assert dataset.epochs[-2:] == [20, 12]
 
 
 def test_seedable_sampler() -> None:
