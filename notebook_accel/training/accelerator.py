@@ -547,6 +547,7 @@ class Accelerator(ProcessState):
             scales = self._precision.scaler is not None
             ranks = self._data_backend.place.world_size
             unprepared_warnings.warn(self._all_prepared, ranks=ranks, window=window, scales=scales, stepped=stepped)
+            unprepared_warnings.warn_of_second_skip()
             checkpoint_folders.warn_if_taken(self.project_configuration)
 
     def accumulate(self, *models: Any) -> contextlib.AbstractContextManager[None]:
@@ -675,9 +676,10 @@ class Accelerator(ProcessState):
         Raises:
             TrainingError: With ``even_batches=False`` some ranks have no batch in this round.
         """
-        return collectives.gather_for_metrics(
-            self._data_backend, input_data, self.gradient_state.tail, use_gather_object=use_gather_object
-        )
+        tail = self.gradient_state.tail
+        if tail is None and self.is_main_process:
+            unprepared_warnings.warn_of_late_gather(input_data)
+        return collectives.gather_for_metrics(self._data_backend, input_data, tail, use_gather_object=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce the ranks' tensors element by element into new tensors, multiplied by ``scale``.

@@ -46,11 +46,12 @@ def gather(backend: Backend, tree: Any, tail: Tail | None = None) -> Any:
 
 def _warn_of_repeats(backend: Backend, tensors: list[torch.Tensor], tail: Tail) -> None:
     global _has_warned
-    rows = max((len(tensor) for tensor in tensors if tensor.ndim), default=0) * backend.place.world_size
-    if rows and tail.kept(rows) < rows and not _has_warned:
+    rows = [max((len(tensor) for tensor in tensors if tensor.ndim), default=0)] * backend.place.world_size
+    repeated = sum(rows) - sum(tail.rows_kept(rows))
+    if repeated and not _has_warned:
         _has_warned = True
         warnings.warn(
-            f"gather in the last batch of an epoch: {rows - tail.kept(rows)} of {rows} rows are repeated from the "
+            f"gather in the last batch of an epoch: {repeated} of {sum(rows)} rows are repeated from the "
             "beginning of the epoch, so that all ranks have as many. Fix: gather_for_metrics leaves them out",
             stacklevel=2,
         )
@@ -73,18 +74,29 @@ def gather_for_metrics(backend: Backend, tree: Any, tail: Tail | None, *, use_ga
     are_tensors = all(isinstance(leaf, torch.Tensor) for leaf in leaves_of(tree))
     # An empty list counts as a list of objects, since other ranks may have some.
     if use_gather_object or not are_tensors or (isinstance(tree, list) and not tree):
-        gathered = gather_object(backend, tree)
-        return gathered[: tail.kept(len(gathered))] if tail else gathered
+        parts = _gather_lists(backend, tree)
+        return [value for part in (parts if tail is None else _kept(parts, tail)) for value in part]
     if tail is None:
         return gather(backend, tree)
-    rows = map_leaves(lambda tensor: _gather_ragged(backend, tensor), tree) if tail.ragged else gather(backend, tree)
-    return map_leaves(lambda tensor: tensor[: tail.kept(len(tensor))], rows)
+    if tail.may_differ_in_rows:
+        return map_leaves(lambda tensor: torch.cat(_kept(_gather_rows(backend, tensor), tail)), tree)
+    ranks = len(tail.sizes)
+    return map_leaves(lambda rows: torch.cat(_kept(rows.tensor_split(ranks), tail)), gather(backend, tree))
 
 
-def _gather_ragged(backend: Backend, tensor: torch.Tensor) -> torch.Tensor:
-    """Gather tensors of different lengths as objects, which carry their shapes. This is slow, but rare."""
-    parts = backend.all_gather_object(_at_least_1d(tensor).detach().cpu())
-    return torch.cat(parts).to(tensor.device)
+def _kept(parts: Sequence[Any], tail: Tail) -> list[Any]:
+    """Return the part of each rank without its repeated samples."""
+    return [part[:rows] for part, rows in zip(parts, tail.rows_kept([*map(len, parts)]), strict=True)]
+
+
+def _gather_rows(backend: Backend, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the ranks' tensors, in order of rank, which may differ in their first dimension."""
+    tensor = _at_least_1d(tensor)
+    verify_collective(backend, "gather tensors of different lengths")
+    lengths = backend.all_gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+    padded = torch.cat([tensor, tensor.new_zeros(max(lengths) - len(tensor), *tensor.shape[1:])])
+    parts = torch.tensor_split(gather(backend, padded), len(lengths))
+    return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
 def reduce(backend: Backend, tree: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
@@ -183,13 +195,18 @@ def gather_object(backend: Backend, values: Any) -> list[Any]:
     Raises:
         TrainingError: ``values`` isn't a list or a tuple.
     """
+    return [value for part in _gather_lists(backend, values) for value in part]
+
+
+def _gather_lists(backend: Backend, values: Any) -> list[Any]:
     if not isinstance(values, (list, tuple)):
         raise TrainingError(
             f"Objects are gathered from a list on each rank; {type(values).__name__} isn't one.",
             fix="put it into a list: [value]",
         )
     verify_collective(backend, "gather objects")
-    return [value for part in backend.all_gather_object(values) for value in part]
+    lists: list[Any] = backend.all_gather_object(values)
+    return lists
 
 
 def broadcast_object(backend: Backend, value: _T, from_process: int = 0) -> _T:

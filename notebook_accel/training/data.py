@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
+import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,17 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
+from notebook_accel import code_places
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives, process_group, random_state
 from notebook_accel.training.backends import group_recovery
-from notebook_accel.training.backends.backend import Backend, shares_samples
+from notebook_accel.training.backends.backend import Backend, all_ranks, shares_samples
 from notebook_accel.training.dataset_views import EpochStream, LoaderStream, MarkedCollate, MarkedStream
 from notebook_accel.training.loader_position import EpochCounter, LoaderPosition
 from notebook_accel.training.loaders import (
@@ -40,11 +44,16 @@ from notebook_accel.training.loaders import (
 from notebook_accel.training.sharding import (
     BatchSamplerShard,
     IterableDatasetShard,
+    SamplerView,
     SeedableRandomSampler,
-    SkipBatchSampler,
-    SynchronizedSampler,
     chain_of,
+    generators_of,
 )
+from notebook_accel.training.trees import leaves_of
+
+# Samplers of torch's that draw nothing from global generators, and those that do so for their first index only.
+_DRAWS_NOTHING = {BatchSampler, SeedableRandomSampler, SequentialSampler}
+_DRAWS_AT_FIRST = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
 
 
 @dataclasses.dataclass
@@ -60,7 +69,7 @@ class DataLoaderConfiguration:
         even_batches: Repeat samples from the beginning of an epoch at its end, so that all ranks have equally many
             batches. Without this some ranks can have one batch more, which is fine for evaluation without collectives;
             training then needs ``join_uneven_inputs``.
-        use_seedable_sampler: Shuffle by the seed and the number of the epoch only.
+        use_seedable_sampler: With ``shuffle=True``, shuffle by the seed and the number of the epoch only.
         data_seed: The seed of ``use_seedable_sampler``. By default the one that torch was seeded with.
         non_blocking: Don't wait for copies to the device. Loaders with ``pin_memory=True`` never wait.
         use_stateful_dataloader: No effect: all prepared loaders have ``state_dict`` and ``load_state_dict``, without
@@ -218,7 +227,9 @@ def _refuse(loader: Any, *, is_alone: bool) -> None:
         raise ConfigError(
             f"prepare can't shard a {type(loader).__name__}.",
             why="It iterates in a way of its own, and prepare makes a torch.utils.data.DataLoader of its parts.",
-            fix="put what it does into the dataset, the sampler or collate_fn, or leave it out of prepare; "
+            fix="DataLoader(...): what prepare returns has state_dict and load_state_dict too"
+            if hasattr(loader, "load_state_dict")
+            else "put what it does into the dataset, the sampler or collate_fn, or leave it out of prepare; "
             "one rank takes it as it is",
         )
     if not loader.in_order and not is_alone:
@@ -230,13 +241,8 @@ def _refuse(loader: Any, *, is_alone: bool) -> None:
 
 
 def _has_own_iter(loader: DataLoader[Any]) -> bool:
-    return type(loader).__iter__ is not DataLoader.__iter__
-
-
-def _draws_from_global_generators(sampler: Any) -> bool:
-    """Return whether a sampler may draw from torch's, Python's or NumPy's global generator."""
-    others = (BatchSampler, SeedableRandomSampler, SequentialSampler, SkipBatchSampler, SynchronizedSampler, Sequence)
-    return getattr(sampler, "generator", None) is None and not isinstance(sampler, others)
+    names = ("__iter__", "_get_iterator", "_index_sampler")
+    return any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in names)
 
 
 def _unchanged_options(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -244,6 +250,29 @@ def _unchanged_options(loader: DataLoader[Any]) -> dict[str, Any]:
     generator = torch.Generator()  # so that no seed is drawn from the loader's own or the global one
     plain = DataLoader(LoaderStream(loader), batch_size=None, collate_fn=unchanged, generator=generator)
     return {"dataset": plain.dataset, "batch_size": None, **kept_options(plain)}
+
+
+def _compared(rounds: Iterator[Any], dataset: Any, backend: Backend) -> Iterator[Any]:
+    """Yield an epoch's rounds of indices, and warn if the ranks' first ones differ, or their datasets in what is known.
+
+    No sample is read for it, since that could draw random numbers.
+    """
+    for number, indices in enumerate(rounds):
+        if number == 0:
+            own = [[index for index in leaves_of(indices) if isinstance(index, (int, str))]]
+            with contextlib.suppress(TypeError, NotImplementedError):  # no length
+                own.append([len(dataset)])
+            while isinstance(dataset, Subset):
+                own.append([*dataset.indices[:100]])
+                dataset = dataset.dataset
+            by_rank = collectives.gather_object(backend, [repr(own)])
+            if len({*by_rank}) > 1 and all_ranks(backend).place.rank == 0:
+                code_places.warn(
+                    "The ranks have different datasets or samplers for one loader, and prepare gives each rank "
+                    f"1/{len(by_rank)} of its own: the rest isn't read. Fix: the same dataset and sampler on all "
+                    "ranks, or leave a loader out of prepare that gives each rank a share itself"
+                )
+        yield indices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,50 +305,44 @@ class _OptionsMaker:
         loader, place, config = self._loader, self._place, self._config
         # With batch_size=None each item of the sampler is one read of the dataset.
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        options: dict[str, Any] = {"dataset": loader.dataset, name: self._agreed_batches(getattr(loader, name))}
+        batches = getattr(loader, name)
+        self._agree_on_seeds(batches)
+        options: dict[str, Any] = {"dataset": loader.dataset, name: batches}
         if name == "sampler":
             options["batch_size"] = None
         if not self.is_alone:
-            draws = not self.dispatches and any(map(_draws_from_global_generators, chain_of(options[name])))
-            drawing = functools.partial(random_state.of_rank_0, self._from_rank_0) if draws else contextlib.nullcontext
-            shard = BatchSamplerShard(
-                options[name], place.world_size, place.rank, config.split_batches, config.even_batches, drawing
-            )
+            shard = BatchSamplerShard(batches, place.world_size, place.rank, config.split_batches, config.even_batches)
+            if not self.dispatches:
+                shard.drawn = functools.partial(self._drawn, batches, itertools.count())
             options |= {name: shard, "shard": shard}
         return options
 
-    def _agreed_batches(self, batches: Any) -> Any:
-        """Return the batch sampler with a sampler that draws the same order on all ranks."""
-        if isinstance(batches, SkipBatchSampler):
-            return SkipBatchSampler(self._agreed_batches(batches.batch_sampler), batches.skip_batches)
-        sampler = getattr(batches, "sampler", None)
-        if sampler is None:
-            return self._agreed_sampler(batches)
-        agreed = self._agreed_sampler(sampler)
-        if agreed is sampler:
-            return batches
-        batches = copy.copy(batches)
-        batches.sampler = agreed
-        return batches
+    def _agree_on_seeds(self, batches: Any) -> None:
+        """Give the seedable samplers of a batch sampler rank 0's seeds."""
+        for sampler in chain_of(batches):
+            is_random = type(sampler) is RandomSampler or "given_generator" in getattr(sampler, "__dict__", ())
+            if self._config.use_seedable_sampler and is_random:
+                SeedableRandomSampler.take_over(sampler, self._config.data_seed)
+            if isinstance(sampler, SeedableRandomSampler):
+                sampler.seed = self._from_rank_0(sampler.seed)
+            if isinstance(sampler, DistributedSampler) and not self.is_alone:
+                raise ConfigError(
+                    "This loader's DistributedSampler gives each rank its share already.",
+                    why="prepare would shard that share once more.",
+                    fix="DataLoader(dataset, batch_size=..., shuffle=True), and prepare does the rest",
+                )
 
-    def _agreed_sampler(self, sampler: Any) -> Any:
-        if isinstance(sampler, SeedableRandomSampler):
-            agreed = copy.copy(sampler)  # with its seed, so that the order is that of the unprepared loader
-            agreed.seed = self._from_rank_0(sampler.seed)
-            return agreed
-        if self._config.use_seedable_sampler and isinstance(sampler, RandomSampler):
-            options = (sampler.data_source, sampler.replacement, sampler.num_samples, sampler.generator)
-            return self._agreed_sampler(SeedableRandomSampler(*options, data_seed=self._config.data_seed))
-        if self.is_alone or self.dispatches:
-            return sampler
-        if isinstance(sampler, DistributedSampler):
-            raise ConfigError(
-                "This loader's DistributedSampler gives each rank its share already.",
-                why="prepare would shard that share once more.",
-                fix="DataLoader(dataset, batch_size=..., shuffle=True), and prepare does the rest",
-            )
-        is_random = isinstance(sampler, RandomSampler) or getattr(sampler, "generator", None) is not None
-        return SynchronizedSampler(sampler, self._from_rank_0) if is_random else sampler
+    def _drawn(self, batches: Any, epochs: Iterator[int], make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Return the rounds of an epoch, which all ranks draw alike; see ``BatchSamplerShard``."""
+        kinds = {type(part) for part in chain_of(batches) if not isinstance(part, (SamplerView, Sequence))}
+        if kinds <= _DRAWS_NOTHING:
+            return make()
+        draws_anywhere = not kinds <= _DRAWS_NOTHING | _DRAWS_AT_FIRST
+        generators = generators_of(chain_of(batches))
+        rounds = random_state.drawn_as_rank_0(make, self._from_rank_0, generators, draws_anywhere=draws_anywhere)
+        if next(epochs) or not self._is_own_place:
+            return rounds
+        return _compared(rounds, self._loader.dataset, self._backend)
 
     def for_stream(self) -> dict[str, Any]:
         """Return the options for a dataset that can only be iterated."""
@@ -338,7 +361,7 @@ class _OptionsMaker:
             return options
         shard = IterableDatasetShard(
             dataset,
-            batch_size=loader.batch_size or 1,
+            batch_size=loader.batch_size,
             drop_last=loader.drop_last,
             num_processes=place.world_size,
             process_index=place.rank,

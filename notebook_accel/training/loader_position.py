@@ -28,11 +28,13 @@ _NOTHING: Any = object()
 class EpochCounter:
     """Counts the epochs of a loader, from 0. ``following`` is the one that begins next.
 
-    If the counter ``is_shared``, the running epoch is in memory shared with worker processes that outlive an epoch.
+    The sampler and the dataset were last told of the epoch ``passed_on``. If the counter ``is_shared``, the running
+    epoch is in memory shared with worker processes that outlive an epoch.
     """
 
     def __init__(self, *, is_shared: bool = False) -> None:
         self.following = 0
+        self.passed_on: int | None = None
         self._running: Any = multiprocessing.RawValue("q", 0) if is_shared else types.SimpleNamespace(value=0)
 
     @property
@@ -82,6 +84,11 @@ class LoaderIteration:
     loader: Any = None
     before_next: Callable[[], None] | None = None
 
+    def pass_epoch_on(self) -> None:
+        """Have the loader set the next epoch, since this iteration is over."""
+        if self.loader is not None:
+            self.loader.pass_epoch_on()
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ActiveIterations:
@@ -92,18 +99,23 @@ class ActiveIterations:
         current: The iteration that handed out a batch last.
         training: The iteration that handed out a batch last while gradients were enabled.
         moment: A logical clock, which counts iterations begun and batches handed out.
+        ended: For the latest iteration that has handed out repeated samples and has ended: the ``moment`` of its last
+            batch, the number of samples that it has handed out here, and the last ``Tail``.
     """
 
     running: list[LoaderIteration] = dataclasses.field(default_factory=list)
     current: LoaderIteration | None = None
     training: LoaderIteration | None = None
     moment: int = 0
+    ended: tuple[int, int, Tail] | None = None
 
     def abandon(self) -> None:
         """Forget iterations that an error ended and that its traceback keeps alive.
 
         An iteration that the user's code still holds is registered again with its next batch.
         """
+        for iteration in self.running:
+            iteration.pass_epoch_on()
         self.running = []
         self.current = self.training = None
 
@@ -235,6 +247,7 @@ class LoaderPosition:
         self.reuses_workers: bool | None = None
         self.ahead: Any = _NOTHING  # the prefetched batch, where reading it again could give another one
         self.epochs = epochs
+        self.resumed: ResumePoint | None = None  # the latest at which an iteration began by itself
         self._latest: LoaderIteration | None = None
         self._begun: Any = None
         self._generators: list[torch.Tensor] = []
@@ -336,6 +349,8 @@ class LoaderPosition:
     def take_resume_point(self) -> ResumePoint | None:
         """Return and clear the resume point; ``None`` if the iteration starts a new epoch."""
         resume_point, self._resume_point = self._resume_point, None
+        if resume_point is not None:
+            self.resumed = None if resume_point.is_told else resume_point
         return resume_point
 
     @contextlib.contextmanager
@@ -366,7 +381,10 @@ class LoaderPosition:
 
     @contextlib.contextmanager
     def running(self, current: LoaderIteration) -> Iterator[None]:
-        """Track an iteration while the body runs. An abandoned iteration may end while the next one is running."""
+        """Track an iteration while the body runs, and then pass the next epoch on.
+
+        An abandoned iteration may end while the next one is running.
+        """
         self._latest = current
         try:
             yield
@@ -374,6 +392,7 @@ class LoaderPosition:
             if self._latest is current:
                 self._latest = None
                 self.ahead = _NOTHING
+                current.pass_epoch_on()
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:

@@ -26,11 +26,13 @@ from notebook_accel.training.sharding import (
     IterableDatasetShard,
     MarkedBatch,
     Round,
+    SamplerView,
     SeedableRandomSampler,
     SkipBatchSampler,
     Tail,
     chain_of,
     dispatched_rounds,
+    generators_of,
     slices,
 )
 from notebook_accel.training.trees import leaves_of, map_leaves, send_to_device
@@ -96,6 +98,8 @@ class DataLoaderShard(DataLoader[Any]):
                 for name, value in options.items()
             }
         super().__init__(dataset, **{**kept_options(source), **options})
+        if "batch_sampler" in options:
+            vars(self)["sampler"] = source.sampler  # torch makes one of its own, which nothing reads
         self.source = source
         self.shard = shard
         self.skipped = skipped
@@ -106,6 +110,8 @@ class DataLoaderShard(DataLoader[Any]):
         self._feed = feed or Feed
         self._before_epoch = before_epoch
         self._is_marked = is_marked
+        if position.epochs.passed_on is None:
+            self.pass_epoch_on()
 
     @property
     def total_batch_size(self) -> int:
@@ -140,11 +146,16 @@ class DataLoaderShard(DataLoader[Any]):
         for sampler, seed in zip(self._seedable_samplers(), state.get("seeds", ()), strict=False):
             sampler.seed = seed
         self.position.load_state_dict(state, self._generators(), self._total(), self._deal)
+        if self.position.epoch == self.position.epochs.following:  # otherwise the running epoch passes it on at its end
+            self.pass_epoch_on()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the next epoch of the sampler and the dataset, from 0. By default epochs count up."""
+        """Set the next epoch of the sampler and the dataset, from 0. By default epochs count up.
+
+        The loader calls their ``set_epoch`` as soon as an epoch is over, so that the program can call it afterwards.
+        """
         self.position.set_epoch(epoch)
-        self._pass_epoch_on(epoch)
+        self.pass_epoch_on()
 
     def skipping(self, num_batches: int) -> Self:
         """Return a loader without the first ``num_batches``, which shares this loader's position."""
@@ -177,7 +188,9 @@ class DataLoaderShard(DataLoader[Any]):
         ):
             self._begin_epoch()
             batches = self._read()
+            tails = {} if self._is_marked else getattr(self.shard, "tails", {})
             following = next(batches, _END)
+        rounds_before = self._rounds_before
         if resume_point is not None and resume_point.ahead:
             following = self._restored(resume_point.ahead[0])
         with (
@@ -194,34 +207,42 @@ class DataLoaderShard(DataLoader[Any]):
                     position.ahead = following
                 if self._is_marked:
                     batch, current.tail = batch
+                elif tails or current.tail is not None:
+                    current.tail = tails.pop(self.counter.step - rounds_before, None)
                 self.counter.step += 1
                 if following is _END:
                     current.is_last = current.ends_window = True
-                    if not self._is_marked:
-                        current.tail = getattr(self.shard, "tail", None)
-                elif self.shard is not None and self._is_last_of_all(following):
-                    current.ends_window = True
+                elif self._is_marked or tails:  # some ranks may have no batch when this rank has the following one
+                    upcoming = following.tail if self._is_marked else tails.get(self.counter.step - rounds_before)
+                    current.ends_window = upcoming is not None and upcoming.missing > 0
                 ACTIVE_ITERATIONS.hand_out(current)
                 yield batch
                 position.go_on(current)
                 if current.before_next is not None:
                     current.before_next()
+            if current.tail is not None and self.shard is not None:
+                share = self.total_batch_size // len(current.tail.sizes)
+                own = (self.counter.step - 1) * share + current.tail.sizes[self.shard.process_index]
+                ACTIVE_ITERATIONS.ended = current.moment, own, current.tail
 
     def __len__(self) -> int:
         length = super().__len__()
         return length if self._batches is not None else max(0, length - self.skipped)
 
     def _begin_epoch(self) -> None:
+        if self.position.epochs.passed_on != self.position.epochs.following:
+            self.pass_epoch_on()
         epoch = self.position.epochs.begin()
-        self._pass_epoch_on(epoch)
         for function in self._before_epoch:
             function()
         self.counter.start(epoch=epoch + 1, total=self._total())
         self.counter.step = self.skipped + self._rounds_before
 
-    def _pass_epoch_on(self, epoch: int) -> None:
+    def pass_epoch_on(self) -> None:
+        """Call ``set_epoch`` of the sampler and of the dataset, where they have it, with the next epoch."""
+        self.position.epochs.passed_on = epoch = self.position.epochs.following
         for part in (*chain_of(self._batches), self.dataset):
-            if hasattr(part, "set_epoch"):
+            if hasattr(part, "set_epoch") and not isinstance(part, SamplerView):
                 part.set_epoch(epoch)
 
     def _read(self) -> Iterator[Any]:
@@ -232,12 +253,6 @@ class DataLoaderShard(DataLoader[Any]):
     def _restored(self, ahead: Any) -> Any:
         """Return a checkpoint's prefetched batch in the form in which it was read."""
         return MarkedBatch(ahead[0], ahead[1] and Tail(*ahead[1])) if self._is_marked else ahead
-
-    def _is_last_of_all(self, following: Any) -> bool:
-        """Return whether some ranks have no batch when this rank has ``following``."""
-        if self._is_marked:
-            return following.tail is not None and following.tail.missing > 0
-        return getattr(self.shard, "rounds_of_all", None) == self.counter.step - self._rounds_before
 
     @property
     def _reader(self) -> DataLoader[Any] | None:
@@ -257,9 +272,7 @@ class DataLoaderShard(DataLoader[Any]):
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators, besides torch's global one, that draw the order of the batches."""
-        parts = (self, *chain_of(self._batches), self.dataset, self.source.dataset)
-        found = [getattr(part, "generator", None) for part in parts]
-        return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())
+        return generators_of((self, *chain_of(self._batches), self.dataset, self.source.dataset))
 
     @property
     def _rounds_before(self) -> int:
@@ -533,8 +546,8 @@ def _with_complete_rounds_first(rounds: Iterable[ReadRound], world_size: int) ->
             left.extend(zip(read.batches, read.sizes, strict=True))
     for dealt in slices(left, world_size):
         sizes = [size for _, size in dealt]
-        tail = Tail(sum(sizes), sum(sizes), ragged=True, missing=world_size - len(dealt))
-        yield ReadRound([batch for batch, _ in dealt], sizes, tail)
+        by_rank = (*sizes, *[0] * (world_size - len(dealt)))
+        yield ReadRound([batch for batch, _ in dealt], sizes, Tail(by_rank, by_rank))
 
 
 @contextlib.contextmanager

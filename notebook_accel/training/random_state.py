@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -58,12 +59,25 @@ def _seed_host(seed: int) -> None:
 
 def snapshot() -> dict[str, Any]:
     """Return the state of this process's generators on the host, in the form of ``to_loadable``."""
+    return to_loadable(_on_host())
+
+
+def _on_host() -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:  # otherwise no number was drawn from it
         import numpy
 
         state["numpy"] = numpy.random.get_state(legacy=True)
-    return to_loadable(state)
+    return state
+
+
+def _set_on_host(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "numpy" in state:
+        import numpy
+
+        numpy.random.set_state(state["numpy"])
 
 
 def to_loadable(state: dict[str, Any]) -> dict[str, Any]:
@@ -83,14 +97,12 @@ def capture(backend: Backend) -> dict[str, Any]:
 
 def restore(state: dict[str, Any], backend: Backend | None = None) -> None:
     """Set the generators, with ``backend`` also the device's, to a state from ``capture`` or ``snapshot``."""
-    torch.set_rng_state(state["torch"])
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
+    made = {**state, "python": (version, tuple(words.tolist()), gauss)}
     if "numpy" in state:
-        import numpy
-
         name, keys, *rest = state["numpy"]
-        numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
+        made["numpy"] = (name, keys.numpy().astype("uint32"), *rest)
+    _set_on_host(made)
     if backend is not None:
         backend.set_generator_state(state)
 
@@ -137,14 +149,48 @@ def agree(backend: Backend) -> None:
         restore(by_group[backend.place.rank], backend)
 
 
+def drawn_as_rank_0(
+    make: Callable[[], Iterator[_T]],
+    from_rank_0: Callable[[Any], Any],
+    generators: Sequence[torch.Generator],
+    *,
+    draws_anywhere: bool,
+) -> Iterator[_T]:
+    """Return the items of the iterator that ``make`` makes, drawn with rank 0's random numbers on every rank.
+
+    The first item is drawn from rank 0's global generators and from its ``generators``, as plain PyTorch does. What
+    later items draw from the global ones comes from others that are seeded by rank 0's after the first item, so that it
+    doesn't depend on what each rank draws in between.
+
+    Args:
+        make: Makes the iterator.
+        from_rank_0: Broadcasts rank 0's argument. Every rank calls it once, or twice for one that ``draws_anywhere``.
+        generators: Further generators that the iterator draws from. Each rank's get rank 0's state.
+        draws_anywhere: True if ``make`` and later items may draw from the global generators too.
+    """
+    with _of_rank_0(from_rank_0, generators) if draws_anywhere else contextlib.nullcontext():
+        items = make()
+
+    def drawn() -> Iterator[_T]:
+        with _of_rank_0(from_rank_0, generators):
+            first = [*itertools.islice(items, 1)]
+            state = _on_host()
+        yield from first
+        yield from drawn_apart(items, _seeded_by(state)) if draws_anywhere else items
+
+    return drawn()
+
+
 @contextlib.contextmanager
-def of_rank_0(from_rank_0: Callable[[Any], Any]) -> Iterator[None]:
+def _of_rank_0(from_rank_0: Callable[[Any], Any], generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Draw rank 0's random numbers in the body. A rank whose numbers were others continues with its own afterwards.
 
-    ``from_rank_0`` broadcasts rank 0's argument.
+    But ``generators`` continue with rank 0's.
     """
     own = snapshot()
-    state = from_rank_0(own)
+    state, states = from_rank_0((own, [generator.get_state() for generator in generators]))
+    for generator, its_state in zip(generators, states, strict=False):
+        generator.set_state(its_state)
     if _numbers_of(state) == _numbers_of(own):
         yield
         return
@@ -155,24 +201,37 @@ def of_rank_0(from_rank_0: Callable[[Any], Any]) -> Iterator[None]:
         restore(own)
 
 
+def _seeded_by(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state of the generators on the host that depends on ``state`` only."""
+    outside = _on_host()
+    seed = zlib.crc32(repr((state["torch"].tolist(), state["python"])).encode())
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed devices too
+    random.seed(seed)
+    if "numpy" in outside:
+        sys.modules["numpy"].random.seed(seed)
+    seeded = _on_host()
+    _set_on_host(outside)
+    return seeded
+
+
 def _numbers_of(state: dict[str, Any]) -> list[Any]:
     """Return a snapshot in a form that can be compared."""
     return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_of(state)]
 
 
-def drawn_apart(items: Iterable[_T]) -> Iterator[_T]:
+def drawn_apart(items: Iterable[_T], state: dict[str, Any] | None = None) -> Iterator[_T]:
     """Yield items that draw random numbers when they are created, without a change of the generators outside."""
-    iterator, state = iter(items), snapshot()
+    iterator, state = iter(items), state or _on_host()
     while True:
-        outside = snapshot()
-        restore(state)
+        outside = _on_host()
+        _set_on_host(state)
         try:
             item = next(iterator)
         except StopIteration:
             return
         finally:
-            state = snapshot()
-            restore({**state, **outside})
+            state = _on_host()
+            _set_on_host({**state, **outside})
         yield item
 
 

@@ -1,49 +1,62 @@
 """Shard samples over ranks.
 
 Batches are dealt out in rounds: all ranks work on a round at the same time, each on its share. Only the last round of
-an epoch can be incomplete. Its ``Tail`` says how many of its samples are real, so that metrics can leave out samples
-that were repeated to fill it.
+an epoch can be incomplete. Its ``Tail`` says how many of each rank's samples are real, so that metrics can leave out
+samples that were repeated to fill it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
-from torch.utils.data import IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler
 
 from notebook_accel import environment
 from notebook_accel.errors import ConfigError, TrainingError
 
 
 class Tail(NamedTuple):
-    """The last round of an epoch, if it differs from the others.
+    """The samples of a round that is unlike the others, such as the last round of an epoch.
 
     Attributes:
-        real: Number of samples that aren't repeated from earlier in the epoch; they come first.
-        total: Number of samples over all ranks.
-        ragged: True if the ranks' shares differ in size.
-        missing: Number of ranks, the last ones, that have no share.
+        real_by_rank: Each rank's number of samples that aren't repeated from earlier in the epoch; they come first.
+        sizes: Each rank's number of samples, 0 for the last ranks if they have no share. A share of 1 may be a whole
+            batch, whose number of rows only its rank knows.
     """
 
-    real: int
-    total: int
-    ragged: bool = False
-    missing: int = 0
+    real_by_rank: tuple[int, ...]
+    sizes: tuple[int, ...]
 
-    def kept(self, gathered: int) -> int:
-        """Return how many of ``gathered`` rows belong to real samples.
+    @property
+    def real(self) -> int:
+        """Number of samples of all ranks that aren't repeated."""
+        return sum(self.real_by_rank)
+
+    @property
+    def missing(self) -> int:
+        """Number of ranks, the last ones, that have no share."""
+        return self.sizes.count(0)
+
+    @property
+    def may_differ_in_rows(self) -> bool:
+        """True if the ranks' shares may have different numbers of rows."""
+        return len(set(self.sizes)) > 1 or 1 in self.sizes
+
+    def rows_kept(self, rows: Sequence[int]) -> list[int]:
+        """Return how many of each rank's ``rows`` belong to real samples.
 
         A model may return several rows per sample, such as one per token. Rows that can't be divided evenly among the
         samples, such as one loss per rank, don't belong to samples: all are kept.
         """
-        rows_each, left_over = divmod(gathered, self.total)
-        return gathered if left_over else self.real * rows_each
+        if any(count % max(size, 1) for count, size in zip(rows, self.sizes, strict=True)):
+            return [*rows]
+        return [
+            real * count // max(size, 1) for real, count, size in zip(self.real_by_rank, rows, self.sizes, strict=True)
+        ]
 
     def missing_error(self, consequence: str, fix: str) -> TrainingError:
         """Return the error for a call in which ranks without a batch don't take part."""
@@ -52,6 +65,15 @@ class Tail(NamedTuple):
             why="With even_batches=False nothing is repeated to give every rank as many batches.",
             fix=fix,
         )
+
+
+def tail_of(shares: Sequence[Any], ranks: int, real: Sequence[Any] | None = None) -> Tail:
+    """Return the ``Tail`` of a round, given its shares and, if some samples of these are repeated, the real ones."""
+
+    def by_rank(items: Sequence[Any]) -> tuple[int, ...]:
+        return (*map(sample_count, items), *[0] * (ranks - len(items)))
+
+    return Tail(by_rank(shares if real is None else real), by_rank(shares))
 
 
 class MarkedBatch(NamedTuple):
@@ -73,8 +95,26 @@ class Round(NamedTuple):
     tail: Tail | None
 
 
+class SamplerView(Sampler[Any]):
+    """A wrapper of a sampler. Attributes that aren't its ``_OWN`` are read and set in the wrapped ``batch_sampler``."""
+
+    _OWN: ClassVar[tuple[str, ...]] = ("batch_sampler",)
+    batch_sampler: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":  # not set yet: the object is being created
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.batch_sampler, name, value)
+
+
 @dataclasses.dataclass(eq=False, repr=False)
-class BatchSamplerShard(Sampler[Any]):
+class BatchSamplerShard(SamplerView):
     """One rank's share of the batches of a batch sampler.
 
     Rank r of n takes batches r, r + n, r + 2n, ... With ``split_batches`` every batch is cut into n equal parts, and
@@ -88,33 +128,45 @@ class BatchSamplerShard(Sampler[Any]):
         split_batches: Cut each batch instead of dealing out whole ones.
         even_batches: Fill the last round from the beginning of the epoch, so that every rank has as many batches, all
             of the same size. If the batch sampler drops its last batch, an incomplete round is dropped instead.
-        drawing_as_rank_0: Returns a context in which all ranks draw rank 0's random numbers, for the first batch of an
-            epoch: samplers draw the whole order then.
+        drawn: Returns the items of the iterator that its argument makes, drawn with the same random numbers on every
+            rank.
 
     Attributes:
-        tail: The ``Tail`` of the latest epoch's last batch, ``None`` if its round was like the others.
-        rounds_of_all: Number of rounds in which every rank has a batch, once a further round is reached; else ``None``.
+        tails: The ``Tail`` of each round of the latest epoch that is unlike the others, by the round's number from 0.
 
     Raises:
         ConfigError: ``split_batches``, and the batch size is unknown or can't be divided by the number of ranks.
     """
 
-    batch_sampler: Iterable[Any]
+    batch_sampler: Any
     num_processes: int = 1
     process_index: int = 0
     split_batches: bool = False
     even_batches: bool = True
-    drawing_as_rank_0: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    drawn: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]] = lambda make: make()
+
+    _OWN = ("batch_sampler", "num_processes", "process_index", "split_batches", "even_batches", "drawn", "tails")
 
     def __post_init__(self) -> None:
-        self.batch_size: int | None = getattr(self.batch_sampler, "batch_size", None)
-        self.drop_last: bool = getattr(self.batch_sampler, "drop_last", False)
-        self.tail: Tail | None = None
-        self.rounds_of_all: int | None = None
-        self._share_size = _part_of(self.batch_size, self.num_processes) if self.split_batches else self.batch_size
+        self.tails: dict[int, Tail] = {}
+        _ = self._share_size  # raises
+
+    @property
+    def batch_size(self) -> int | None:
+        """The batch sampler's ``batch_size`` as it is now, ``None`` if it has none."""
+        return getattr(self.batch_sampler, "batch_size", None)
+
+    @property
+    def drop_last(self) -> bool:
+        """The batch sampler's ``drop_last`` as it is now."""
+        return getattr(self.batch_sampler, "drop_last", False)
+
+    @property
+    def _share_size(self) -> int | None:
+        return _part_of(self.batch_size, self.num_processes) if self.split_batches else self.batch_size
 
     def __len__(self) -> int:
-        batches = len(cast(Sized, self.batch_sampler))
+        batches = len(self.batch_sampler)
         if self.split_batches:
             return batches - self._misses_last_batch() if batches else 0
         rounds, left_over = divmod(batches, self.num_processes)
@@ -132,62 +184,55 @@ class BatchSamplerShard(Sampler[Any]):
         return 0 < left_over <= self.process_index * self._share_size
 
     def __iter__(self) -> Iterator[Any]:
-        self.rounds_of_all = None
-        own_tail: Tail | None = None
-        for number, (shares, tail) in enumerate(self.rounds()):
-            if tail is not None and tail.missing:
-                self.rounds_of_all = number
+        self.tails = tails = dict[int, Tail]()
+        return self._own_shares(self.rounds(), tails)
+
+    def _own_shares(self, rounds: Iterator[Round], tails: dict[int, Tail]) -> Iterator[Any]:
+        for number, (shares, tail) in enumerate(rounds):
+            if tail is not None:
+                tails[number] = tail
             if self.process_index < len(shares):
-                own_tail = tail
                 yield shares[self.process_index]
-        self.tail = own_tail  # set before the loader sees the end of the epoch
 
     def rounds(self) -> Iterator[Round]:
-        """Yield the shares of all ranks, round by round."""
+        """Return the shares of all ranks, round by round."""
+        return self._told_apart(self.drawn(self._dealt))
+
+    def _told_apart(self, dealt: Iterator[list[Any]]) -> Iterator[Round]:
+        """Yield the rounds, each with its ``Tail`` if it is unlike the others."""
+        inner = next(part for part in chain_of(self.batch_sampler) if not isinstance(part, SamplerView))
+        are_alike = type(inner) is BatchSampler
         first: list[Any] | None = None
         held: list[Any] | None = None  # a round is held back until the next one shows that it isn't the last
-        for shares in self._dealt():
+        for shares in dealt:
             if held is not None:
                 if len(held) != self.num_processes:
-                    size = self.batch_size
                     raise TrainingError(
-                        f"Before its last batch, the batch sampler yielded one that isn't of its size, {size}.",
+                        "Before its last batch, the batch sampler yielded one that isn't of its size, "
+                        f"{self.batch_size}.",
                         why=f"split_batches cuts every batch into {self.num_processes} equal parts.",
                         fix="DataLoaderConfiguration(split_batches=False)",
                     )
-                yield Round(held, None)
+                tail = None if are_alike else tail_of(held, self.num_processes)
+                yield Round(held, tail if tail is not None and tail.may_differ_in_rows else None)
             first = first or shares
             held = shares
         if first is not None and held is not None:
             yield from self._last_round(held, first)
 
     def _dealt(self) -> Iterator[list[Any]]:
-        batches = iter(self.batch_sampler)
-        with self.drawing_as_rank_0():
-            first = [*itertools.islice(batches, 1)]
-        batches = itertools.chain(first, batches)
+        batches = iter(self.batch_sampler)  # now, since some samplers draw their order here
         if self.split_batches:
-            assert self._share_size is not None
-            for batch in batches:
-                yield slices(batch, self._share_size)
-        else:
-            while shares := list(itertools.islice(batches, self.num_processes)):
-                yield shares
+            return (slices(batch, self._share_size or 1) for batch in batches)
+        return iter(lambda: [*itertools.islice(batches, self.num_processes)], [])
 
     def _last_round(self, shares: list[Any], first: list[Any]) -> Iterator[Round]:
-        missing = self.num_processes - len(shares)
-        if self.drop_last and missing:
+        if self.drop_last and len(shares) < self.num_processes:
             return
-        real = sum(map(sample_count, shares))
-        tail = None
-        if self.even_batches:
-            shares = self._filled(shares, first)
-            sizes = [sample_count(share) for share in shares]
-            is_ragged = len(set(sizes)) > 1  # nobody knows the size that the batch sampler wants
-            tail = Tail(real, sum(sizes), ragged=is_ragged) if is_ragged or real < sum(sizes) else None
-        elif missing or len(set(map(sample_count, shares))) > 1:
-            tail = Tail(real, real, ragged=True, missing=missing)
-        yield Round(shares, tail)
+        dealt = self._filled(shares, first) if self.even_batches else shares
+        tail = tail_of(dealt, self.num_processes, shares)
+        is_alike = tail.real_by_rank == tail.sizes and len(set(tail.sizes)) == 1 and isinstance(shares[0], Sized)
+        yield Round(dealt, None if is_alike else tail)
 
     def _filled(self, shares: list[Any], first: list[Any]) -> list[Any]:
         missing = self.num_processes - len(shares)
@@ -207,7 +252,8 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     Args:
         dataset: The stream.
-        batch_size: Number of samples in a batch of one rank; with ``split_batches``, of all ranks together.
+        batch_size: Number of samples in a batch of one rank; with ``split_batches``, of all ranks together. With
+            ``None`` each item of the stream is a batch, whose size isn't known.
         drop_last: Leave out a last round that is incomplete.
         num_processes: Number of ranks.
         process_index: The rank that takes the share.
@@ -219,7 +265,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     """
 
     dataset: Iterable[Any]
-    batch_size: int = 1
+    batch_size: int | None = 1
     drop_last: bool = False
     num_processes: int = 1
     process_index: int = 0
@@ -227,7 +273,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     even_batches: bool = True
 
     def __post_init__(self) -> None:
-        self.share_size = _part_of(self.batch_size, self.num_processes) if self.split_batches else self.batch_size
+        self.share_size = _part_of(self.batch_size, self.num_processes) if self.split_batches else self.batch_size or 1
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the next epoch on to the dataset, if it has ``set_epoch``."""
@@ -265,14 +311,12 @@ class IterableDatasetShard(IterableDataset[Any]):
             real = len(taken)
             if real < round_size and self.drop_last:
                 return
+            real_shares = slices(taken, size)
             if real < round_size and self.even_batches:
                 taken = [*taken, *itertools.islice(itertools.cycle(first), round_size - real)]
             shares = slices(taken, size)
-            tail = None
-            if real < round_size:
-                missing = self.num_processes - len(shares)
-                tail = Tail(real, len(taken), ragged=len(taken) < round_size, missing=missing)
-            yield Round(shares, tail)
+            is_alike = real == round_size and self.batch_size is not None
+            yield Round(shares, None if is_alike else tail_of(shares, self.num_processes, real_shares))
 
 
 def dispatched_rounds(shard: BatchSamplerShard | IterableDatasetShard) -> Iterator[Round]:
@@ -287,19 +331,22 @@ def dispatched_rounds(shard: BatchSamplerShard | IterableDatasetShard) -> Iterat
 
 def _cut_evenly(rounds: Iterator[Round], num_processes: int) -> Iterator[Round]:
     for shares, tail in rounds:
-        if tail is None or tail.ragged or not all(isinstance(share, list) for share in shares):
+        if tail is None or len(set(tail.sizes)) > 1 or not all(isinstance(share, list) for share in shares):
             yield Round(shares, tail)
             continue
-        samples = list(itertools.chain.from_iterable(shares))  # the real ones come first
-        size = -(-tail.real // num_processes)
-        total = size * num_processes
-        yield Round(slices(samples[:total], size), Tail(tail.real, total) if tail.real < total else None)
+        pairs = [*zip(shares, tail.real_by_rank, strict=True)]
+        real = [sample for share, count in pairs for sample in share[:count]]
+        repeated = [sample for share, count in pairs for sample in share[count:]]
+        size = -(-len(real) // num_processes)
+        cut = slices([*real, *repeated][: size * num_processes], size)
+        is_alike = len(real) == size * num_processes
+        yield Round(cut, None if is_alike else tail_of(cut, num_processes, slices(real, size)))
 
 
 def _part_of(batch_size: int | None, num_processes: int) -> int:
     if batch_size is None:
         raise ConfigError(
-            "split_batches can't be used with a batch sampler that has no batch_size.",
+            "split_batches can't be used with a batch sampler or a loader that has no batch_size.",
             why="Each batch is cut into as many equal parts as there are ranks, so its size must be known.",
             fix="DataLoaderConfiguration(split_batches=False)",
         )
@@ -347,6 +394,14 @@ class SeedableRandomSampler(RandomSampler):
         self.seed = data_seed
         self.epoch = 0
 
+    @classmethod
+    def take_over(cls, sampler: RandomSampler, data_seed: int | None) -> None:
+        """Turn a ``RandomSampler`` into one of this class, again with each ``prepare``. Its data stay as they are."""
+        given = vars(sampler).setdefault("given_generator", sampler.generator)
+        seed = cls(sampler.data_source, generator=given, data_seed=data_seed).seed
+        sampler.__class__ = cls
+        vars(sampler).update(seed=seed, epoch=0, generator=torch.Generator())
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that is iterated next."""
         self.epoch = epoch
@@ -357,39 +412,7 @@ class SeedableRandomSampler(RandomSampler):
         yield from super().__iter__()
 
 
-class SynchronizedSampler(Sampler[Any]):
-    """A sampler that draws rank 0's order on every rank.
-
-    Rank 0 takes the seed of an epoch's order from the global generator at the moment at which plain PyTorch does. So
-    with the same global seed it draws the order that plain PyTorch draws in one process.
-
-    ``sampler`` has an attribute ``generator``, which may be ``None``. ``from_rank_0`` broadcasts rank 0's argument;
-    every rank calls it once an epoch.
-    """
-
-    def __init__(self, sampler: Any, from_rank_0: Callable[[Any], Any]) -> None:
-        self._sampler = copy.copy(sampler)
-        self.generator: torch.Generator | None = sampler.generator
-        self._from_rank_0 = from_rank_0
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the next epoch on to the sampler, if it has ``set_epoch``."""
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.generator is None:
-            seed = int(torch.empty((), dtype=torch.int64).random_().item())
-            self._sampler.generator = torch.Generator().manual_seed(self._from_rank_0(seed))
-        else:
-            self.generator.set_state(self._from_rank_0(self.generator.get_state()))
-        yield from self._sampler
-
-
-class SkipBatchSampler(Sampler[Any]):
+class SkipBatchSampler(SamplerView):
     """A batch sampler without its first batches. Other attributes are those of the wrapped sampler.
 
     Args:
@@ -397,20 +420,17 @@ class SkipBatchSampler(Sampler[Any]):
         skip_batches: Number of batches to leave out.
     """
 
+    _OWN = ("batch_sampler", "skip_batches")
+
     def __init__(self, batch_sampler: Iterable[Any], skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
 
     def __len__(self) -> int:
-        return max(0, len(cast(Sized, self.batch_sampler)) - self.skip_batches)
+        return max(0, len(self.batch_sampler) - self.skip_batches)
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(self.batch_sampler, self.skip_batches, None)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # not set yet: the object is being created
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
 
 
 def chain_of(sampler: Any) -> Iterator[Any]:
@@ -419,6 +439,12 @@ def chain_of(sampler: Any) -> Iterator[Any]:
         yield sampler
         inner = getattr(sampler, "batch_sampler", None)
         sampler = getattr(sampler, "sampler", None) if inner is None else inner
+
+
+def generators_of(parts: Iterable[Any]) -> list[torch.Generator]:
+    """Return the ``torch.Generator`` of each of ``parts`` that has one as its ``generator``, each once."""
+    found = [getattr(part, "generator", None) for part in parts]
+    return list({id(item): item for item in found if isinstance(item, torch.Generator)}.values())
 
 
 def part_of(inputs: Any, rank: int, world_size: int, *, apply_padding: bool = False) -> Any:

@@ -14,9 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from notebook_accel import code_places
+from notebook_accel import code_places, environment
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import gradients, optimizers
+from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
+from notebook_accel.training.sharding import Tail
+from notebook_accel.training.trees import leaves_of
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")  # attributes of torch's schedulers that hold their planned length
 
@@ -146,6 +149,37 @@ def warn_of_late(kind: str) -> None:
         f"The {kind} was prepared after load_state, so it begins anew, although the checkpoint has a state for it. "
         "Fix: prepare all objects, then load_state"
     )
+
+
+def warn_of_second_skip() -> None:
+    """Warn, at the first backward pass, if the program has skipped as many batches as ``load_state`` had skipped."""
+    current = ACTIVE_ITERATIONS.training
+    resumed = None if current is None else current.loader.position.resumed
+    if current is None or resumed is None:
+        return
+    in_epoch = current.loader.position.epochs.running == resumed.epoch
+    passed = (current.counter.step - 1 if in_epoch else resumed.length or 0) - resumed.batches
+    if passed > 1 and (passed == resumed.batches if in_epoch else passed <= resumed.batches):
+        code_places.warn(
+            f"load_state resumed epoch {resumed.epoch} after its first {resumed.batches} batches, and the program has "
+            f"skipped {passed} more. Fix: leave out what skips them in the loop, or set "
+            f"{environment.COMPAT}=accelerate in the environment"
+        )
+
+
+def warn_of_late_gather(gathered: Any) -> None:
+    """Warn once if ``gather_for_metrics`` is called after a loop, with the rows of all of its batches."""
+    moment, samples, tail = ACTIVE_ITERATIONS.ended or (None, 0, Tail((), ()))
+    repeated = sum(tail.sizes) - tail.real
+    if moment != ACTIVE_ITERATIONS.moment or samples < 2 or not repeated:
+        return
+    lengths = {len(leaf) for leaf in leaves_of(gathered) if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    if samples in lengths or (isinstance(gathered, list) and samples == len(gathered)):
+        ACTIVE_ITERATIONS.ended = None
+        code_places.warn(
+            f"gather_for_metrics after the loop leaves nothing out, and {repeated} of the samples were repeated so "
+            "that all ranks have as many. Fix: call it in the loop, once for each batch"
+        )
 
 
 def log_schedule_hint(scheduler: LRScheduler, *, ranks: int, window: int) -> None:

@@ -256,7 +256,7 @@ def test_first_ranks_come_first(three_ranks: Ranks, tmp_path: Any) -> None:
 def gather_rows_of_a_tail(rows: int) -> list[str]:
     collectives._has_warned = False
     backend = process_group.join()
-    tail = Tail(real=5, total=8)
+    tail = Tail((4, 1), (4, 4))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,7 @@ from notebook_accel.training.accumulation import GradientAccumulationPlugin, Gra
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_loader, shard_dataloader
+from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard
 from tests.training.datasets import Numbers, Stream
 from tests.training.ranks import Ranks
@@ -123,8 +125,18 @@ def test_epochs_reach_sampler_and_dataset() -> None:
     shard.set_epoch(7)
     for _ in range(2):
         next(iter(shard))
-    assert dataset.epochs == [0, 1, 7, 7, 8]
+    assert dataset.epochs == [0, 1, 2, 7, 8, 9]
     assert shard.counter.epoch == 9
+    with contextlib.suppress(ZeroDivisionError):
+        for _ in shard:
+            1 / 0  # noqa: B018
+    held = iter(shard)
+    next(held)
+    ACTIVE_ITERATIONS.abandon()  # a session's rank does so after an error, whose traceback holds the iterator
+    assert dataset.epochs.pop() == 11
+    dataset.set_epoch(20)
+    next(iter(shard))
+    assert dataset.epochs[-2:] == [20, 12]
 
 
 def test_seedable_sampler() -> None:
@@ -190,6 +202,24 @@ def test_loader_that_iterates_in_its_own_way() -> None:
         prepare_data_loader(own(), num_processes=2, process_index=0)
 
 
+def test_loader_with_an_iterator_of_its_own() -> None:
+    class Doubled(DataLoader[Any]):
+        def _get_iterator(self) -> Any:
+            return ([batch, batch] for batch in super()._get_iterator())
+
+    class Stateful(Doubled):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            """Resume where ``state`` was taken."""
+
+    accelerator = Accelerator(cpu=True)
+    found = [[x.tolist() for x in batch] for batch in accelerator.prepare(Doubled(Numbers(4), batch_size=2))]
+    assert found == [[[0, 1]] * 2, [[2, 3]] * 2]
+    with pytest.raises(ConfigError, match="can't shard a Doubled"):
+        prepare_data_loader(Doubled(Numbers(4)), num_processes=2, process_index=0)
+    with pytest.raises(ConfigError, match="what prepare returns has state_dict"):
+        prepare_data_loader(Stateful(Numbers(4)), num_processes=2, process_index=0)
+
+
 def own_samplers(kind: str) -> Any:
     """Return the batches that this rank reads in each of three epochs."""
     backend = process_group.join(cpu=True)
@@ -247,19 +277,20 @@ def test_ranks_take_turns(two_ranks: Ranks, kind: str) -> None:
     assert two_ranks.run(read, kind, 3, None, {}) == [[0, 2], [1, 0]]
 
 
-def prepare_refused(message: str) -> None:
+def prepare_refused(message: str, dispatches: bool) -> None:
     backend = process_group.join(cpu=True)
     loaders: dict[str, Any] = {
         "a batch of 3 into 2 equal parts": lambda: DataLoader(Numbers(7), batch_size=3),
         "DistributedSampler": lambda: DataLoader(Numbers(8), batch_size=2, sampler=DistributedSampler(Numbers(8))),
         "in_order=True": lambda: DataLoader(Numbers(4), batch_size=2, in_order=False),
     }
-    prepare(loaders[message](), backend, split_batches=True)
+    prepare(loaders[message](), backend, split_batches=True, dispatch_batches=dispatches)
 
 
+@pytest.mark.parametrize("dispatches", [False, True])
 @pytest.mark.parametrize("message", ["a batch of 3 into 2 equal parts", "DistributedSampler", "in_order=True"])
-def test_loaders_that_several_ranks_refuse(two_ranks: Ranks, message: str) -> None:
-    for error in two_ranks.replies(prepare_refused, message):
+def test_loaders_that_several_ranks_refuse(two_ranks: Ranks, message: str, dispatches: bool) -> None:
+    for error in two_ranks.replies(prepare_refused, message, dispatches):
         assert isinstance(error, ConfigError)
         assert message in str(error)
 
@@ -269,6 +300,8 @@ def test_data_seed() -> None:
     shard, _ = prepare(DataLoader(Numbers(20), batch_size=20, shuffle=True), **options)
     expected = torch.randperm(20, generator=torch.Generator().manual_seed(21))
     assert torch.equal(next(iter(shard)), expected)
+    again, _ = prepare(shard, use_seedable_sampler=True, data_seed=22)
+    assert torch.equal(next(iter(again)), torch.randperm(20, generator=torch.Generator().manual_seed(22)))
     with pytest.warns(UserWarning, match="no effect without use_seedable_sampler"):
         DataLoaderConfiguration(data_seed=21)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from notebook_accel import Accelerator, DataLoaderConfiguration, skip_first_batches
 from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard, Round
@@ -29,11 +29,12 @@ LENGTHS = range(1, 201)
 def kept(rounds: Iterator[Round], world: int, *, even: bool) -> list[int]:
     found: list[int] = []
     for shares, tail in rounds:
-        gathered = [sample for share in shares for sample in share]
+        rows = [*map(len, shares)]
         if even:
             assert len(shares) == world
             assert len({len(share) for share in shares}) == 1  # otherwise they couldn't be gathered
-        found += gathered[: tail.kept(len(gathered))] if tail else gathered
+        for share, number in zip(shares, tail.rows_kept([*rows, *[0] * tail.missing]) if tail else rows, strict=False):
+            found += share[:number]
     return found
 
 
@@ -61,12 +62,95 @@ def test_each_rank_gets_its_share_of_every_round() -> None:
         for rank in range(world):
             shard = BatchSamplerShard(sampler, world, rank)
             assert list(shard) == [shares[rank] for shares, _ in rounds]
-            assert shard.tail == rounds[-1].tail
+            assert shard.tails.get(len(rounds) - 1) == rounds[-1].tail
             stream = IterableDatasetShard(range(n), size, False, world, rank)
             assert list(stream) == list(itertools.chain.from_iterable(shard))
 
 
+class Batches:
+    """A batch sampler of given batches, with a ``batch_size`` or without one."""
+
+    def __init__(self, sizes: list[int], batch_size: int | None) -> None:
+        ends = list(itertools.accumulate(sizes, initial=0))
+        self.batches = [list(range(*pair)) for pair in itertools.pairwise(ends)]
+        if batch_size is not None:
+            self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 5), max_size=12), st.sampled_from([None, 5]), st.integers(1, 4), st.booleans())
+def test_batches_of_any_sizes(sizes: list[int], batch_size: int | None, world: int, even: bool) -> None:
+    sampler = Batches(sizes, batch_size)
+    rounds = list(BatchSamplerShard(sampler, world, 0, even_batches=even).rounds())
+    found = []
+    for shares, tail in rounds:
+        rows = [*map(len, shares), *[0] * (world - len(shares))]
+        assert tail is not None or len(set(rows)) == 1  # otherwise they couldn't be gathered
+        numbers = tail.rows_kept(rows) if tail else rows
+        found += [sample for share, number in zip(shares, numbers, strict=False) for sample in share[:number]]
+    assert found == list(range(sum(sizes)))
+    for rank in range(world):
+        shard = BatchSamplerShard(sampler, world, rank, even_batches=even)
+        assert list(shard) == [shares[rank] for shares, _ in rounds if rank < len(shares)]
+        own = [tail for shares, tail in rounds if rank < len(shares)]
+        assert [shard.tails.get(number) for number in range(len(own))] == own
+
+
 # Some cases, with real ranks.
+
+
+class StreamOfBatches(IterableDataset[torch.Tensor]):
+    """A stream of batches of given sizes."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.tensor(batch) for batch in Batches(self.sizes, None)])
+
+
+class DatasetOfBatches(Dataset[torch.Tensor]):
+    """A dataset each item of which is a batch."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.batches = list(Batches(sizes, None))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.batches[index])
+
+
+def own_sizes(kind: str, sizes: list[int], dispatch: bool) -> Any:
+    config = DataLoaderConfiguration(dispatch_batches=dispatch)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    workers = {"num_workers": 1} if kind == "a worker" else {}
+    loaders: dict[str, Any] = {
+        "stream": lambda: DataLoader(StreamOfBatches(sizes), batch_size=None),
+        "dataset": lambda: DataLoader(DatasetOfBatches(sizes), batch_size=None),
+        "a size": lambda: DataLoader(Numbers(sum(sizes)), batch_sampler=Batches(sizes, 4)),  # type: ignore[arg-type]
+    }
+    made = loaders.get(kind) or (
+        lambda: DataLoader(Numbers(sum(sizes)), batch_sampler=Batches(sizes, None), **workers)  # type: ignore[arg-type]
+    )
+    loader = accelerator.prepare(made())
+    return [gathered(accelerator, loader) for _ in range(2)]
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("kind", ["stream", "dataset", "a size", "no size", "a worker"])
+@pytest.mark.parametrize("sizes", [[4, 4, 3], [2, 1], [4, 1, 2, 3, 3]])
+def test_batches_of_different_sizes(two_ranks: Ranks, kind: str, sizes: list[int], dispatch: bool) -> None:
+    samples = list(range(sum(sizes)))
+    expected = (samples, [str(sample) for sample in samples])
+    assert two_ranks.run(own_sizes, kind, sizes, dispatch) == [[expected, expected]] * 2
 
 
 def prepared(kind: str, n: int, size: int, options: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from notebook_accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
 from tests.training.datasets import Numbers, Stream
@@ -102,6 +102,32 @@ def test_batches_of_anything(two_ranks: Ranks) -> None:
         first, second = two_ranks.run(batches_of_texts, dispatch)
         assert [first[0], second[0]] == whole
         assert first[1]["text"] == ["number 4", "number 0"]
+
+
+class Sentences(IterableDataset[str]):
+    def __iter__(self) -> Iterator[str]:
+        return iter("abcdefg")
+
+
+def with_no_label(rows: list[str]) -> dict[str, Any]:
+    return {"text": rows, "label": None, "length": torch.ones(len(rows)), "is_last": "g" in rows}
+
+
+def dispatched_sentences() -> list[Any]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Sentences(), batch_size=2, collate_fn=with_no_label))
+    return [
+        ({**batch, "length": len(batch["length"])}, accelerator.gather_for_metrics(batch["text"])) for batch in loader
+    ]
+
+
+def test_dispatched_batches_of_strings_and_none(two_ranks: Ranks) -> None:
+    for rank, epoch in enumerate(two_ranks.run(dispatched_sentences)):
+        texts = (["ab", "ef"], ["cd", "ga"])[rank]
+        assert [batch for batch, _ in epoch] == [
+            {"text": [*text], "label": None, "length": 2, "is_last": "g" in text} for text in texts
+        ]
+        assert [text for _, texts in epoch for text in texts] == [*"abcdefg"]
 
 
 def objects_of_some_ranks() -> list[Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import pathlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -20,7 +21,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from notebook_accel import Accelerator
+from notebook_accel import Accelerator, DataLoaderConfiguration
+from notebook_accel.training.sharding import SeedableRandomSampler
 from notebook_accel.utils import set_seed
 from tests.training.ranks import Ranks
 
@@ -53,12 +55,48 @@ class Buckets:
         yield from (order[first : first + 6] for first in range(0, self.samples, 6))
 
 
+class Listed(Buckets):
+    """A batch sampler that draws its order when ``iter`` is called, by the generator that ``draw`` uses."""
+
+    def __init__(self, draw: Callable[[list[int]], list[int]]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.draw(list(range(self.samples)))
+        return iter([order[first : first + 6] for first in range(0, self.samples, 6)])
+
+
+class ShuffledBatches(BatchSampler):
+    """A subclass of torch's that shuffles whole batches."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = list(super().__iter__())
+        random.shuffle(batches)
+        return iter(batches)
+
+
+class Anywhere(Buckets):
+    """A batch sampler that draws each batch when it is asked for, by all generators."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = list(range(self.samples))
+        while left:
+            numbers = [random.random(), float(np.random.rand()), torch.rand(()).item()]
+            yield [left.pop(int(numbers[k % 3] * len(left))) for k in range(6)]
+
+
 _OPTIONS: dict[str, Any] = {
     "weighted": lambda: {"batch_size": 6, "sampler": WeightedRandomSampler(torch.arange(1.0, _SAMPLES + 1), _SAMPLES)},
     "subset": lambda: {"batch_size": 6, "sampler": SubsetRandomSampler(range(_SAMPLES))},
     "subset in batches": lambda: {"batch_sampler": BatchSampler(SubsetRandomSampler(range(_SAMPLES)), 6, True)},
     "own sampler": lambda: {"batch_size": 6, "sampler": Shuffled()},
     "own batch sampler": lambda: {"batch_sampler": Buckets()},
+    "listed by torch": lambda: {"batch_sampler": Listed(lambda n: torch.randperm(len(n)).tolist())},
+    "listed by numpy": lambda: {"batch_sampler": Listed(lambda n: np.random.permutation(n).tolist())},
+    "listed by python": lambda: {"batch_sampler": Listed(lambda n: random.sample(n, len(n)))},
+    "shuffled batches": lambda: {"batch_sampler": ShuffledBatches(SubsetRandomSampler(range(_SAMPLES)), 6, True)},
+    "anywhere": lambda: {"batch_sampler": Anywhere()},
     "batches as items": lambda: {"batch_size": None, "sampler": BatchSampler(RandomSampler(range(_SAMPLES)), 6, False)},
 }
 
@@ -77,12 +115,37 @@ def drawn(kind: str, device_specific: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", _OPTIONS)
 def test_ranks_draw_the_order_of_one_process(one_rank: Ranks, two_ranks: Ranks, kind: str) -> None:
+    if kind == "anywhere":  # one process draws in between from the same generators
+        by_rank = [epochs for seeds in (False, True) for epochs in two_ranks.run(drawn, kind, seeds)]
+        assert by_rank == [by_rank[0]] * 4
+        assert [sorted(epoch) for epoch in by_rank[0]] == [list(range(_SAMPLES))] * 2
+        return
     [expected] = one_rank.run(drawn, kind, False)
     assert expected[0] != expected[1] != sorted(expected[1])
     assert two_ranks.run(drawn, kind, False) == [expected, expected]
-    if kind != "weighted":
-        for found in two_ranks.run(drawn, kind, True):  # also where each rank has random numbers of its own
-            assert [sorted(epoch) for epoch in found] == [list(range(_SAMPLES))] * 2
+    # Also where each rank has random numbers of its own: those of rank 0 are seeded alike.
+    assert two_ranks.run(drawn, kind, True) == [expected, expected]
+
+
+def drawn_in_training(kind: str) -> list[list[int]]:
+    """Return the orders of two epochs in which each rank draws numbers of its own at each step."""
+    set_seed(3, device_specific=True)
+    accelerator, loader = loader_of(kind)
+    epochs: list[list[int]] = []
+    for _ in range(2):
+        epochs.append([])
+        for (x,) in loader:
+            epochs[-1] += accelerator.gather(x).tolist()
+            for _ in range(accelerator.process_index + 1):
+                torch.rand(()), random.random(), np.random.rand()
+    return epochs
+
+
+def test_a_sampler_that_draws_at_each_batch_draws_alike_on_all_ranks(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(drawn_in_training, "anywhere")
+    assert first == second
+    assert first[0] != first[1]
+    assert [sorted(epoch) for epoch in first] == [list(range(_SAMPLES))] * 2
 
 
 def save(kind: str, folder: str) -> list[int]:
@@ -103,7 +166,10 @@ def load(kind: str, folder: str) -> list[int]:
     return [n for (x,) in loader for n in accelerator.gather(x).tolist()]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in _OPTIONS if kind not in ("weighted", "own batch sampler")])
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in _OPTIONS if kind not in ("weighted", "own batch sampler", "anywhere") and "listed" not in kind],
+)
 def test_another_number_of_ranks_takes_what_is_left(
     one_rank: Ranks, two_ranks: Ranks, tmp_path: pathlib.Path, kind: str
 ) -> None:
@@ -111,6 +177,186 @@ def test_another_number_of_ranks_takes_what_is_left(
         folder = str(tmp_path / f"{before is one_rank}")
         taken, rest = before.run(save, kind, folder)[0], after.run(load, kind, folder)[0]
         assert sorted(taken + rest) == list(range(_SAMPLES))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in _OPTIONS if kind != "weighted"])
+def test_as_many_ranks_take_what_is_left(two_ranks: Ranks, tmp_path: pathlib.Path, kind: str) -> None:
+    (taken, whole), _ = two_ranks.run(save_and_finish, kind, str(tmp_path / "state"))
+    assert two_ranks.run(load, kind, str(tmp_path / "state")) == [whole[len(taken) :]] * 2
+
+
+def save_and_finish(kind: str, folder: str) -> tuple[list[int], list[int]]:
+    """Return what was taken before a checkpoint, and a whole epoch, in which each rank draws numbers of its own."""
+    set_seed(5, device_specific=True)
+    accelerator, loader = loader_of(kind)
+    taken: list[int] = []
+    whole: list[int] = []
+    for (x,) in loader:
+        torch.rand(accelerator.process_index), random.random()
+        whole += accelerator.gather(x).tolist()
+        if len(whole) == 24:
+            taken = [*whole]
+            accelerator.save_state(folder)
+    return taken, whole
+
+
+class Curriculum(Sampler[int]):
+    """A sampler that reads an attribute, and the epoch that the program sets."""
+
+    def __init__(self) -> None:
+        self.easiest, self.epoch = 24, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.easiest
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(self.easiest, generator=generator).tolist())
+
+
+class ByLength(BatchSampler):
+    """A batch sampler that reads the data that its sampler has."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        data: Any = self.sampler.data_source  # type: ignore[attr-defined]
+        batches = list(super().__iter__())
+        return iter(sorted(batches, key=lambda batch: int(data[batch[0]][0])))
+
+
+Change = Callable[[int, Any], None]
+
+
+def _weighted() -> tuple[dict[str, Any], Change]:
+    sampler = WeightedRandomSampler(torch.arange(1.0, _SAMPLES + 1), 24, generator=torch.Generator())
+    return {"batch_size": 3, "sampler": sampler}, lambda epoch, _: setattr(
+        sampler, "weights", (torch.arange(_SAMPLES) // 8 == epoch).float()
+    )
+
+
+def _subset() -> tuple[dict[str, Any], Change]:
+    sampler = SubsetRandomSampler(range(12), generator=torch.Generator().manual_seed(5))
+    return {"batch_size": 3, "sampler": sampler}, lambda epoch, _: setattr(sampler, "indices", range(6 * epoch + 6))
+
+
+def _subset_of_loader() -> tuple[dict[str, Any], Change]:
+    sampler = SubsetRandomSampler(range(12))
+    return {"batch_size": 3, "sampler": sampler}, lambda epoch, loader: setattr(
+        loader.sampler, "indices", range(6 * epoch + 6)
+    )
+
+
+def _curriculum() -> tuple[dict[str, Any], Change]:
+    sampler = Curriculum()
+
+    def change(epoch: int, _: Any) -> None:
+        sampler.easiest = 12 + 6 * epoch
+        sampler.set_epoch(epoch)
+
+    return {"batch_size": 3, "sampler": sampler}, change
+
+
+def _own_epochs() -> tuple[dict[str, Any], Change]:
+    sampler = Curriculum()
+    return {"batch_size": 3, "sampler": sampler}, lambda epoch, _: sampler.set_epoch(3 + 2 * epoch)
+
+
+def _batch_size() -> tuple[dict[str, Any], Change]:
+    batches = BatchSampler(RandomSampler(range(24)), 2, False)
+    return {"batch_sampler": batches}, lambda epoch, _: setattr(batches, "batch_size", 2 * epoch + 2)
+
+
+def _batch_size_of_loader() -> tuple[dict[str, Any], Change]:
+    batches = BatchSampler(SubsetRandomSampler(range(24)), 2, False)
+    return {"batch_sampler": batches}, lambda epoch, loader: setattr(loader.batch_sampler, "batch_size", 2 * epoch + 2)
+
+
+def _data_source() -> tuple[dict[str, Any], Change]:
+    return {"batch_sampler": ByLength(RandomSampler(TensorDataset(torch.arange(_SAMPLES))), 3, False)}, lambda *_: None
+
+
+_PROGRAMS = {
+    "weights": _weighted, "indices": _subset, "the loader's indices": _subset_of_loader, "an attribute": _curriculum,
+    "epochs": _own_epochs, "batch size": _batch_size, "the loader's batch size": _batch_size_of_loader,
+    "its sampler's data": _data_source,
+}  # fmt: skip
+
+
+def batches_of_program(kind: str, is_prepared: bool, dispatches: bool | None = None) -> list[list[list[int]]]:
+    """Return the batches of three epochs of all ranks together, the sampler changed before each."""
+    set_seed(3, device_specific=is_prepared)
+    options, change = _PROGRAMS[kind]()
+    loader: Any = DataLoader(TensorDataset(torch.arange(_SAMPLES)), **options)
+    config = DataLoaderConfiguration(dispatch_batches=dispatches)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(loader) if is_prepared else loader
+    epochs = []
+    for epoch in range(3):
+        change(epoch, loader)
+        gathered = [accelerator.gather_for_metrics(x).tolist() if is_prepared else x.tolist() for (x,) in loader]
+        epochs.append(gathered)
+        assert len(loader) == len(gathered)
+    return epochs
+
+
+@pytest.mark.parametrize("dispatches", [False, True])
+@pytest.mark.parametrize("kind", _PROGRAMS)
+def test_changes_of_a_sampler_take_effect(two_ranks: Ranks, kind: str, dispatches: bool) -> None:
+    plain = batches_of_program(kind, is_prepared=False)
+    together = [[[*epoch[step], *epoch[step + 1]] for step in range(0, len(epoch), 2)] for epoch in plain]
+    assert together[0] != together[1]
+    assert two_ranks.run(batches_of_program, kind, True, dispatches) == [together] * 2
+
+
+def own_epochs(folder: str, is_resumed: bool) -> list[int]:
+    """Train on three epochs that the program numbers itself, with a checkpoint in the second, or go on from that."""
+    accelerator = Accelerator(cpu=True)
+    sampler = Curriculum()
+    batches = BatchSampler(sampler, 3, drop_last=False)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(_SAMPLES)), batch_sampler=batches))
+    if is_resumed:
+        accelerator.load_state(folder)
+    seen: list[int] = []
+    for epoch in range(loader.epoch, 3):
+        sampler.set_epoch(5 + epoch)
+        for (x,) in loader:
+            seen += accelerator.gather(x).tolist()
+            if len(seen) == 36 and not is_resumed:
+                accelerator.save_state(folder)
+    return seen
+
+
+def test_the_programs_own_epochs_at_a_resume(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    whole, _ = two_ranks.run(own_epochs, str(tmp_path / "state"), False)
+    expected = [torch.randperm(24, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in (5, 6, 7)]
+    assert whole == [n for order in expected for n in order]
+    assert two_ranks.run(own_epochs, str(tmp_path / "state"), True) == [whole[36:]] * 2
+
+
+def growing(is_prepared: bool) -> list[list[int]]:
+    torch.manual_seed(4)
+    data = list(range(8))
+    config = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader: Any = DataLoader(data, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    if is_prepared:
+        loader = accelerator.prepare(loader)
+    epochs = []
+    for epoch in range(3):
+        if not is_prepared:
+            loader = DataLoader(data, 2, sampler=SeedableRandomSampler(data, data_seed=4 + epoch))  # type: ignore[arg-type]
+        epochs.append([n for x in loader for n in accelerator.gather_for_metrics(x).tolist()])
+        data += range(len(data), len(data) + 3)
+    return epochs
+
+
+def test_a_seedable_sampler_follows_data_that_grow(two_ranks: Ranks) -> None:
+    expected = growing(is_prepared=False)
+    assert [len(epoch) for epoch in expected] == [8, 11, 14]
+    assert two_ranks.run(growing, True) == [expected] * 2
+    assert growing(is_prepared=True) == expected
 
 
 def metrics(samples: int) -> list[int]:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from notebook_accel import Accelerator, DataLoaderConfiguration
-from notebook_accel.training.sharding import SeedableRandomSampler, SkipBatchSampler, SynchronizedSampler, chain_of
+from notebook_accel.training.sharding import SeedableRandomSampler, SkipBatchSampler, chain_of
 from tests.training.ranks import Ranks
 
 
@@ -25,31 +25,6 @@ def test_seedable_sampler_depends_on_seed_and_epoch_only() -> None:
     assert sorted(first) == sorted(second) == list(range(20))
     assert first != second
     assert first == torch.randperm(20, generator=torch.Generator().manual_seed(3)).tolist()
-
-
-def test_rank_0_draws_what_plain_torch_draws() -> None:
-    torch.manual_seed(5)
-    plain = [list(RandomSampler(range(9))) for _ in range(2)]
-    torch.manual_seed(5)
-    sampler = SynchronizedSampler(RandomSampler(range(9)), lambda value: value)
-    assert [list(sampler) for _ in range(2)] == plain
-    assert len(sampler) == 9
-
-
-def test_other_ranks_follow_rank_0() -> None:
-    said: list[Any] = []
-
-    def listen(value: Any) -> Any:
-        said.append(value)
-        return value
-
-    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
-    samplers = [RandomSampler(range(30)), RandomSampler(range(30), generator=generators[0])]
-    followers = [RandomSampler(range(30)), RandomSampler(range(30), generator=generators[1])]
-    for sampler, follower in zip(samplers, followers, strict=True):
-        order = list(SynchronizedSampler(sampler, listen))
-        torch.rand(3)  # the follower's global generator stands elsewhere
-        assert list(SynchronizedSampler(follower, lambda _: said[-1])) == order
 
 
 def test_skipping_leaves_all_else_as_it_is() -> None:

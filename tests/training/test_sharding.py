@@ -62,7 +62,7 @@ def test_drop_last_leaves_out_incomplete_rounds(n: int, size: int, world: int, e
     for rank, shard in enumerate(shards(n, size, world, drop_last=True, even_batches=even)):
         assert list(shard) == batches[rank::world]
         assert len(shard) == len(batches[rank::world])
-        assert shard.tail is None
+        assert shard.tails == {}
 
 
 @settings(deadline=None)
@@ -82,9 +82,11 @@ def test_tail_says_which_samples_of_the_last_round_are_real(n: int, size: int, w
     batch_size = size * world if split else size
     ours = shards(n, batch_size, world, split_batches=split)
     shares = [list(shard) for shard in ours]
-    (tail,) = {shard.tail for shard in ours}
-    last_round = [sample for share in shares if share for sample in share[-1]]
-    kept = last_round[: tail.kept(len(last_round))] if tail else last_round
+    rounds = max(map(len, shares))
+    (tail,) = {shard.tails.get(rounds - 1) for shard in ours}
+    last_round = [share[-1] for share in shares if share]
+    numbers = tail.rows_kept([*map(len, last_round)]) if tail else map(len, last_round)
+    kept = [sample for share, rows in zip(last_round, numbers, strict=True) for sample in share[:rows]]
     whole = n // (size * world) * size * world
     assert kept == list(range(whole if n > whole else max(0, whole - size * world), n))
 
@@ -92,11 +94,10 @@ def test_tail_says_which_samples_of_the_last_round_are_real(n: int, size: int, w
 def test_ragged_tail_is_told_where_every_rank_has_a_share() -> None:
     by_rank = shards(7, 2, 2, even_batches=False)
     assert [list(shard)[-1] for shard in by_rank] == [[4, 5], [6]]
-    assert [shard.tail for shard in by_rank] == [Tail(3, 3, ragged=True)] * 2
+    assert [shard.tails for shard in by_rank] == [{1: Tail((2, 1), (2, 1))}] * 2
     for shard in shards(5, 2, 2, even_batches=False):
         list(shard)
-        assert shard.tail == (Tail(1, 1, ragged=True, missing=1) if shard.process_index == 0 else None)
-        assert shard.rounds_of_all == 1
+        assert shard.tails == {1: Tail((1, 0), (1, 0))}
 
 
 def test_a_last_round_that_is_dispatched_as_accelerate_does_it() -> None:
@@ -106,12 +107,14 @@ def test_a_last_round_that_is_dispatched_as_accelerate_does_it() -> None:
         with environment.patched({environment.COMPAT: "accelerate"}):
             rounds = list(dispatched_rounds(dealt))
         assert rounds[0] == ([[0, 1, 2, 3], [4, 5, 6, 7]], None)
-        assert rounds[1] == ([[8, 9, 10], [11, 12, 0]], Tail(5, 6))
+        assert rounds[1] == ([[8, 9, 10], [11, 12, 0]], Tail((3, 2), (3, 3)))
 
 
-@pytest.mark.parametrize(("gathered", "kept"), [(8, 3), (16, 6), (0, 0), (2, 2), (9, 9)])
-def test_rows_are_kept_by_whole_samples(gathered: int, kept: int) -> None:
-    assert Tail(real=3, total=8).kept(gathered) == kept
+@pytest.mark.parametrize(("gathered", "kept"), [
+    ([4, 4], [3, 1]), ([8, 8], [6, 2]), ([0, 4], [0, 1]), ([1, 1], [1, 1]), ([4, 5], [4, 5])
+])  # fmt: skip
+def test_rows_are_kept_by_whole_samples(gathered: list[int], kept: list[int]) -> None:
+    assert Tail(real_by_rank=(3, 1), sizes=(4, 4)).rows_kept(gathered) == kept
 
 
 class Buckets:
@@ -128,7 +131,7 @@ def test_batches_of_unknown_size_are_left_as_they_are() -> None:
     first, second = (BatchSamplerShard(Buckets(), 2, rank) for rank in range(2))
     assert list(first) == [[0, 1, 2], [4, 5]]
     assert list(second) == [[3], [0, 1, 2]]
-    assert first.tail == second.tail == Tail(2, 5, ragged=True)
+    assert first.tails == second.tails == {0: Tail((3, 1), (3, 1)), 1: Tail((2, 0), (2, 3))}
     assert len(first) == len(second) == 2
 
 

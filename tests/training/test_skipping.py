@@ -62,7 +62,7 @@ def test_epochs_count_on() -> None:
     steps = [(rest.counter.epoch, rest.counter.step, rest.counter.total) for _ in rest]
     assert steps == [(4, 3, 4), (4, 4, 4)]
     assert len(lists(loader)) == 4
-    assert dataset.epochs == [3, 4]
+    assert dataset.epochs == [4, 5]  # each when the epoch before it was over
 
 
 def test_the_last_window_is_as_long_as_it_would_have_been() -> None:

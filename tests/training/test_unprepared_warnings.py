@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import pathlib
 import re
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
 
-from notebook_accel import Accelerator
+from notebook_accel import Accelerator, environment
 from notebook_accel.training import optimizers, unprepared_warnings
 from notebook_accel.training.unprepared_warnings import schedule_hint
 from tests.training.ranks import Ranks
@@ -186,3 +188,119 @@ def test_rank_0_hints_once_a_schedule(two_ranks: Ranks) -> None:
     assert "its 8 steps end after 4 steps" in first[0]
     assert second == []
     assert two_ranks.run(hinted_when_split) == [[], []]
+
+
+class OfRank(Sampler[int]):
+    """A sampler that yields its rank's samples only."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank * 8, self.rank * 8 + 8))
+
+
+def split_twice(kind: str) -> list[str]:
+    """Return the warnings of two epochs of a loader of what may be this rank's part of 16 samples already."""
+    accelerator = Accelerator(cpu=True)
+    data = TensorDataset(torch.arange(16))
+    rank = accelerator.process_index
+    loaders: dict[str, Any] = {
+        "subset": lambda: DataLoader(Subset(data, range(rank, 16, 2)), batch_size=2, shuffle=True),
+        "subset of a subset": lambda: DataLoader(
+            Subset(Subset(data, range(rank, 16, 2)), range(6)), batch_size=2, shuffle=True
+        ),
+        "length": lambda: DataLoader(TensorDataset(torch.arange(16 - 4 * rank)), batch_size=16, shuffle=True),
+        "sampler": lambda: DataLoader(data, batch_size=2, sampler=OfRank(rank)),
+        "half for all": lambda: DataLoader(Subset(data, range(0, 16, 2)), batch_size=2, shuffle=True),
+        "whole": lambda: DataLoader(data, batch_size=2, shuffle=True),
+        "own sampler": lambda: DataLoader(data, batch_size=2, sampler=OfRank(0)),
+    }
+    loader = accelerator.prepare(loaders[kind]())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for _ in loader:
+                pass
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message)[:38] for warning in caught]
+
+
+@pytest.mark.parametrize(("kind", "is_split"), [
+    ("subset", True), ("subset of a subset", True), ("length", True), ("sampler", True),
+    ("half for all", False), ("whole", False), ("own sampler", False),
+])  # fmt: skip
+def test_data_that_are_split_by_rank_already(two_ranks: Ranks, kind: str, is_split: bool) -> None:
+    expected = ["The ranks have different datasets or s"] * is_split
+    assert two_ranks.run(split_twice, kind) == [expected, []]
+
+
+def gathered_late(kind: str, samples: int) -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(samples)), batch_size=2))
+    outer = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4))))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in outer:  # an evaluation in the middle of training
+            seen = []
+            losses = []
+            for (x,) in loader:
+                seen.append(accelerator.gather_for_metrics(x) if kind == "in the loop" else x)
+                losses.append(x.float().mean())
+            if kind == "tensor":
+                accelerator.gather_for_metrics({"found": torch.cat(seen)})
+            if kind == "objects":
+                accelerator.gather_for_metrics([str(row.item()) for x in seen for row in x])
+            accelerator.gather_for_metrics(torch.stack(losses).mean())
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message).partition(", and 3 of")[0] for warning in caught]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "objects", "in the loop"])
+def test_metrics_that_are_gathered_after_the_loop(two_ranks: Ranks, kind: str) -> None:
+    is_late = kind != "in the loop"
+    expected = ["gather_for_metrics after the loop leaves nothing out"] * is_late
+    found, of_rank_1 = two_ranks.run(gathered_late, kind, 13)
+    assert (sorted({*found}), of_rank_1) == (expected, [])
+    assert two_ranks.run(gathered_late, kind, 12) == [[], []]
+
+
+def skipping_again(folder: str, batches: int, skips: str) -> list[str]:
+    """Save after some of 10 batches, and go on from the checkpoint in a program that may skip them itself."""
+
+    def prepared() -> tuple[Accelerator, Any, Any]:
+        accelerator = Accelerator(cpu=True)
+        return accelerator, *accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.ones(20, 1)))
+
+    accelerator, model, loader = prepared()
+    for step, x in enumerate(loader, 1):
+        accelerator.backward(model(x).sum())
+        if step == batches:
+            accelerator.save_state(folder)
+            break
+    accelerator, model, loader = prepared()
+    accelerator.load_state(folder)
+    with warnings.catch_warnings(record=True) as caught, environment.patched({environment.COMPAT: ""}):
+        warnings.simplefilter("always")
+        rest = accelerator.skip_first_batches(loader, batches) if skips == "before" else loader
+        for epoch in range(2):
+            for step, x in enumerate(loader if epoch else rest):
+                if epoch == 0 and skips == "inside" and step < batches:
+                    continue
+                accelerator.backward(model(x).sum())
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(("batches", "skipped"), [(3, 3), (7, 3)])
+def test_batches_that_are_skipped_twice(two_ranks: Ranks, tmp_path: pathlib.Path, batches: int, skipped: int) -> None:
+    [said], of_rank_1 = two_ranks.run(skipping_again, str(tmp_path / "inside"), batches, "inside")
+    assert said.startswith(
+        f"load_state resumed epoch 0 after its first {batches} batches, and the program has skipped {skipped} more."
+    )
+    assert of_rank_1 == []
+    for skips in ("before", "nothing"):
+        assert two_ranks.run(skipping_again, str(tmp_path / skips), batches, skips) == [[], []]
