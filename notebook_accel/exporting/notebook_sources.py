@@ -20,7 +20,7 @@ from typing import Any
 
 from notebook_accel.exporting import plain_python
 from notebook_accel.exporting.plain_python import Statement
-from notebook_accel.payload import serialization, unpicklable
+from notebook_accel.payload import definitions, unpicklable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class NotebookSources:
             if package and last == name:
                 return f"from {package} import {last}"
             return f"import {value.__name__}" + (f" as {name}" if name != value.__name__ else "")
-        if serialization.can_be_imported(value) and "." not in value.__qualname__:
+        if definitions.can_be_imported(value) and "." not in value.__qualname__:
             imported = value.__qualname__
             return f"from {value.__module__} import {imported}" + (f" as {name}" if name != imported else "")
         return ""

@@ -19,7 +19,7 @@ from notebook_accel.payload.unpicklable import StaysError
 
 _HOOKS_OF = ("torch.distributed.", "notebook_accel.training.")  # modules whose hooks work in the ranks only
 _HOOK_DICTS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-PARAMETRIZE = "torch.nn.utils.parametrize"
+_PARAMETRIZE = "torch.nn.utils.parametrize"
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")  # torch's attributes for its compiler
 
 
@@ -53,13 +53,10 @@ def note_on(value: Any) -> str:
 
 
 def types() -> tuple[type, ...]:
-    """Return the classes whose objects ``reduce`` handles, besides those of the module ``PARAMETRIZE``."""
-    torch: Any = sys.modules.get("torch")
-    loaders: Any = sys.modules.get("torch.utils.data.dataloader")
-    found: list[Any] = [loaders.DataLoader] if hasattr(loaders, "DataLoader") else []  # not while it is being imported
-    if tensors := sys.modules.get("torch.distributed.tensor"):
-        found += [tensors.DTensor, torch.nn.Module]
-    return tuple(found)
+    """Return the classes whose objects ``reduce`` handles, as far as they are imported."""
+    names = {"torch.nn": "Module", "torch.utils.data.dataloader": "DataLoader", "torch.distributed.tensor": "DTensor"}
+    found = [getattr(sys.modules.get(module), name, None) for module, name in names.items()]
+    return tuple(kind for kind in found if kind is not None)
 
 
 def reduce(obj: Any, wholes: Mapping[int, Any]) -> Any:
@@ -98,7 +95,7 @@ def _reduce_module(module: Any) -> Any:
         own = kind.__mro__[getattr(kind, "_orig_cls_mro_index", 2)]  # as in FSDPModule.__new__
     parametrized: tuple[str, ...] = ()
     is_on_a_rank = own is not kind or bool(theirs)
-    if own.__module__ == PARAMETRIZE and "__getstate__" in vars(own):  # which refuses
+    if own.__module__ == _PARAMETRIZE and "__getstate__" in vars(own):  # which refuses
         own, parametrized = own.__bases__[0], tuple(module.parametrizations)
     elif not is_on_a_rank:
         return NotImplemented
@@ -118,7 +115,7 @@ def _reduce_module(module: Any) -> Any:
 
 
 def _parametrized(names: tuple[str, ...], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    module, parametrize = make(*args), importlib.import_module(PARAMETRIZE)
+    module, parametrize = make(*args), importlib.import_module(_PARAMETRIZE)
     parametrize._inject_new_class(module)
     for name in names:
         parametrize._inject_property(module, name)

@@ -153,3 +153,14 @@ def test_source_of_earlier_cells_is_there_in_the_ranks(run: Run) -> None:
     assert eval(script.result) == [(2.0, "def double(x: torch.Tensor):\n    return x * 2\n")] * 2
     failure = run("%%distributed -n 2\nfails()")
     assert "raise KeyError('here')" in failure.traceback
+
+
+def test_seed_that_was_imported_by_name_counts(run: Run) -> None:
+    assert run("from random import random, seed").status == "ok"
+    drawn = run("""%%distributed -n 2
+seed(3)
+layer = torch.nn.Linear(1, 1)
+torch.optim.SGD(layer.parameters()).step()
+random()""")
+    assert drawn.status == "ok", drawn.traceback
+    assert len(set(eval(drawn.result))) == 1

@@ -18,7 +18,7 @@ from typing import Any
 from notebook_accel.command_text import variables_in
 from notebook_accel.errors import CellError
 from notebook_accel.launching.ranks.ipython_shims import LINE_MAGICS
-from notebook_accel.payload import serialization
+from notebook_accel.payload import definitions
 
 # IPython's own names in a notebook's namespace, which are not sent to ranks.
 OF_IPYTHON = {"In", "Out", "_", "__", "___", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "exit", "quit", "get_ipython"}
@@ -70,7 +70,7 @@ class Cell:
     def submodules(self, names: Mapping[str, Any]) -> tuple[str, ...]:
         """Return modules that the cell uses as attributes of captured modules: ``import a.b`` binds only ``a``."""
         tokens = {node.attr for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
-        return serialization.submodules(tokens, names.values())
+        return definitions.submodules(tokens, names.values())
 
     def refuse_async_end(self) -> None:
         """Raise ``CellError`` if the cell ends with an ``async def``, which a rank would define and not run."""

@@ -13,7 +13,7 @@ import random
 import sys
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from notebook_accel import reporting
@@ -33,11 +33,11 @@ def seed_alike(nonce: int, place: RankPlace) -> None:
     seed = zlib.crc32(f"{own} {place.master_addr} {place.master_port}".encode())
     by_rank = zlib.crc32(f"{seed} {place.rank}".encode())
     random.seed(seed)
-    seeders = [_if_unseeded(random, "seed", "setstate", random.getstate)]
+    seeders = [_if_unseeded((random, random._inst), "seed", "setstate", random.getstate)]
     torch, numpy = (sys.modules.get(name) for name in ("torch", "numpy"))  # a kernel that forks need not have them
     if numpy is not None:
         numpy.random.seed(seed)
-        seeders.append(_if_unseeded(numpy.random, "seed", "set_state", numpy.random.get_state))
+        seeders.append(_if_unseeded((numpy.random,), "seed", "set_state", numpy.random.get_state))
     if torch is not None:
         generator = torch.default_generator
         generator.manual_seed(seed)
@@ -47,12 +47,15 @@ def seed_alike(nonce: int, place: RankPlace) -> None:
         when_imported("torch.utils.data.dataloader", functools.partial(_seed_workers, place.rank))
 
 
-def _if_unseeded(module: Any, seed: str, set_state: str, get_state: Callable[[], Any]) -> Callable[[int], object]:
-    """Return a function that seeds a module's generator, unless the program has changed its state by then.
+def _if_unseeded(
+    holders: Sequence[Any], seed: str, set_state: str, get_state: Callable[[], Any]
+) -> Callable[[int], object]:
+    """Return a function that seeds a generator, unless the program has changed its state by then.
 
+    ``holders`` are the module, and the object that notebook functions such as ``random.seed`` are methods of.
     ``torch.compile`` restores a state that hasn't changed, which doesn't count.
     """
-    originals, is_seeded = {name: getattr(module, name) for name in (seed, set_state)}, False
+    originals, is_seeded = {name: getattr(holders[0], name) for name in (seed, set_state)}, False
 
     def noting(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -65,10 +68,12 @@ def _if_unseeded(module: Any, seed: str, set_state: str, get_state: Callable[[],
         return call
 
     replaced = {name: noting(original) for name, original in originals.items()}
-    vars(module).update(replaced)
+    for holder in holders:
+        vars(holder).update(replaced)
 
     def reseed(by_rank: int) -> None:
-        vars(module).update({name: originals[name] for name in replaced if getattr(module, name) is replaced[name]})
+        for holder in holders:
+            vars(holder).update({name: originals[name] for name in replaced if getattr(holder, name) is replaced[name]})
         if not is_seeded:
             originals[seed](by_rank)
 
