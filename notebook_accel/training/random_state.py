@@ -16,7 +16,6 @@ import torch
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import collectives, process_group
 from notebook_accel.training.backends.backend import Backend, all_ranks, shares_samples
-from notebook_accel.training.trees import leaves_of
 
 _T = TypeVar("_T")
 
@@ -187,18 +186,18 @@ def _of_rank_0(from_rank_0: Callable[[Any], Any], generators: Sequence[torch.Gen
 
     But ``generators`` continue with rank 0's.
     """
-    own = snapshot()
+    own = _on_host()
     state, states = from_rank_0((own, [generator.get_state() for generator in generators]))
     for generator, its_state in zip(generators, states, strict=False):
         generator.set_state(its_state)
     if _numbers_of(state) == _numbers_of(own):
         yield
         return
-    restore(state)
+    _set_on_host(state)
     try:
         yield
     finally:
-        restore(own)
+        _set_on_host(own)
 
 
 def _seeded_by(state: dict[str, Any]) -> dict[str, Any]:
@@ -215,8 +214,9 @@ def _seeded_by(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers_of(state: dict[str, Any]) -> list[Any]:
-    """Return a snapshot in a form that can be compared."""
-    return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_of(state)]
+    """Return a state of the generators on the host in a form that can be compared."""
+    parts = [state["torch"], state["python"], *state.get("numpy", ())]
+    return [part.tolist() if hasattr(part, "tolist") else part for part in parts]
 
 
 def drawn_apart(items: Iterable[_T], state: dict[str, Any] | None = None) -> Iterator[_T]:
