@@ -351,6 +351,34 @@ except RankFailedError as error: caught = error.__cause__""")
     assert notebook.run("type(caught).__name__, str(caught)").result == "('ValueError', 'text')"
 
 
+@pytest.mark.parametrize("method", ["spawn", "inline"])
+@pytest.mark.parametrize("name", ["__bool__", "__str__", "__repr__", "__getattribute__", "__reduce__", "__class__"])
+def test_exception_whose_own_method_raises_is_reported_all_the_same(
+    notebook: kernels.Kernel, method: str, name: str
+) -> None:
+    make = "property(no)" if name == "__class__" else "no"
+    outcome = notebook.run(f"""%%distributed -n 1 --start_method {method}
+def no(*args): raise SystemExit("no text") if not args else TypeError("no text")
+class Broken(Exception): {name} = {make}
+raise Broken("the text")""")
+    assert outcome.error_name == "RankFailedError"
+    assert re.search(r"rank 0 of 1 failed at In\[\d+\], line 4: Broken", outcome.traceback), outcome.traceback
+
+
+@pytest.mark.parametrize("change", ["sys.stdout = None", "del sys.stdout, sys.stderr", "sys.stdout.close()"])
+def test_streams_that_a_cell_takes_away_fail_nothing(notebook: kernels.Kernel, change: str) -> None:
+    outcome = notebook.run(f"%%distributed -n 2\nimport sys\n{change}\n{RANK}")
+    assert outcome.result == "[0, 1]", outcome.traceback
+    assert "Traceback" not in outcome.stdout
+    outcome = notebook.run(f"%%distributed -n 1\nimport sys\n{change}\nraise ValueError('its own reason')")
+    assert "line 4: ValueError: its own reason" in outcome.traceback
+
+
+def test_backspaces_in_the_output_move_the_cursor(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run("%%distributed -n 1\nprint('10%', end='\\b\\b\\b', flush=True)\nprint('20%')")
+    assert "0 │ 20%" in kernels.unfolded(outcome.stdout)
+
+
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_workers_of_a_failed_rank_go_with_it(notebook: kernels.Kernel, method: str) -> None:
     cell = f"%%distributed -n 1 --start_method {method}\nimport subprocess\nsubprocess.Popen(['sleep', '300'])"

@@ -310,3 +310,15 @@ def test_ranks_are_to_outlive_a_collective_that_has_failed(engine: local.LocalEn
     with environment.patched({"TORCH_NCCL_ENABLE_MONITORING": "1"}), Session(num_processes=1, use_cpu=True) as own:
         seen = own.execute(f"import os\n' '.join(os.environ['TORCH_NCCL_' + name] for name in {names})")
     assert seen[0] == "'0 1 0 0'"  # what the user has set stays
+
+
+def test_exception_whose_own_methods_raise_ends_no_rank(session: Session) -> None:
+    cell = """
+class Broken(Exception):
+    def __getattribute__(self, name): raise SystemExit
+    def __bool__(self): raise SystemExit
+    __str__ = __reduce__ = __bool__
+raise Broken("the text")"""
+    with pytest.raises(RankFailedError, match=r"Broken"):
+        session.execute(cell)
+    assert repr(session.execute("6 * 7")) == "ranks 0-1: 42"

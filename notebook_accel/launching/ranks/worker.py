@@ -198,9 +198,10 @@ def _run_user_code(
         _send(value, spec, order.place, files.result, namespace, by_value)
         interruption.defer()
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
+        error = failure.readable(raised)
         if os.getpid() != rank_pid:
-            failure.end_fork(raised, spec)
-        error = finished_peers.FINISHED_PEERS.explain(interruption.prefer_interrupt(raised))
+            failure.end_fork(error, spec)
+        error = finished_peers.FINISHED_PEERS.explain(interruption.prefer_interrupt(error))
         saved = order.place.local_rank == 0 and _save_pulled(spec, files.result, order.place.rank, by_value)
         return failure.describe(error, spec, by_value, saved=saved), 1
     return events.Finished(), 0
