@@ -9,21 +9,25 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import fcntl
 import functools
 import gc
 import importlib
 import importlib.machinery
+import io
+import itertools
 import linecache
 import logging
 import os
 import random
 import select
 import signal
+import stat
 import sys
 import threading
 import types
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -64,6 +68,10 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SEND_OTHERS = "return something else, such as numbers, tensors or a state_dict(); or nothing"
 NAMESPACE_VARIABLE = "NOTEBOOK_ACCEL_NAMESPACE"
+_STREAMS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+_DEFINITIONS = (type, types.ModuleType, types.FunctionType)
+
+_kernels_names: dict[str, Any] = {}  # in a fork of the kernel, whose objects only the kernel destroys; else empty
 
 
 @dataclasses.dataclass
@@ -99,6 +107,7 @@ class Inherited:
 def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | None = None) -> int:
     """Run one rank and return its exit status. ``descriptors`` are those of the order."""
     files = messages.RankFiles(*descriptors)
+    inherited_modules = len(sys.modules)
     streams.redirect(files.log)
     arm_stacks(files.dump)
     _reset_process()
@@ -121,7 +130,7 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     reporter.send(last)
     if status == 0:
         _wait_for_release(link)
-    _leave(is_waited_for=status == 0)
+    _leave(is_waited_for=status == 0, inherited_modules=inherited_modules)
     return status
 
 
@@ -404,6 +413,7 @@ def _become_main(payload: int, rank: int) -> dict[str, Any]:
 def _stay_main(rank: int) -> dict[str, Any]:
     """Return the names of the kernel's ``__main__``, in a fork of the kernel."""
     namespace = sys.modules["__main__"].__dict__
+    _kernels_names.update(namespace)
     _install_hooks(namespace, rank)
     namespace["get_ipython"] = builtins.get_ipython  # type: ignore[attr-defined]  # instead of the kernel's
     # Workers started in another way would look for the notebook's names in a payload, and a fork has none.
@@ -437,7 +447,7 @@ def call(spec: JobSpec, target: Target, namespace: dict[str, Any]) -> Any:
 def finish_background_work() -> None:
     """Wait for what the user's code has left running, such as the writing of a checkpoint, and raise its error."""
     functions = list(reporting.reporter().before_result)
-    with _late_told("waits") if functions else contextlib.nullcontext():
+    with _late_told("waits", lambda: "what it has left running") if functions else contextlib.nullcontext():
         for function in functions:
             function()
 
@@ -464,16 +474,95 @@ def _wait_for_release(link: Connection) -> None:
             link.receive()
 
 
-def _leave(*, is_waited_for: bool) -> None:
-    """Wait for the user's threads and run exit functions, as Python does at its end, but skip torch's slow end."""
-    with contextlib.suppress(KeyboardInterrupt):  # an earlier interrupt must not skip this
-        interruption.allow()
-    late = _late_told("waits at most a minute") if is_waited_for else contextlib.nullcontext()
-    with late, contextlib.suppress(Exception, KeyboardInterrupt):
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for the user's threads that aren't daemons
-        _leave_out_compile_times()
-        atexit._run_exitfuncs()  # ends DataLoader workers, and runs the user's own exit functions
+def _leave(*, is_waited_for: bool, inherited_modules: int) -> None:
+    """End as Python does, up to the flushed streams: the interpreter's own end takes long with torch.
+
+    An interrupt ends one step, and the next one follows. ``inherited_modules`` is the number of modules that came with
+    the fork.
+    """
+    steps: dict[str, Callable[[], object]] = {
+        "its threads": threading._shutdown,  # type: ignore[attr-defined]  # waits for those that aren't daemons
+        "functions registered with atexit": atexit._run_exitfuncs,  # also ends DataLoader workers
+        "objects that it destroys, such as open files": lambda: _destroy_objects(inherited_modules),
+    }
+    _leave_out_compile_times()
+    what = ""
+    late = _late_told("waits at most a minute", lambda: what) if is_waited_for else contextlib.nullcontext()
+    with late:
+        for what, step in steps.items():  # noqa: B007 - read when the time comes to print it
+            with contextlib.suppress(Exception, KeyboardInterrupt):
+                try:
+                    with contextlib.suppress(KeyboardInterrupt):  # an earlier interrupt must not skip this
+                        interruption.allow()
+                    step()
+                finally:
+                    interruption.defer()
     streams.flush()
+
+
+def _destroy_objects(inherited_modules: int) -> None:
+    """Destroy what the user's modules hold, so that files that are still open are written and closed.
+
+    Names go in the reverse order of their definition, those of modules, functions, classes and constants last, so that
+    a ``__del__`` still finds what it uses. In a process that has imported much, a look at all objects takes 100 ms. So
+    it is only taken if something could be lost: in a file that is open, or by a ``__del__`` of the user's.
+    """
+    threading.excepthook = lambda _: None  # daemon threads still run, and miss their names from now on
+    streams.restore()
+    if _has_files_to_write():
+        _flush_files()
+    namespaces = list(_users_namespaces(inherited_modules))
+    modules = {names.get("__name__") for names in namespaces}
+    for is_last in (False, True):
+        has_finalizers = any(
+            issubclass(type(value), type) and value.__module__ in modules and hasattr(value, "__del__")
+            for names in namespaces
+            for value in names.values()
+        )
+        for names in namespaces:
+            for name in reversed(list(names)):
+                value = names.get(name)
+                stays = not is_last and (issubclass(type(value), _DEFINITIONS) or not gc.is_tracked(value))
+                if not stays and _kernels_names.get(name) is not value:
+                    names.pop(name, None)
+                del value  # now, before the next name goes
+        if has_finalizers or _has_files_to_write():
+            # A collection may close a file before it destroys the buffer in front of the file.
+            kept = [file for file in _flush_files() if type(getattr(file, "raw", None)) is io.FileIO]
+            gc.collect()
+            _flush_files()
+            del kept
+
+
+def _users_namespaces(inherited_modules: int) -> Iterator[dict[str, Any]]:
+    """Yield the names of the user's modules, without those that came with the fork, the last imported first."""
+    yield sys.modules["__main__"].__dict__
+    # From the end: whatever looks at a module of before the fork copies a page of memory.
+    for module in list(itertools.islice(reversed(sys.modules.values()), max(0, len(sys.modules) - inherited_modules))):
+        if isinstance(module, types.ModuleType):
+            names = object.__getattribute__(module, "__dict__")  # a module may load itself when it is used
+            if isinstance(file := names.get("__file__"), str) and code_places.is_the_users(file):
+                yield names
+
+
+def _has_files_to_write() -> bool:
+    """Return whether a file on disk is open for writing."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the descriptor that listed the folder is closed already
+            found = os.fstat(descriptor)
+            is_on_disk = stat.S_ISREG(found.st_mode) and found.st_nlink and descriptor > 2  # nor the rank's log
+            if is_on_disk and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+                return True
+    return False
+
+
+def _flush_files() -> Sequence[Any]:
+    """Flush the files that this process has opened, and return them. Those of before its fork are frozen."""
+    files = [obj for obj in gc.get_objects() if issubclass(type(obj), _STREAMS)]
+    for file in files:
+        with contextlib.suppress(Exception):  # it is closed, or its disk is full
+            file.flush()
+    return files
 
 
 def _leave_out_compile_times() -> None:
@@ -485,9 +574,9 @@ def _leave_out_compile_times() -> None:
 
 
 @contextlib.contextmanager
-def _late_told(waits: str) -> Iterator[None]:
+def _late_told(waits: str, what: Callable[[], str]) -> Iterator[None]:
     """Print what the rank waits for in the body, if that takes a while."""
-    late = threading.Timer(_SILENT_EXIT_S, _report_late_exit, [waits])
+    late = threading.Timer(_SILENT_EXIT_S, _report_late_exit, [waits, what])
     late.daemon = True
     late.start()
     try:
@@ -496,10 +585,10 @@ def _late_told(waits: str) -> Iterator[None]:
         late.cancel()
 
 
-def _report_late_exit(waits: str) -> None:
+def _report_late_exit(waits: str, what: Callable[[], str]) -> None:
     main = threading.main_thread()
     threads = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    kept_by = f"its threads {', '.join(threads)}" if threads else "functions registered with atexit"
+    kept_by = f"its threads {', '.join(threads)}" if threads else what()
     text = f"[the function has returned; this rank {waits} for {kept_by}. Interrupt to end it now.]\n"
     with contextlib.suppress(OSError):
         os.write(2, text.encode())  # sys.stderr may be the user's by now
