@@ -35,7 +35,7 @@ import msgspec
 from notebook_accel import code_places, environment, host_memory, reporting
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import PayloadError
-from notebook_accel.launching import loggers, torch_settings
+from notebook_accel.launching import loggers, processes, torch_settings
 from notebook_accel.launching.processes import arm_stacks, set_title
 from notebook_accel.launching.ranks import (
     bars,
@@ -51,6 +51,7 @@ from notebook_accel.launching.ranks import (
     torch_hooks,
     warning_filters,
 )
+from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files, serialization
@@ -429,6 +430,29 @@ def _install_hooks(namespace: dict[str, Any], rank: int) -> None:
     displays.install(rank)
     bars.install()
     torch_hooks.install()
+    when_imported("multiprocessing.resource_tracker", _track_what_is_made_here)
+
+
+def _track_what_is_made_here(tracker: Any) -> None:
+    """Leave shared memory that this process only attaches to its maker, as ``track=False`` does since Python 3.13.
+
+    Otherwise the end of this process would remove the kernel's shared memory.
+    """
+    register, unregister = tracker.register, tracker.unregister
+    is_ours: dict[str, bool] = {}
+
+    def register_ours(name: str, kind: str) -> None:
+        if kind == "shared_memory" and not sys._getframe(1).f_locals.get("create", True):  # by SharedMemory.__init__
+            is_ours.setdefault(name, False)
+        else:
+            is_ours[name] = True
+            register(name, kind)
+
+    def unregister_ours(name: str, kind: str) -> None:
+        if is_ours.get(name, True):
+            unregister(name, kind)
+
+    tracker.register, tracker.unregister = register_ours, unregister_ours
 
 
 def call(spec: JobSpec, target: Target, namespace: dict[str, Any]) -> Any:
@@ -484,6 +508,7 @@ def _leave(*, is_waited_for: bool, inherited_modules: int) -> None:
         "its threads": threading._shutdown,  # type: ignore[attr-defined]  # waits for those that aren't daemons
         "functions registered with atexit": atexit._run_exitfuncs,  # also ends DataLoader workers
         "objects that it destroys, such as open files": lambda: _destroy_objects(inherited_modules),
+        "the removal of its shared memory": processes.end_tracker,
     }
     _leave_out_compile_times()
     what = ""
