@@ -121,8 +121,23 @@ def plain_text(line: str) -> str:
     """Return a line as a terminal finally shows it, without colours and overwritten text."""
     if line.isprintable():  # as most lines are, of which a log may have millions
         return line
-    line = _ESCAPE_SEQUENCE.sub("", line).rstrip("\r")
-    return _CONTROL_CHARACTER.sub("\N{REPLACEMENT CHARACTER}", line.rpartition("\r")[2])
+    line = _ESCAPE_SEQUENCE.sub("", line).rstrip("\r").rpartition("\r")[2]
+    if "\b" in line:
+        line = _overtyped(line)
+    return _CONTROL_CHARACTER.sub("\N{REPLACEMENT CHARACTER}", line)
+
+
+def _overtyped(line: str) -> str:
+    """Return a line in which each backspace moves the cursor back, and what comes next replaces what is there."""
+    shown: list[str] = []
+    cursor = 0
+    for character in line:
+        if character == "\b":
+            cursor = max(cursor - 1, 0)
+        else:
+            shown[cursor : cursor + 1] = [character]
+            cursor += 1
+    return "".join(shown)
 
 
 def clipped(text: str, most: int = _MOST_CHARACTERS) -> str:

@@ -53,6 +53,11 @@ def test_minutes_and_hours(seconds: float, words: str) -> None:
         ("10%\r50%\r100%", "100%"),
         ("windows line\r", "windows line"),
         ("a\tb", "a\tb"),
+        ("|\b/\b-\bdone", "done"),
+        ("loading 10%\b\b\b20%\b\b\b3", "loading 30%"),
+        ("\b\bx\b", "x"),
+        ("\x1b[1m10\x1b[0m\b\b20", "20"),
+        ("old\rnew\b\b\b\b\bN", "New"),
         ("bell\x07", "bell\N{REPLACEMENT CHARACTER}"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import os
 import pathlib
 import signal
@@ -106,6 +107,25 @@ def test_folder_and_zip_file_run_as_python_runs_them(
     assert launch(target, 7) == 0
     shown = kernels.unfolded(capsys.readouterr().out)
     assert {f"{rank} │ part __main__ ['{target}', '7']" for rank in (0, 1)} <= set(shown)
+
+
+@pytest.mark.usefixtures("template")
+def test_files_that_a_script_leaves_open_are_whole(script: pathlib.Path) -> None:
+    script.write_text(
+        "import gzip, os, helper\n"
+        "def main():\n"
+        "    global packed\n"
+        "    packed = gzip.open('packed' + os.environ['RANK'], 'wt')\n"
+        "    packed.write('text')\n"
+        "main()\n"
+    )
+    script.with_name("helper.py").write_text(
+        "import csv, os\nrows = open('rows' + os.environ['RANK'], 'w')\ncsv.writer(rows).writerow([1, 2])\n"
+    )
+    assert launch("train_squares.py") == 0
+    for rank in range(2):
+        assert script.with_name(f"rows{rank}").read_text() == "1,2\n"
+        assert gzip.decompress(script.with_name(f"packed{rank}").read_bytes()) == b"text"
 
 
 @pytest.mark.usefixtures("template")

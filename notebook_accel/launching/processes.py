@@ -13,6 +13,7 @@ import faulthandler
 import functools
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -36,6 +37,7 @@ COLLECTIVE_MARK = "# collective "
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # the same numbers on every architecture that torch has packages for
+_TRACKER_DEADLINE_S = 10.0
 _TRACKER = b"multiprocessing.resource_tracker"  # in the tracker's command line
 
 
@@ -192,6 +194,22 @@ def _members(group: int) -> tuple[list[int], list[int]]:
                 with open(f"/proc/{pid}/cmdline", "rb") as file:
                     (trackers if _TRACKER in file.read() else others).append(pid)
     return trackers, others
+
+
+def end_tracker() -> None:
+    """Let this process's resource tracker of multiprocessing, if it has one, remove the shared memory that is left.
+
+    The tracker does so once nobody holds its pipe. So this kills the rest of this process's group, and waits a moment.
+    """
+    tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
+    if tracker is None or tracker._fd is None:
+        return
+    watch = pidfd_open(tracker._pid)
+    os.close(tracker._fd)
+    for pid in _members(os.getpgid(0))[1]:
+        if pid != os.getpid():
+            _kill(os.kill, pid, signal.SIGKILL)
+    select.select([watch], [], [], _TRACKER_DEADLINE_S)
 
 
 def arm_stacks(dump: int) -> None:

@@ -271,6 +271,56 @@ threading.Thread(target=time.sleep, args=(60,), name="uploading").start()""")
     assert notebook.run("weights").result == "1"
 
 
+LEFT_OPEN = """
+import csv, gzip
+rows = open(f"rows{RANK}", "w")
+csv.writer(rows).writerow([1, 2])
+packed = gzip.open(f"packed{RANK}", "wt")
+packed.write("text")
+""".replace("{RANK}", f"{{{RANK}}}")
+READ = "import gzip\n[(open(f'rows{n}').read(), gzip.open(f'packed{n}', 'rt').read()) for n in range(2)]"
+
+
+@on_every_engine
+def test_files_that_are_left_open_are_whole_when_the_cell_returns(
+    notebook: kernels.Kernel, how: Way, tmp_path: pathlib.Path
+) -> None:
+    notebook.run(f"os.chdir({str(tmp_path)!r})\nopened_here = open('of_kernel', 'w'); opened_here.write('once')")
+    outcome = notebook.run(f"%%distributed -n 2 {how}\n{LEFT_OPEN}\nopened_here = packed")
+    assert outcome.status == "ok", outcome.traceback
+    assert notebook.run(READ).result == "[('1,2\\n', 'text'), ('1,2\\n', 'text')]"
+    assert notebook.run("opened_here.close(); open('of_kernel').read()").result == "'once'"  # no rank has written it
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True], ids=["failed", "interrupted"])
+def test_files_that_a_run_leaves_open_that_ends_early_are_whole(
+    notebook: kernels.Kernel, tmp_path: pathlib.Path, is_interrupted: bool
+) -> None:
+    notebook.run(f"os.chdir({str(tmp_path)!r})")
+    then = "print('open', flush=True); time.sleep(60)" if is_interrupted else "raise ValueError('boom')"
+    cell = notebook.start(f"%%distributed -n 1\n{LEFT_OPEN}\n{then}")
+    if is_interrupted:
+        cell.wait_for_output("0 │ open")
+        notebook.interrupt()
+    assert cell.finish().error_name == ("KeyboardInterrupt" if is_interrupted else "RankFailedError")
+    assert notebook.run(READ.replace("range(2)", "range(1)")).result == "[('1,2\\n', 'text')]"
+
+
+def test_a_finalizer_that_takes_long_is_named_and_can_be_interrupted(
+    notebook: kernels.Kernel, tmp_path: pathlib.Path
+) -> None:
+    notebook.run(f"os.chdir({str(tmp_path)!r})")
+    cell = notebook.start(f"""%%distributed -n 2 {LEFT_OPEN}
+class Waits:
+    def __del__(self): time.sleep(60)
+waits = Waits()""")
+    cell.wait_for_output("waits at most a minute for objects that it destroys, such as open files. Interrupt to end it")
+    notebook.interrupt()
+    assert cell.finish().error_name == "KeyboardInterrupt"
+    assert rank_processes(notebook) == []
+    assert notebook.run(READ).result == "[('1,2\\n', 'text'), ('1,2\\n', 'text')]"
+
+
 def test_result_waits_for_a_checkpoint_in_the_background(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
     outcome = notebook.run(f"""%%distributed -n 2
 import torch
@@ -349,6 +399,34 @@ def fail():
 try: notebook_launcher(fail, num_processes=1, view="none")
 except RankFailedError as error: caught = error.__cause__""")
     assert notebook.run("type(caught).__name__, str(caught)").result == "('ValueError', 'text')"
+
+
+@pytest.mark.parametrize("method", ["spawn", "inline"])
+@pytest.mark.parametrize("name", ["__bool__", "__str__", "__repr__", "__getattribute__", "__reduce__", "__class__"])
+def test_exception_whose_own_method_raises_is_reported_all_the_same(
+    notebook: kernels.Kernel, method: str, name: str
+) -> None:
+    make = "property(no)" if name == "__class__" else "no"
+    outcome = notebook.run(f"""%%distributed -n 1 --start_method {method}
+def no(*args): raise SystemExit("no text") if not args else TypeError("no text")
+class Broken(Exception): {name} = {make}
+raise Broken("the text")""")
+    assert outcome.error_name == "RankFailedError"
+    assert re.search(r"rank 0 of 1 failed at In\[\d+\], line 4: Broken", outcome.traceback), outcome.traceback
+
+
+@pytest.mark.parametrize("change", ["sys.stdout = None", "del sys.stdout, sys.stderr", "sys.stdout.close()"])
+def test_streams_that_a_cell_takes_away_fail_nothing(notebook: kernels.Kernel, change: str) -> None:
+    outcome = notebook.run(f"%%distributed -n 2\nimport sys\n{change}\n{RANK}")
+    assert outcome.result == "[0, 1]", outcome.traceback
+    assert "Traceback" not in outcome.stdout
+    outcome = notebook.run(f"%%distributed -n 1\nimport sys\n{change}\nraise ValueError('its own reason')")
+    assert "line 4: ValueError: its own reason" in outcome.traceback
+
+
+def test_backspaces_in_the_output_move_the_cursor(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run("%%distributed -n 1\nprint('10%', end='\\b\\b\\b', flush=True)\nprint('20%')")
+    assert "0 │ 20%" in kernels.unfolded(outcome.stdout)
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])

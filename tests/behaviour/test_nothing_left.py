@@ -141,6 +141,39 @@ def test_ten_interrupts_leave_no_more_than_two(notebook: kernels.Kernel, in_sess
         assert notebook.run("%distributed stop").status == "ok"
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("then", ["", "raise ValueError", "os.kill(os.getpid(), 9)"], ids=["good", "failed", "killed"])
+def test_shared_memory_of_ranks_goes_with_them_and_the_kernels_stays(
+    notebook: kernels.Kernel, method: str, then: str
+) -> None:
+    name = f"notebook-accel-{os.getpid()}"
+    notebook.run(f"""from multiprocessing.shared_memory import SharedMemory
+of_kernel = SharedMemory("{name}-kernel", create=True, size=8)
+of_kernel.buf[0] = 7""")
+    outcome = notebook.run(f"""%%distributed -n 2 --start_method {method}
+import torch.distributed as dist
+from multiprocessing.shared_memory import SharedMemory
+rank = int(os.environ["RANK"])
+made = SharedMemory(f"{name}-{{rank}}", create=True, size=8)
+dist.init_process_group("gloo")
+dist.barrier()  # both have been made
+others = SharedMemory("{name}-kernel"), SharedMemory(f"{name}-{{1 - rank}}")
+value = others[0].buf[0]
+dist.barrier()
+{then}
+value""")
+    assert (outcome.result or outcome.error_name) == ("RankFailedError" if then else "[7, 7]"), outcome.traceback
+
+    def left() -> list[str]:
+        return sorted(path.name for path in pathlib.Path("/dev/shm").glob(f"{name}-*"))
+
+    if then:  # the one that removes it isn't waited for if its rank was killed
+        processes.wait_until(lambda: left() == [f"{name}-kernel"], "the ranks' shared memory is gone")
+    assert left() == [f"{name}-kernel"]
+    assert notebook.run("value = of_kernel.buf[0]; of_kernel.close(); of_kernel.unlink(); value").result == "7"
+    notebook.run("from multiprocessing import resource_tracker; resource_tracker._resource_tracker._stop()")
+
+
 def test_nothing_of_the_kernels_own_is_changed(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
     look = """import os, signal, torch.distributed
 def seen():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import os
 import pathlib
 import sys
@@ -318,3 +319,25 @@ def test_ranks_are_to_outlive_a_collective_that_has_failed(engine: local.LocalEn
     with environment.patched({"TORCH_NCCL_ENABLE_MONITORING": "1"}), Session(num_processes=1, use_cpu=True) as own:
         seen = own.execute(f"import os\n' '.join(os.environ['TORCH_NCCL_' + name] for name in {names})")
     assert seen[0] == "'0 1 0 0'"  # what the user has set stays
+
+
+def test_files_that_a_session_leaves_open_are_whole_when_it_ends(tmp_path: pathlib.Path) -> None:
+    with Session(num_processes=2, use_cpu=True, view="none") as session:
+        session.execute(f"import gzip, os; os.chdir({str(tmp_path)!r}); rank = os.environ['RANK']")
+        session.execute("rows = open('rows' + rank, 'w'); rows.write('text')")
+        session.execute("packed = gzip.open('packed' + rank, 'wt'); packed.write('text')")
+    for rank in range(2):
+        assert (tmp_path / f"rows{rank}").read_text() == "text"
+        assert gzip.decompress((tmp_path / f"packed{rank}").read_bytes()) == b"text"
+
+
+def test_exception_whose_own_methods_raise_ends_no_rank(session: Session) -> None:
+    cell = """
+class Broken(Exception):
+    def __getattribute__(self, name): raise SystemExit
+    def __bool__(self): raise SystemExit
+    __str__ = __reduce__ = __bool__
+raise Broken("the text")"""
+    with pytest.raises(RankFailedError, match=r"Broken"):
+        session.execute(cell)
+    assert repr(session.execute("6 * 7")) == "ranks 0-1: 42"

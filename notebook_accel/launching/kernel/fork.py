@@ -145,7 +145,7 @@ class _Forking:
 
 
 def _detach_from_kernel(keep: set[int], log: int) -> None:
-    """Detach a fork from the kernel's signals, exit functions, output and connections."""
+    """Detach a fork from the kernel's signals, exit functions, resource tracker, output and connections."""
     signal.set_wakeup_fd(-1)
     atexit._clear()  # only the kernel must run its exit functions
     os.dup2(log, 1)
@@ -155,6 +155,9 @@ def _detach_from_kernel(keep: set[int], log: int) -> None:
     for old, new in zip(held, (sys.stdout, sys.stderr), strict=True):
         with contextlib.suppress(AttributeError):
             old.write, old.flush = new.write, new.flush  # type: ignore[method-assign]
+    tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
+    if tracker is not None:
+        tracker._fd = tracker._pid = None  # ranks start their own, which removes their shared memory when they end
     nowhere = os.open(os.devnull, os.O_RDWR)
     sys.stdout = sys.stderr = os.fdopen(os.dup(nowhere), "w")
     for name in os.listdir("/proc/self/fd"):

@@ -67,7 +67,7 @@ def _run(job: Job, target: worker.Target, namespace: dict[str, Any], store_socke
         except bdb.BdbQuit as error:  # `quit` in a debugger ends the run as an interrupt does
             raised, job.ended_by = KeyboardInterrupt().with_traceback(error.__traceback__), "quit in the debugger"
         except BaseException as error:  # noqa: BLE001 - SystemExit too, which must not end the kernel
-            raised = error
+            raised = failure.readable(error)
     if raised is None:
         job.deliver(0, events.Finished())
     else:

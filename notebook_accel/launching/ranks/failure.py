@@ -73,12 +73,31 @@ class _Forwarded:
 
     def stand_in(self, error: BaseException) -> BaseException:
         """Return an exception that a traceback shows like ``error``, but with the original message."""
-        kind = type(error)
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        stand_in: Exception = type(kind.__name__, (Exception,), names)(self.message)
+        stand_in = _stand_in(error, self.message)
         stand_in.__cause__, stand_in.__context__ = error.__cause__, error.__context__
         stand_in.__suppress_context__ = error.__suppress_context__
         return stand_in
+
+
+def _stand_in(error: BaseException, message: str) -> Exception:
+    """Return an exception with the name of this one's class, but without its methods."""
+    kind = type(error)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    stand_in: Exception = type(kind.__name__, (Exception,), names)(message)
+    return stand_in
+
+
+def readable(error: BaseException) -> BaseException:
+    """Return an exception of the user's code, or a plain one with its name and text if a look at it raises."""
+    try:
+        isinstance(error, SystemExit)  # looks at ``__class__``
+        traceback.TracebackException(type(error), error, error.__traceback__, lookup_lines=False)
+    except BaseException:  # noqa: BLE001 - its own methods, or those of an exception before it, may raise anything
+        if type(error).__module__ == "builtins":  # an interrupt stays one
+            error.__cause__ = error.__context__ = None
+            return error
+        return _stand_in(error, _message(error)).with_traceback(vars(BaseException)["__traceback__"].__get__(error))
+    return error
 
 
 def describe(
@@ -169,7 +188,7 @@ def _is_lost_peer(error: BaseException, message: str) -> bool:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:  # noqa: BLE001 - the user's __str__ may raise anything, and the exception is still theirs
+    except BaseException as broken:  # noqa: BLE001 - the user's __str__ may raise anything, and the error is still theirs
         return f"(its text can't be read: {type(broken).__name__})"
 
 
@@ -244,7 +263,7 @@ def _place(error: BaseException, line: str) -> str:
 
 def _pickled(error: BaseException, by_value: serialization.Origins) -> bytes:
     """Return the pickled exception, empty if it can't be pickled: the notebook gets its text anyway."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(BaseException):  # of the user's ``__reduce__``
         pickled = serialization.pickle_by_value(
             error, roots={"the exception": error}, origins=by_value, device_tensors_to_cpu=True
         )

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from notebook_accel.command_text import filled_in
+from notebook_accel.launching.ranks import streams
 
 
 class RankShell:
@@ -25,7 +26,7 @@ class RankShell:
     def system(self, command: str) -> None:
         """Run ``!command``. Its output is part of the rank's output."""
         command = filled_in(command, self.user_ns | sys._getframe(1).f_locals)
-        sys.stdout.flush()
+        streams.flush()
         self.user_ns["_exit_code"] = subprocess.run(["/bin/sh", "-c", command], check=False).returncode
 
     def getoutput(self, command: str, split: bool = True, depth: int = 0) -> list[str] | str:

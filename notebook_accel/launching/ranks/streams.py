@@ -12,7 +12,7 @@ import errno
 import io
 import os
 import sys
-from typing import TYPE_CHECKING, ClassVar, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from notebook_accel import reporting
 from notebook_accel.protocol import events
@@ -34,26 +34,33 @@ def redirect(log: int) -> None:
 
 def replace_streams() -> None:
     """Make Python's and C's streams write whole lines to descriptors 1 and 2, which lead to a log already."""
-    sys.stdout, sys.stderr = _by_line(1), _by_line(2)
+    restore()
     with contextlib.suppress(OSError, ValueError):  # a C library with another name for ``stdout``
         libc = ctypes.CDLL(None)
         # By default C buffers a page of output that isn't for a terminal, and loses it if the rank is killed.
         libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, _LINE_BUFFERED, ctypes.c_size_t(0))
 
 
+def restore() -> None:
+    """Make Python's streams write to descriptors 1 and 2, whatever the user's code has made of them."""
+    sys.stdout, sys.stderr = _by_line(1), _by_line(2)
+
+
 def flush() -> None:
     """Flush Python's and C's buffers."""
-    with contextlib.suppress(ValueError, OSError):  # the user's code may have closed or replaced them
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for name in ("stdout", "stderr"):
+        with contextlib.suppress(Exception):  # the user's code may have closed, replaced or deleted them
+            stream: Any = vars(sys).setdefault(name, None)  # a thread can't be started without ``sys.stderr``
+            stream.flush()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).fflush(None)
 
 
 def log_bytes() -> int:
     """Flush Python's buffer, and return the size of this process's log."""
-    with contextlib.suppress(ValueError, OSError):
+    with contextlib.suppress(Exception):  # as above
         sys.stdout.flush()
+    with contextlib.suppress(OSError):
         return os.fstat(1).st_size
     return 0
 

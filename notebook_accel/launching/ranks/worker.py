@@ -9,19 +9,23 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import fcntl
 import functools
 import gc
 import importlib
 import importlib.machinery
+import io
+import itertools
 import linecache
 import logging
 import os
 import select
 import signal
+import stat
 import sys
 import threading
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -29,7 +33,7 @@ import msgspec
 from notebook_accel import code_places, environment, host_memory, reporting
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import PayloadError
-from notebook_accel.launching import loggers, torch_settings
+from notebook_accel.launching import loggers, processes, torch_settings
 from notebook_accel.launching.processes import arm_stacks, set_title
 from notebook_accel.launching.ranks import (
     bars,
@@ -65,6 +69,10 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SEND_OTHERS = "return something else, such as numbers, tensors or a state_dict(); or nothing"
 NAMESPACE_VARIABLE = "NOTEBOOK_ACCEL_NAMESPACE"
+_STREAMS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+_DEFINITIONS = (type, types.ModuleType, types.FunctionType)
+
+_kernels_names: dict[str, Any] = {}  # in a fork of the kernel, whose objects only the kernel destroys; else empty
 
 
 @dataclasses.dataclass
@@ -100,6 +108,7 @@ class Inherited:
 def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | None = None) -> int:
     """Run one rank and return its exit status. ``descriptors`` are those of the order."""
     files = messages.RankFiles(*descriptors)
+    inherited_modules = len(sys.modules)
     streams.redirect(files.log)
     arm_stacks(files.dump)
     _reset_process()
@@ -124,7 +133,7 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     reporter.send(last)
     if status == 0:
         _wait_for_release(link)
-    _leave(is_waited_for=status == 0)
+    _leave(is_waited_for=status == 0, inherited_modules=inherited_modules)
     return status
 
 
@@ -201,9 +210,10 @@ def _run_user_code(
         _send(value, spec, order.place, files.result, namespace, by_value)
         interruption.defer()
     except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
+        error = failure.readable(raised)
         if os.getpid() != rank_pid:
-            failure.end_fork(raised, spec)
-        error = finished_peers.FINISHED_PEERS.explain(interruption.prefer_interrupt(raised))
+            failure.end_fork(error, spec)
+        error = finished_peers.FINISHED_PEERS.explain(interruption.prefer_interrupt(error))
         saved = order.place.local_rank == 0 and _save_pulled(spec, files.result, order.place.rank, by_value)
         return failure.describe(error, spec, by_value, saved=saved), 1
     return events.Finished(), 0
@@ -384,13 +394,13 @@ def _become_main(payload: int, rank: int) -> dict[str, Any]:
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module  # the second is the name in workers
     os.environ[NAMESPACE_VARIABLE] = f"/proc/{os.getpid()}/fd/{payload}"
     _install_hooks(module.__dict__, rank)
-    when_imported("multiprocessing.shared_memory", leave_memory_of_others)  # a fork of the kernel has its tracker
     return module.__dict__
 
 
 def _stay_main(rank: int) -> dict[str, Any]:
     """Return the names of the kernel's ``__main__``, in a fork of the kernel."""
     namespace = sys.modules["__main__"].__dict__
+    _kernels_names.update(namespace)
     _install_hooks(namespace, rank)
     namespace["get_ipython"] = builtins.get_ipython  # type: ignore[attr-defined]  # instead of the kernel's
     # Workers started in another way would look for the notebook's names in a payload, and a fork has none.
@@ -406,30 +416,29 @@ def _install_hooks(namespace: dict[str, Any], rank: int) -> None:
     displays.install(rank)
     bars.install()
     torch_hooks.install()
+    when_imported("multiprocessing.resource_tracker", track_what_is_made_here)
 
 
-def leave_memory_of_others(module: Any) -> None:
-    """Keep this process's resource tracker from unlinking, at the end, shared memory that others have created.
+def track_what_is_made_here(tracker: Any) -> None:
+    """Leave shared memory that this process only attaches to its maker, as ``track=False`` does since Python 3.13.
 
-    ``module`` is ``multiprocessing.shared_memory``, which also tracks memory that a process has only attached.
+    Otherwise the end of this process would remove the kernel's shared memory.
     """
-    attach, unlink = module.SharedMemory.__init__, module.SharedMemory.unlink
-    tracker: Any = importlib.import_module("multiprocessing.resource_tracker")
-    created: set[str] = set()
+    register, unregister = tracker.register, tracker.unregister
+    is_ours: dict[str, bool] = {}
 
-    def __init__(self: Any, name: str | None = None, create: bool = False, *args: Any, **options: Any) -> None:  # noqa: N807
-        attach(self, name, create, *args, **options)
-        if create:
-            created.add(self._name)
-        elif self._name not in created and options.get("track", True):
-            tracker.unregister(self._name, "shared_memory")
+    def register_ours(name: str, kind: str) -> None:
+        if kind == "shared_memory" and not sys._getframe(1).f_locals.get("create", True):  # by SharedMemory.__init__
+            is_ours.setdefault(name, False)
+        else:
+            is_ours[name] = True
+            register(name, kind)
 
-    def unlink_tracked(self: Any) -> None:
-        if getattr(self, "_track", True):
-            tracker.register(self._name, "shared_memory")  # unlink undoes it, and the tracker complains about others
-        unlink(self)
+    def unregister_ours(name: str, kind: str) -> None:
+        if is_ours.get(name, True):
+            unregister(name, kind)
 
-    module.SharedMemory.__init__, module.SharedMemory.unlink = __init__, unlink_tracked
+    tracker.register, tracker.unregister = register_ours, unregister_ours
 
 
 def call(spec: JobSpec, target: Target, namespace: dict[str, Any]) -> Any:
@@ -448,7 +457,7 @@ def call(spec: JobSpec, target: Target, namespace: dict[str, Any]) -> Any:
 def finish_background_work() -> None:
     """Wait for what the user's code has left running, such as the writing of a checkpoint, and raise its error."""
     functions = list(reporting.reporter().before_result)
-    with _late_told("waits") if functions else contextlib.nullcontext():
+    with _late_told("waits", lambda: "what it has left running") if functions else contextlib.nullcontext():
         for function in functions:
             function()
 
@@ -475,16 +484,96 @@ def _wait_for_release(link: Connection) -> None:
             link.receive()
 
 
-def _leave(*, is_waited_for: bool) -> None:
-    """Wait for the user's threads and run exit functions, as Python does at its end, but skip torch's slow end."""
-    with contextlib.suppress(KeyboardInterrupt):  # an earlier interrupt must not skip this
-        interruption.allow()
-    late = _late_told("waits at most a minute") if is_waited_for else contextlib.nullcontext()
-    with late, contextlib.suppress(Exception, KeyboardInterrupt):
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for the user's threads that aren't daemons
-        _leave_out_compile_times()
-        atexit._run_exitfuncs()  # ends DataLoader workers, and runs the user's own exit functions
+def _leave(*, is_waited_for: bool, inherited_modules: int) -> None:
+    """End as Python does, up to the flushed streams: the interpreter's own end takes long with torch.
+
+    An interrupt ends one step, and the next one follows. ``inherited_modules`` is the number of modules that came with
+    the fork.
+    """
+    steps: dict[str, Callable[[], object]] = {
+        "its threads": threading._shutdown,  # type: ignore[attr-defined]  # waits for those that aren't daemons
+        "functions registered with atexit": atexit._run_exitfuncs,  # also ends DataLoader workers
+        "objects that it destroys, such as open files": lambda: _destroy_objects(inherited_modules),
+        "the removal of its shared memory": processes.end_tracker,
+    }
+    _leave_out_compile_times()
+    what = ""
+    late = _late_told("waits at most a minute", lambda: what) if is_waited_for else contextlib.nullcontext()
+    with late:
+        for what, step in steps.items():  # noqa: B007 - read when the time comes to print it
+            with contextlib.suppress(Exception, KeyboardInterrupt):
+                try:
+                    with contextlib.suppress(KeyboardInterrupt):  # an earlier interrupt must not skip this
+                        interruption.allow()
+                    step()
+                finally:
+                    interruption.defer()
     streams.flush()
+
+
+def _destroy_objects(inherited_modules: int) -> None:
+    """Destroy what the user's modules hold, so that files that are still open are written and closed.
+
+    Names go in the reverse order of their definition, those of modules, functions, classes and constants last, so that
+    a ``__del__`` still finds what it uses. In a process that has imported much, a look at all objects takes 100 ms. So
+    it is only taken if something could be lost: in a file that is open, or by a ``__del__`` of the user's.
+    """
+    threading.excepthook = lambda _: None  # daemon threads still run, and miss their names from now on
+    streams.restore()
+    if _has_files_to_write():
+        _flush_files()
+    namespaces = list(_users_namespaces(inherited_modules))
+    modules = {names.get("__name__") for names in namespaces}
+    for is_last in (False, True):
+        has_finalizers = any(
+            issubclass(type(value), type) and value.__module__ in modules and hasattr(value, "__del__")
+            for names in namespaces
+            for value in names.values()
+        )
+        for names in namespaces:
+            for name in reversed(list(names)):
+                value = names.get(name)
+                stays = not is_last and (issubclass(type(value), _DEFINITIONS) or not gc.is_tracked(value))
+                if not stays and _kernels_names.get(name) is not value:
+                    names.pop(name, None)
+                del value  # now, before the next name goes
+        if has_finalizers or _has_files_to_write():
+            # A collection may close a file before it destroys the buffer in front of the file.
+            kept = [file for file in _flush_files() if type(getattr(file, "raw", None)) is io.FileIO]
+            gc.collect()
+            _flush_files()
+            del kept
+
+
+def _users_namespaces(inherited_modules: int) -> Iterator[dict[str, Any]]:
+    """Yield the names of the user's modules, without those that came with the fork, the last imported first."""
+    yield sys.modules["__main__"].__dict__
+    # From the end: whatever looks at a module of before the fork copies a page of memory.
+    for module in list(itertools.islice(reversed(sys.modules.values()), max(0, len(sys.modules) - inherited_modules))):
+        if isinstance(module, types.ModuleType):
+            names = object.__getattribute__(module, "__dict__")  # a module may load itself when it is used
+            if isinstance(file := names.get("__file__"), str) and code_places.is_the_users(file):
+                yield names
+
+
+def _has_files_to_write() -> bool:
+    """Return whether a file on disk is open for writing."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the descriptor that listed the folder is closed already
+            found = os.fstat(descriptor)
+            is_on_disk = stat.S_ISREG(found.st_mode) and found.st_nlink and descriptor > 2  # nor the rank's log
+            if is_on_disk and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+                return True
+    return False
+
+
+def _flush_files() -> Sequence[Any]:
+    """Flush the files that this process has opened, and return them. Those of before its fork are frozen."""
+    files = [obj for obj in gc.get_objects() if issubclass(type(obj), _STREAMS)]
+    for file in files:
+        with contextlib.suppress(Exception):  # it is closed, or its disk is full
+            file.flush()
+    return files
 
 
 def _leave_out_compile_times() -> None:
@@ -496,9 +585,9 @@ def _leave_out_compile_times() -> None:
 
 
 @contextlib.contextmanager
-def _late_told(waits: str) -> Iterator[None]:
+def _late_told(waits: str, what: Callable[[], str]) -> Iterator[None]:
     """Print what the rank waits for in the body, if that takes a while."""
-    late = threading.Timer(_SILENT_EXIT_S, _report_late_exit, [waits])
+    late = threading.Timer(_SILENT_EXIT_S, _report_late_exit, [waits, what])
     late.daemon = True
     late.start()
     try:
@@ -507,10 +596,10 @@ def _late_told(waits: str) -> Iterator[None]:
         late.cancel()
 
 
-def _report_late_exit(waits: str) -> None:
+def _report_late_exit(waits: str, what: Callable[[], str]) -> None:
     main = threading.main_thread()
     threads = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    kept_by = f"its threads {', '.join(threads)}" if threads else "functions registered with atexit"
+    kept_by = f"its threads {', '.join(threads)}" if threads else what()
     text = f"[the function has returned; this rank {waits} for {kept_by}. Interrupt to end it now.]\n"
     with contextlib.suppress(OSError):
         os.write(2, text.encode())  # sys.stderr may be the user's by now

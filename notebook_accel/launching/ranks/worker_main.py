@@ -31,6 +31,6 @@ def _fill(namespace: dict[str, object]) -> None:
 
 if __name__ == "__mp_main__":
     streams.replace_streams()
-    when_imported("multiprocessing.shared_memory", worker.leave_memory_of_others)
+    when_imported("multiprocessing.resource_tracker", worker.track_what_is_made_here)
     when_imported("torch.distributed.rendezvous", store.use)
     _fill(globals())

@@ -187,9 +187,10 @@ class _SessionRank:
             fields = act()
             interruption.defer()
         except BaseException as raised:  # noqa: BLE001 - KeyboardInterrupt and SystemExit of the user's code too
+            error = failure.readable(raised)
             if os.getpid() != self._pid:
-                failure.end_fork(raised, self._spec)
-            error = interruption.prefer_interrupt(raised)
+                failure.end_fork(error, self._spec)
+            error = interruption.prefer_interrupt(error)
             if isinstance(error, KeyboardInterrupt):
                 modes.restore()
             fields = self._failed(error)

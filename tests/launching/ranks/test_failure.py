@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import traceback
 
 import pytest
 
+from notebook_accel.launching.ranks import failure
 from tests import kernels
 
 CELL = """\
@@ -101,3 +103,20 @@ def test_debugging_shows_all_lines(notebook: kernels.Kernel) -> None:
     finally:
         notebook.run("del os.environ['NOTEBOOK_ACCEL_DEBUG']")
     assert "torch/utils/data/dataloader.py" in shown
+
+
+class _BrokenError(Exception):
+    def __bool__(self) -> bool:
+        raise SystemExit
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError, _BrokenError])
+def test_exception_that_can_be_read_keeps_its_class_text_and_place(kind: type[BaseException]) -> None:
+    """Also if the exception before it can't be read."""
+    with pytest.raises(kind) as caught:
+        raise kind("the text") from _BrokenError()
+    read = failure.readable(caught.value)
+    assert isinstance(read, kind) or kind is _BrokenError
+    assert (type(read).__name__, str(read)) == (kind.__name__, "the text")
+    shown = "".join(traceback.format_exception(type(read), read, read.__traceback__))
+    assert 'raise kind("the text")' in shown

@@ -26,6 +26,30 @@ def run(log: pathlib.Path | str, code: str, before: str = "") -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "sys.stdout = None",
+        "del sys.stdout, sys.stderr",
+        "sys.stdout.close(); sys.stderr.close()",
+        "sys.stdout = type('Odd', (), {'flush': lambda self: 1 / 0})()",
+    ],
+)
+def test_streams_that_the_program_takes_away_are_not_missed(tmp_path: pathlib.Path, change: str) -> None:
+    log = tmp_path / "log"
+    run(log, f"""
+print("before")
+{change}
+streams.flush()
+assert streams.log_bytes() == len("before\\n")
+import threading
+threading.Thread(target=streams.restore).start()  # a thread needs ``sys.stderr``
+while not isinstance(sys.stdout, type(sys.__stdout__)) or sys.stdout.closed: pass
+print("after")
+""")  # fmt: skip
+    assert log.read_text() == "before\nafter\n"
+
+
 def test_what_python_c_and_a_shell_write_is_in_order(tmp_path: pathlib.Path) -> None:
     log = tmp_path / "log"
     run(log, """
