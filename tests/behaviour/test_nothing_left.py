@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import signal
+import uuid
 
 import pytest
 
@@ -146,7 +147,7 @@ def test_ten_interrupts_leave_no_more_than_two(notebook: kernels.Kernel, in_sess
 def test_shared_memory_of_ranks_goes_with_them_and_the_kernels_stays(
     notebook: kernels.Kernel, method: str, then: str
 ) -> None:
-    name = f"notebook-accel-{os.getpid()}"
+    name = f"notebook-accel-{uuid.uuid4().hex[:12]}"
     notebook.run(f"""from multiprocessing.shared_memory import SharedMemory
 of_kernel = SharedMemory("{name}-kernel", create=True, size=8)
 of_kernel.buf[0] = 7""")
