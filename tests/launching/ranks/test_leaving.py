@@ -24,8 +24,8 @@ def _read_shelf(path: pathlib.Path) -> str:
 _ENDED = """
 import os, sys
 sys.path.append(os.getcwd())
-from notebook_accel.launching.ranks import worker
-end = [(worker._destroy_objects, len(sys.modules)), (os._exit, 0)]
+from notebook_accel.launching.ranks import leaving
+end = [(leaving._destroy_objects, len(sys.modules)), (os._exit, 0)]
 {program}
 for step, argument in tuple(end):
     step(argument)
