@@ -173,6 +173,9 @@ def warn_of_late_gather(gathered: Any) -> None:
     repeated = sum(tail.sizes) - tail.real
     if moment != ACTIVE_ITERATIONS.moment or samples < 2 or not repeated:
         return
+    outer = ACTIVE_ITERATIONS.current
+    if outer is not None and samples % (outer.loader.total_batch_size // len(tail.sizes) or 1) == 0:
+        return  # they can be rows of the batch of a loop around that loop
     lengths = {len(leaf) for leaf in leaves_of(gathered) if isinstance(leaf, torch.Tensor) and leaf.ndim}
     if samples in lengths or (isinstance(gathered, list) and samples == len(gathered)):
         ACTIVE_ITERATIONS.ended = None

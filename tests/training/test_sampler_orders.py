@@ -273,6 +273,13 @@ def _batch_size_of_loader() -> tuple[dict[str, Any], Change]:
     return {"batch_sampler": batches}, lambda epoch, loader: setattr(loader.batch_sampler, "batch_size", 2 * epoch + 2)
 
 
+def _another_sampler() -> tuple[dict[str, Any], Change]:
+    batches = BatchSampler(range(24), 2, False)
+    return {
+        "batch_sampler": batches
+    }, lambda epoch, _: setattr(batches, "sampler", SubsetRandomSampler(range(12))) if (epoch == 1) else None
+
+
 def _data_source() -> tuple[dict[str, Any], Change]:
     return {"batch_sampler": ByLength(RandomSampler(TensorDataset(torch.arange(_SAMPLES))), 3, False)}, lambda *_: None
 
@@ -280,7 +287,7 @@ def _data_source() -> tuple[dict[str, Any], Change]:
 _PROGRAMS = {
     "weights": _weighted, "indices": _subset, "the loader's indices": _subset_of_loader, "an attribute": _curriculum,
     "epochs": _own_epochs, "batch size": _batch_size, "the loader's batch size": _batch_size_of_loader,
-    "its sampler's data": _data_source,
+    "its sampler's data": _data_source, "its sampler": _another_sampler,
 }  # fmt: skip
 
 

@@ -238,10 +238,12 @@ def test_data_that_are_split_by_rank_already(two_ranks: Ranks, kind: str, is_spl
     assert two_ranks.run(split_twice, kind) == [expected, []]
 
 
-def gathered_late(kind: str, samples: int) -> list[str]:
+def gathered_late(kind: str, samples: int, outer_batch: int | None) -> list[str]:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(samples)), batch_size=2))
-    outer = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4))))
+    outer: Any = [None, None]
+    if outer_batch is not None:
+        outer = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4 * outer_batch)), batch_size=outer_batch))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in outer:  # an evaluation in the middle of training
@@ -259,13 +261,16 @@ def gathered_late(kind: str, samples: int) -> list[str]:
     return [str(warning.message).partition(", and 3 of")[0] for warning in caught]
 
 
+@pytest.mark.parametrize("outer_batch", [None, 3])
 @pytest.mark.parametrize("kind", ["tensor", "objects", "in the loop"])
-def test_metrics_that_are_gathered_after_the_loop(two_ranks: Ranks, kind: str) -> None:
+def test_metrics_that_are_gathered_after_the_loop(two_ranks: Ranks, kind: str, outer_batch: int | None) -> None:
     is_late = kind != "in the loop"
     expected = ["gather_for_metrics after the loop leaves nothing out"] * is_late
-    found, of_rank_1 = two_ranks.run(gathered_late, kind, 13)
+    found, of_rank_1 = two_ranks.run(gathered_late, kind, 13, outer_batch)
     assert (sorted({*found}), of_rank_1) == (expected, [])
-    assert two_ranks.run(gathered_late, kind, 12) == [[], []]
+    assert two_ranks.run(gathered_late, kind, 12, outer_batch) == [[], []]
+    # The eight rows that rank 0 has seen could be those of an outer batch.
+    assert two_ranks.run(gathered_late, kind, 13, 8) == [[], []]
 
 
 def skipping_again(folder: str, batches: int, skips: str) -> list[str]:
