@@ -96,7 +96,7 @@ def warn(
         ranks > 1
         and models
         and not prepared_optimizers
-        and not any(each._passes.calls or each._passes.local_calls for each in models)
+        and not any(each._passes.calls or each._passes.local for each in models)
     ):
         code_places.warn(
             "The prepared model isn't called, and no optimizer has been prepared: each of the "

@@ -1,8 +1,10 @@
-"""Tests of rank 0's warnings of unprepared objects, and its hints at schedules that several ranks speed up."""
+"""Tests of rank 0's warnings of unprepared objects and wrong windows, and of schedules that ranks speed up."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import pathlib
 import re
 import warnings
 import weakref
@@ -13,7 +15,7 @@ import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
-from notebook_accel import Accelerator
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin
 from notebook_accel.training import optimizers, unprepared_warnings
 from notebook_accel.training.unprepared_warnings import schedule_hint
 from tests.training.ranks import Ranks
@@ -186,3 +188,87 @@ def test_rank_0_hints_once_a_schedule(two_ranks: Ranks) -> None:
     assert "its 8 steps end after 4 steps" in first[0]
     assert second == []
     assert two_ranks.run(hinted_when_split) == [[], []]
+
+
+def window(program: str, *, steps: int = 2, sharded: bool = False) -> list[str]:
+    """Return the warnings of a program that accumulates gradients, with the line that each shows."""
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=steps,
+        fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None,
+    )
+    nets: Any = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    optimizers: Any = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    *nets, one, two, loader = accelerator.prepare(*nets, *optimizers, DataLoader(torch.ones(12, 1), batch_size=1))
+
+    def passes(net: Any, optimizer: Any, x: torch.Tensor, zero: Any, *, first: bool) -> None:
+        zero() if first else None
+        accelerator.backward(net(x).sum())
+        optimizer.step()
+        None if first else zero()
+
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = nets[0](x).sum()
+        accelerator.backward(loss) if "inside" in program else None
+        return loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x in loader:
+            if program == "a block each":
+                for net, optimizer in zip(nets, (one, two), strict=True):
+                    with accelerator.accumulate(net):
+                        passes(net, optimizer, x, optimizer.zero_grad, first=False)
+                continue
+            with accelerator.accumulate(nets[0], nets[1]):
+                if program.startswith("a closure"):
+                    accelerator.backward(nets[0](x).sum()) if "outside" in program else None
+                    one.step(closure)
+                    one.zero_grad()
+                elif program == "both after each other":
+                    passes(nets[0], one, x, one.zero_grad, first=False)
+                    passes(nets[1], two, x, two.zero_grad, first=False)
+                elif program == "drops the window":  # such as for a bad loss
+                    accelerator.backward(nets[0](x).sum())
+                    one.zero_grad()
+                elif program == "steps first":
+                    one.step()
+                    passes(nets[0], two, x, one.zero_grad, first=True)
+                else:
+                    zero = {"model": nets[0], "optimizer": one}[program.split(maxsplit=1)[0]].zero_grad
+                    passes(nets[0], one, x, zero, first="first" in program)
+    source = pathlib.Path(__file__).read_text().splitlines()
+    assert {warning.filename for warning in caught} <= {__file__}
+    return [f"{warning.message} | {source[warning.lineno - 1].strip()}" for warning in caught]
+
+
+DROPPED = r"Only the last of 2 micro-batches counts .*zero_grad has dropped.*accelerator.backward\(net\(x\)"
+SECOND = r"A second accumulate block .* 2 micro-batches.*accumulate\(first, second\).*accumulate\(net\)"
+CLOSURE = r"Only the last of 2 micro-batches counts .*step\(closure\) calls.*one.step\(closure\)"
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize(("program", "expected"), [
+    ("optimizer first", DROPPED),
+    ("model first", DROPPED),
+    ("optimizer last", ""),
+    ("drops the window", ""),
+    ("steps first", ""),
+    ("both after each other", ""),
+    ("a block each", SECOND),
+    ("a closure with a pass inside", CLOSURE),
+    ("a closure with a pass outside", ""),
+])  # fmt: skip
+def test_windows(two_ranks: Ranks, program: str, expected: str, sharded: bool) -> None:
+    said, by_second = two_ranks.run(functools.partial(window, program, sharded=sharded))
+    assert by_second == []
+    if expected:
+        [text] = said
+        assert re.match(expected, text)
+    else:
+        assert said == []
+
+
+@pytest.mark.parametrize("program", ["optimizer first", "a block each", "a closure with a pass inside"])
+def test_programs_without_windows_are_right(two_ranks: Ranks, program: str) -> None:
+    assert two_ranks.run(functools.partial(window, program, steps=1)) == [[], []]
