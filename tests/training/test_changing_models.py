@@ -183,26 +183,26 @@ def test_models_that_change(
     assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
 
 
-def prunes() -> list[float]:
-    """Train with masks, buffers that come after ``prepare`` with as many other parameters, and go again."""
+def loses_and_gets_buffers() -> list[float]:
     training = Training()
-    training.run()
     prune.l1_unstructured(training.net[0], "weight", 0.5)
     training.optimizer.param_groups[0]["params"] = list(training.net.parameters())
     training.run()
     prune.remove(training.net[0], "weight")  # the model has no buffer any more
-    training.run(training.net.loss)
+    training.run()
     training.net.register_buffer("mine", torch.full((1,), 1.0 + training.accelerator.process_index))
     training.run()
     return [*training.weights(), *training.net.mine.tolist()]
 
 
-def normalizes_no_more() -> list[float]:
+def replaces_the_optimizers_list() -> list[float]:
+    """The optimizer gets as many other parameters, and the model is trained by a method."""
     training = Training()
-    training.net[1] = torch.nn.BatchNorm1d(24, affine=False).double().eval()
-    training.run()
-    training.net[1] = torch.nn.Tanh()
-    training.run()
+    training.run(training.models[0].loss)
+    torch.manual_seed(7)
+    training.net[2] = torch.nn.Linear(24, 10).double()
+    training.optimizer.param_groups[0]["params"] = list(training.net.parameters())
+    training.run(training.models[0].loss)
     return training.weights()
 
 
@@ -238,8 +238,8 @@ def toggles(after_the_call: bool) -> list[float]:
 @pytest.mark.parametrize(
     "program",
     [
-        prunes,
-        normalizes_no_more,
+        loses_and_gets_buffers,
+        replaces_the_optimizers_list,
         has_an_auxiliary_model,
         functools.partial(toggles, False),
         functools.partial(toggles, True),
