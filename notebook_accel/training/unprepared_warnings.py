@@ -64,15 +64,16 @@ def end_wait(accelerator: Any) -> None:
 def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling():  # the step of an optimizer can be compiled
         return
+    moved = optimizers.parameters_of([optimizer])
     for accelerator, wait in list(_untrained.items()):
         if optimizer in wait.others:
             continue
         prepared = wait.prepared_by(accelerator)
         trained = optimizers.parameters_of(item for item in prepared if isinstance(item, torch.optim.Optimizer))
         known = optimizers.known_parameters([*prepared, *trained])
-        if known.isdisjoint(map(id, optimizers.parameters_of([optimizer]))):
+        if known.isdisjoint(map(id, moved)):
             wait.others.add(optimizer)
-        else:
+        elif any(parameter.grad is not None for parameter in moved):
             wait.begin(accelerator, optimizer)
 
 

@@ -90,6 +90,28 @@ def beside_another_training() -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+def test_a_step_without_gradients_is_not_warned_of(two_ranks: Ranks) -> None:
+    assert two_ranks.run(steps_before_it_trains) == [[], []]
+
+
+def steps_before_it_trains() -> list[str]:
+    """Skip the first window's backward passes."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = torch.nn.Linear(1, 1)
+    loader = DataLoader(torch.ones(8, 1), batch_size=1)
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number, x in enumerate(loader):
+            with accelerator.accumulate(net):
+                loss = net(x).sum()
+                if number > 1:
+                    accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(warning.message) for warning in caught]
+
+
 def test_steps_of_another_training_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unprepared_warnings, "_untrained", weakref.WeakKeyDictionary())  # without other tests'
     looks: list[Any] = []
