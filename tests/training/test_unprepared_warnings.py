@@ -126,6 +126,7 @@ def test_steps_of_another_training_are_looked_at_once(monkeypatch: pytest.Monkey
     other = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     monkeypatch.setattr(optimizers, "known_parameters", counted)
+    other(torch.ones(1, 1)).sum().backward()
     for _ in range(3):
         optimizer.step()
     assert len(looks) == 1
