@@ -220,23 +220,24 @@ class Passes:
 def register(model: Any) -> None:
     """Register a wrapper whose gradients ``UncalledModels`` averages in steps in which the wrapper wasn't called."""
     model._passes = Passes()
-    _add(model, _wrappers)
+    _wrappers.append(weakref.ref(model, _wrappers.remove))
+    _add(model)
 
 
 def register_frozen(model: torch.nn.Module, backend: Backend) -> None:
     """Register a fully frozen model, whose gradients ``UncalledModels`` averages if it is unfrozen later."""
     _frozen[model] = _FrozenModel(model, backend)
-    _add(_frozen[model], _others)
+    _add(_frozen[model])
 
 
-def _add(item: Any, references: list[weakref.ref[Any]]) -> None:
+def _add(item: Any) -> None:
     UncalledModels.registered += 1
-    references.append(weakref.ref(item, references.remove))
+    _every.append(weakref.ref(item, _every.remove))
 
 
 def registered_parameters() -> Iterator[torch.nn.Parameter]:
     """Yield the parameters of all registered models, whichever ``Accelerator`` has prepared them."""
-    for model in _registered():
+    for model in _alive(_every):
         yield from model._own_parameters()
 
 
@@ -282,6 +283,7 @@ class UncalledModels:
         self._counts = (0, 0)
         self._parameters: list[weakref.ref[torch.Tensor]] = []
         self._shared: weakref.WeakKeyDictionary[Any, list[torch.nn.Parameter]] = weakref.WeakKeyDictionary()
+        self._before: dict[Passes, tuple[int, int, int]]
         self.has_stepped()
 
     def average(self, parameters: Iterable[torch.Tensor] | None, *, may_be_local: bool) -> None:
@@ -291,12 +293,19 @@ class UncalledModels:
             parameters: Average only models that have one of these parameters; ``None`` for all.
             may_be_local: Skip models that were called only in ``no_sync``, as in local SGD.
         """
-        left = [model for model in _registered() if self._is_left(model, may_be_local)]
+        left = []
+        for model in _alive(_every):
+            passes = model._passes
+            calls, local, _ = self._before.get(passes, _NONE)
+            if passes.calls == calls >= 0 or passes.local not in (local, passes.averaged_local):
+                left.append(model)
         if not left:
             return
         self._find()
-        used = None if parameters is None else set(map(id, parameters))  # another model may have older gradients
-        left = [model for model in left if self._uses(model, used)]
+        left = [model for model in left if model in self._shared and self._is_averaged(model, may_be_local)]
+        if parameters is not None:  # another model may have gradients of its last step
+            used = set(map(id, parameters))
+            left = [model for model in left if not used.isdisjoint(map(id, self._shared[model]))]
         # A model may have been prepared twice, or have another one as its part.
         averaged = {id(each) for model, shared in self._shared.items() if model not in left for each in shared}
         for model in reversed(left):  # an earlier wrapper of the same model may be gone on some ranks
@@ -306,33 +315,26 @@ class UncalledModels:
             if own:
                 model._average(own)
             passes = model._passes
-            self._before[passes] = self._before.get(passes, (0,))[0], passes.local, passes.local_backwards
+            self._before[passes] = self._before.get(passes, _NONE)[0], passes.local, passes.local_backwards
 
-    def _is_left(self, model: Any, may_be_local: bool) -> bool:
-        """Return whether a model, prepared to average, may have gradients of this rank."""
+    def _is_averaged(self, model: Any, may_be_local: bool) -> bool:
+        """Return False for a model whose gradients the program keeps local."""
         passes = model._passes
-        calls, local, local_backwards = self._before.get(passes, (0, 0, 0))
-        is_uncalled = passes.calls == calls
-        if not (is_uncalled or passes.local not in (local, passes.averaged_local)):
-            return False
+        calls, local, local_backwards = self._before.get(passes, _NONE)
         is_only_local = passes.local != local and passes.local_backwards == local_backwards
-        is_wanted = may_be_local and is_only_local and (is_uncalled or passes.calls == -1)
-        return model.require_backward_grad_sync and not is_wanted
-
-    def _uses(self, model: Any, parameters: set[int] | None) -> bool:
-        shared = self._shared.get(model)
-        return shared is not None and (parameters is None or not parameters.isdisjoint(map(id, shared)))
+        is_kept = may_be_local and is_only_local and (passes.calls == calls >= 0 or passes.calls == -1)
+        return model.require_backward_grad_sync and not is_kept
 
     def has_stepped(self) -> None:
         """Record that the optimizer has used the gradients, and undo calls that have had no backward pass."""
-        models = _registered()
-        if any(model._passes.awaits_backward for model in models):
-            self._find()
-            for model in filter(self._shared.__contains__, models):
-                if model._passes.awaits_backward:
+        before = self._before = {}
+        for model in _alive(_every):
+            passes = model._passes
+            before[passes] = passes.calls, passes.local, passes.local_backwards
+            if passes.awaits_backward:
+                self._find()
+                if model in self._shared:
                     model._forget_call()
-        every = [model._passes for model in models]
-        self._before = {passes: (max(passes.calls, 0), passes.local, passes.local_backwards) for passes in every}
 
     def _find(self) -> None:
         """Find the models that share parameters with the optimizer, again after either has changed."""
@@ -344,7 +346,7 @@ class UncalledModels:
         self._counts, self._parameters = counts, list(map(weakref.ref, parameters))
         own = set(map(id, parameters))
         self._shared = weakref.WeakKeyDictionary()
-        for model in _registered():
+        for model in _alive(_every):
             shared = [parameter for parameter in model._own_parameters() if id(parameter) in own]
             if shared:
                 self._shared[model] = shared
@@ -368,7 +370,7 @@ class HookedTensors:
             self._tensors.append(weakref.ref(tensor))
             tensor.register_post_accumulate_grad_hook(self._average_now)
         if self._tensors:
-            _add(self, _others)
+            _add(self)
 
     def _own_parameters(self) -> list[Any]:
         return [tensor for tensor in (each() for each in self._tensors) if tensor is not None]
@@ -395,8 +397,8 @@ class HookedTensors:
 
 def hooked_among(tensors: Iterable[torch.Tensor]) -> list[HookedTensors]:
     """Return the objects that average the gradients of some of these tensors."""
-    wanted = set(map(id, tensors)) if _others else set()
-    hooked = [each for each in _alive(_others) if isinstance(each, HookedTensors)]
+    wanted = set(map(id, tensors))
+    hooked = [each for each in _alive(_every) if isinstance(each, HookedTensors)]
     return [each for each in hooked if not wanted.isdisjoint(map(id, each._own_parameters()))]
 
 
@@ -428,13 +430,10 @@ class _FrozenModel:
 
 
 _wrappers: list[weakref.ref[Any]] = []  # to models in a wrapper, in the order in which all ranks registered them
-_others: list[weakref.ref[Any]] = []  # to frozen models and hooked tensors, likewise
+_every: list[weakref.ref[Any]] = []  # to these, frozen models and hooked tensors
+_NONE = 0, 0, 0  # passes before the first step
 _frozen: weakref.WeakKeyDictionary[torch.nn.Module, _FrozenModel] = weakref.WeakKeyDictionary()
 
 
 def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
     return [item for reference in references if (item := reference()) is not None]
-
-
-def _registered() -> list[Any]:
-    return _alive(_wrappers) + _alive(_others)
