@@ -272,9 +272,8 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
             )
 
     def _all_reduce(self, parameters: Sequence[torch.Tensor]) -> int:
-        all_reduce = functools.partial(dist.all_reduce, group=self.process_group)
-        try:
-            return gradients.average(parameters, all_reduce, dist.get_world_size(self.process_group))
+        try:  # not in the group of backward passes: one that another rank has left out would meet this
+            return gradients.average(parameters, dist.all_reduce, dist.get_world_size())
         except RuntimeError as error:
             self._explain(error)
             raise
