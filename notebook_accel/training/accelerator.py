@@ -267,15 +267,11 @@ class Accelerator(ProcessState):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in one optimizer step. The number can be changed between two accumulation windows."""
+        """Micro-batches in one optimizer step. The number can be changed."""
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        if self.gradient_state.is_in_window:
-            fsdp.refuse_sharded(
-                self._all_prepared, "Another gradient_accumulation_steps within a window", "set it between two"
-            )
         self.gradient_state.change_steps(steps)
 
     @property
@@ -515,13 +511,16 @@ class Accelerator(ProcessState):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Call ``loss.backward(**kwargs)``, with the loss divided by the window's length and scaled for fp16.
 
+        The length is ``gradient_accumulation_steps``, also in the shorter last window of an epoch, unless
+        ``GradientAccumulationPlugin(scale_last_window=True)`` asks for the real one.
+
         Raises:
             CollectiveError: Another rank didn't take part in averaging. The message says where each rank was.
         """
         self._stopping.has_backward = True
         if not self._has_begun:
             self._begin_training()
-        divided = self.gradient_state.divide(loss, lambda: optimizers.parameters_of(self._optimizers))
+        divided = self.gradient_state.divide(loss)
         scaled: Any = divided if self._precision.scaler is None else self._precision.scaler.scale(divided)
         if scaled is not loss:
             setattr(scaled, reporting.LOSS_ATTRIBUTE, loss.detach())
@@ -556,7 +555,7 @@ class Accelerator(ProcessState):
         Each rank sums gradients locally until ``gradient_accumulation_steps`` micro-batches are done or the loader
         ends. Only then are they averaged over the ranks and do optimizers and schedulers step.
         """
-        return self.gradient_state.accumulate(models)
+        return self.gradient_state.accumulate(models, lambda: optimizers.parameters_of(self._optimizers))
 
     def no_sync(self, model: Any) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the backward pass leaves ``model``'s gradients local to this rank."""

@@ -10,15 +10,14 @@ import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from notebook_accel import environment
+from notebook_accel import code_places, environment
 from notebook_accel.errors import ConfigError
-from notebook_accel.payload.sharded_tensors import is_sharded_tensor
-from notebook_accel.training import fsdp
+from notebook_accel.training import fsdp, gradients, process_group
 from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.handlers import KwargsHandler
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS, LoaderIteration
@@ -41,8 +40,8 @@ class GradientAccumulationPlugin(KwargsHandler):
         sync_each_batch: Average gradients over the ranks after every micro-batch instead of once in a window. This is
             slower, but no rank holds gradients of its own.
         scale_last_window: Divide the loss of a shorter last window by its real length, so that its step is the mean
-            over its micro-batches like any other. ``False``, or ``NOTEBOOK_ACCEL_COMPAT=accelerate`` in the
-            environment, divides by ``num_steps`` as Accelerate does.
+            over its micro-batches like any other. By default it is divided by ``num_steps``, as Accelerate does, which
+            is right for programs that multiply the loss by ``gradient_accumulation_steps``.
 
     Raises:
         ConfigError: ``num_steps`` isn't a whole number from 1.
@@ -52,7 +51,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     adjust_scheduler: bool = False
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
-    scale_last_window: bool = True
+    scale_last_window: bool = False
 
     def __post_init__(self) -> None:
         if self.num_steps is not None:
@@ -85,11 +84,7 @@ def resolve(
             "used.",
             stacklevel=3,
         )
-    return dataclasses.replace(
-        plugin,
-        num_steps=(of_launch or 1) if of_program is None else of_program,
-        scale_last_window=plugin.scale_last_window and not environment.follows_accelerate(environ),
-    )
+    return dataclasses.replace(plugin, num_steps=(of_launch or 1) if of_program is None else of_program)
 
 
 def _check_steps(name: str, steps: object) -> None:
@@ -138,6 +133,9 @@ class GradientState:
         self.num_steps = self.plugin.num_steps or 1
         self.joins_uneven = False
         self._since = ACTIVE_ITERATIONS.moment
+        self._said: set[str] = set()
+        self._has_compared = False  # the gradients of a window, before its last backward pass
+        self._block: tuple[int | None, set[int]] = None, set()  # the moment and the models of the latest ``accumulate``
         self.reset()
         GradientState._latest = self
         if plugin is not None:  # created by an Accelerator, equally often on every rank
@@ -149,6 +147,8 @@ class GradientState:
         self.is_unused = False
         self._divisor = self.num_steps
         self._micro_batches = 0  # of the window so far; 0 unless ``accumulate`` is used
+        self._count_gradients: Callable[[], int] | None = None  # from the begin of a last micro-batch to its backward
+        self._accumulated = 0  # the gradients at that begin
 
     abandon_step = reset  # after an interrupt
 
@@ -249,17 +249,63 @@ class GradientState:
     def _seen(self, current: LoaderIteration | None) -> LoaderIteration | None:
         return current if current is not None and current.moment > self._since else None
 
-    def accumulate(self, models: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
-        """Return a context for one micro-batch, in which gradients stay local unless it ends a window."""
-        return _MicroBatch(self, models)
+    def accumulate(
+        self, models: Sequence[Any], parameters: Callable[[], Sequence[torch.Tensor]] = list
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context for one micro-batch, in which gradients stay local unless it ends a window.
 
-    def _begin_micro_batch(self) -> None:
+        ``parameters`` returns those of the optimizers. If the window is shorter than expected when it began, their
+        gradients are rescaled where its last micro-batch begins.
+        """
+        return _MicroBatch(self, models, parameters)
+
+    def _begin_micro_batch(self, models: Sequence[Any], parameters: Callable[[], Sequence[torch.Tensor]]) -> None:
         current = self._seen(ACTIVE_ITERATIONS.training) if self.plugin.sync_with_dataloader else None
         if self.sync_gradients:
             self._micro_batches = 0
             self._divisor = self._expected_length(current)
         self._micro_batches += 1
         self.sync_gradients = self._micro_batches >= self.num_steps or (current is not None and current.ends_window)
+        if self.num_steps > 1:
+            self._warn_of_second_block(models)
+        length = self._micro_batches
+        if self.sync_gradients and length > 1 and not self._has_compared:
+            self._count_gradients = lambda: len(fsdp.gradients_of(parameters()))
+            self._accumulated = self._count_gradients()
+        if self.sync_gradients and length != self._divisor and self.plugin.scale_last_window:
+            for gradient in fsdp.gradients_of(parameters()):
+                gradient.mul_(self._divisor / length)
+            self._divisor = length
+
+    def _warn_of_second_block(self, models: Sequence[Any]) -> None:
+        current = self._seen(ACTIVE_ITERATIONS.training)
+        before, self._block = self._block, (None if current is None else current.moment, set(map(id, models)))
+        if current is not None and before[0] == current.moment and models and before[1].isdisjoint(self._block[1]):
+            self._warn(
+                f"A second accumulate block for one batch counts as a further one of the {self.num_steps} "
+                "micro-batches of a step, so that models step at wrong times. Fix: one block for both, "
+                "accelerator.accumulate(first, second), or an Accelerator for each"
+            )
+
+    def _warn_if_dropped(self, count: Callable[[], int]) -> None:
+        self._count_gradients, self._has_compared = None, True
+        if self.is_unused and count() < self._accumulated:
+            self._warn(
+                f"Only the last of {self._micro_batches} micro-batches counts in this step: zero_grad has dropped the "
+                "gradients of the others. Fix: optimizer.zero_grad() after optimizer.step(), not at the start"
+            )
+
+    def warn_of_closure(self) -> None:
+        """Warn that a closure has computed gradients in the last micro-batch of a window only."""
+        self._warn(
+            f"Only the last of {self._micro_batches} micro-batches counts in this step: step(closure) calls the "
+            "closure there alone. Fix: gradient_accumulation_steps=1, and add up gradients inside of the closure"
+        )
+
+    def _warn(self, text: str) -> None:
+        if text not in self._said and process_group.rank_place().rank == 0:
+            code_places.warn(text)
+        self._said.add(text)
 
     def _expected_length(self, current: LoaderIteration | None) -> int:
         """Return the length of the window that begins, as far as the loader's length is known."""
@@ -268,34 +314,16 @@ class GradientState:
         batches_left = current.total - current.counter.step + 1
         return max(1, min(self.num_steps, batches_left))
 
-    @property
-    def averages_each_batch(self) -> bool:
-        """True if the gradients of a sharded model are averaged in each micro-batch of this window.
-
-        That is so with ``sync_each_batch``, and if the window's length was unknown at its start: gradients are then
-        rescaled at its end, which torch supports for averaged gradients only.
-        """
-        current = self._seen(ACTIVE_ITERATIONS.training)
-        ends_anywhere = current is not None and current.total is None and self.plugin.sync_with_dataloader
-        return self.plugin.sync_each_batch or (ends_anywhere and self.plugin.scale_last_window)
-
-    def divide(self, loss: torch.Tensor, parameters: Callable[[], Iterable[torch.Tensor]]) -> torch.Tensor:
+    def divide(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of a micro-batch divided by the length of its window.
-
-        If the loader has no length, a window can be shorter than expected. The gradients of its earlier micro-batches,
-        which ``parameters`` returns, are then rescaled here.
 
         Raises:
             TrainingError: Gradients would sync with ranks that have no such batch.
         """
         self.refuse_missing_ranks()
+        if self._count_gradients is not None:
+            self._warn_if_dropped(self._count_gradients)
         self.is_unused = True
-        length = self._micro_batches
-        if self.sync_gradients and length and length != self._divisor and self.plugin.scale_last_window:
-            for parameter in parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self._divisor / length)
-            self._divisor = length
         return loss if self._divisor == 1 else loss / self._divisor
 
     def refuse_missing_ranks(self) -> None:
@@ -318,20 +346,23 @@ class GradientState:
 class _MicroBatch:
     """The context of a micro-batch, a class because a generator would cost several microseconds more each time."""
 
-    __slots__ = ("_local", "_models", "_state")
+    __slots__ = ("_local", "_models", "_parameters", "_state")
 
-    def __init__(self, state: GradientState, models: Iterable[Any]) -> None:
+    def __init__(
+        self, state: GradientState, models: Sequence[Any], parameters: Callable[[], Sequence[torch.Tensor]]
+    ) -> None:
         self._state = state
         self._models = models
+        self._parameters = parameters
         self._local: contextlib.ExitStack | None = None
 
     def __enter__(self) -> None:
         state = self._state
-        state._begin_micro_batch()
+        state._begin_micro_batch(self._models, self._parameters)
         if state.sync_gradients or state.plugin.sync_each_batch:
             return
         for model in self._models:
-            if _may_sync(type(model)) or (fsdp.is_sharded(model) and not state.averages_each_batch):
+            if _may_sync(type(model)) or fsdp.is_sharded(model):
                 self._local = self._local or contextlib.ExitStack()
                 self._local.enter_context(no_sync(model))
 
@@ -347,20 +378,19 @@ def _may_sync(kind: type) -> bool:
 
 def no_sync(model: Any) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the backward pass leaves ``model``'s gradients local to this rank."""
-    if fsdp.is_sharded(model):
-        return _sharded_no_sync(model)
-    if isinstance(model, torch.Tensor):
-        return _left_local(model)
+    if isinstance(model, torch.Tensor) or fsdp.is_sharded(model):
+        return _hooked_no_sync(model)
     method = getattr(model, "no_sync", None)
     return method() if callable(method) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _sharded_no_sync(model: torch.nn.Module) -> Iterator[None]:
-    with fsdp.no_sync(model), contextlib.ExitStack() as left:
-        for parameter in model.parameters():
-            if not is_sharded_tensor(parameter):  # of an ignored module
-                left.enter_context(_left_local(parameter))
+def _hooked_no_sync(model: torch.nn.Module | torch.Tensor) -> Iterator[None]:
+    with contextlib.ExitStack() as local:
+        if not isinstance(model, torch.Tensor):
+            local.enter_context(fsdp.no_sync(model))
+        for each in gradients.hooked_among([model] if isinstance(model, torch.Tensor) else model.parameters()):
+            local.enter_context(each.no_sync())
         yield
 
 
@@ -373,20 +403,3 @@ def sync_in_backward(model: Any) -> contextlib.AbstractContextManager[Any]:
     fsdp.refuse_sharded([model], "trigger_sync_in_backward", "make the last forward pass outside of no_sync")
     method = getattr(model, "sync_in_backward", None)  # a bare tensor's gradient always syncs outside of ``no_sync``
     return method() if callable(method) else contextlib.nullcontext()
-
-
-_local_tensors: set[int] = set()  # by identity, since tensors compare element by element
-
-
-@contextlib.contextmanager
-def _left_local(tensor: torch.Tensor) -> Iterator[None]:
-    _local_tensors.add(id(tensor))
-    try:
-        yield
-    finally:
-        _local_tensors.discard(id(tensor))
-
-
-def is_left_local(tensor: torch.Tensor) -> bool:
-    """Return whether ``no_sync`` is active for a tensor."""
-    return id(tensor) in _local_tensors

@@ -89,7 +89,7 @@ class Saving:
 
 def is_possible(gradients: GradientState, models: Sequence[torch.nn.Module]) -> bool:
     """Return whether a checkpoint can be saved now: not where gradients of a sharded model are in torch's buffers."""
-    is_in_window = not (gradients.sync_gradients or gradients.averages_each_batch)
+    is_in_window = not (gradients.sync_gradients or gradients.plugin.sync_each_batch)
     return not any(map(fsdp.was_fully_sharded if is_in_window else fsdp.has_local_gradients, models))
 
 

@@ -440,9 +440,7 @@ def empty_like(own: Any, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 def remap(optimizer: torch.optim.Optimizer) -> None:
     """Replace an optimizer's original parameters by those of the sharded models, and shard its state."""
-    new = {id(old): parameter for pairs in _sharded_models.values() for old, parameter in pairs}
-    for model in _sharded_models:
-        new.update(reshard(model))
+    new = {id(old): parameter for pairs in _sharded_models.values() for old, parameter in pairs} | _shards()
     for group in optimizer.param_groups:
         group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
     for old in [parameter for parameter in optimizer.state if id(parameter) in new]:
@@ -451,6 +449,19 @@ def remap(optimizer: torch.optim.Optimizer) -> None:
             name: sharded_like(value, parameter) if isinstance(value, torch.Tensor) else value
             for name, value in optimizer.state.pop(old).items()
         }
+
+
+def _shards() -> dict[int, torch.nn.Parameter]:
+    """Reshard all models. Return the shard of each parameter that was gathered, by that parameter's ``id``."""
+    return {number: shard for model in _sharded_models for number, shard in reshard(model).items()}
+
+
+def shards_of(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return parameters, with its shard for each one that a forward pass without a backward pass has left gathered."""
+    if not _sharded_models or all(map(is_sharded_tensor, parameters)):
+        return parameters
+    shards = _shards()
+    return [shards.get(id(parameter), parameter) for parameter in parameters]
 
 
 @contextlib.contextmanager
@@ -495,14 +506,29 @@ def _drop(parts: Iterable[Any]) -> None:
         part.unsharded_accumulated_grad = part._unsharded_param.grad = None
 
 
-def refuse_local_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise ``TrainingError`` if ``no_sync`` has left gradients of sharded parameters, which no step would use."""
-    if any(True for _ in _local_parts_of(parameters)):
-        raise TrainingError(
-            "An optimizer steps, and gradients of a sharded model haven't been averaged.",
-            why="A rank updates its shares, and no_sync and accumulate leave whole gradients on each rank.",
-            fix="make the last backward pass of a window outside of no_sync, through every model in it",
-        )
+def average_local_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Average and shard the gradients that ``no_sync`` has left of sharded parameters, as a backward pass does."""
+    if not _accumulating:
+        return
+    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for model in list(_sharded_models):  # in an order that all ranks have in common
+        if any(id(part.sharded_param) in wanted for part in _local_parts(model)):
+            groups = list(_groups(model))
+            before = [(group.reduce_grads, group.all_reduce_grads) for group in groups]
+            for group in groups:  # an optimizer may step in ``no_sync``
+                group.reduce_grads = group.all_reduce_grads = True
+            for state in (unit._get_fsdp_state() for unit in _units(model)):
+                if state._is_root:
+                    state._root_post_backward_final_callback()
+            for group, (reduces, all_reduces) in zip(groups, before, strict=True):
+                group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+
+
+def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients of parameters, also those that ``no_sync`` has left of sharded ones."""
+    parts = [(part.unsharded_accumulated_grad, part._unsharded_param.grad) for part in _local_parts_of(parameters)]
+    found = itertools.chain((parameter.grad for parameter in parameters), *parts)
+    return [gradient for gradient in found if gradient is not None]
 
 
 def _local_parts_of(parameters: Iterable[torch.Tensor]) -> Iterator[Any]:

@@ -1,10 +1,18 @@
-"""Tracks a model's trainable parameters, and averages gradients that no backward pass has averaged."""
+"""Averages the gradients of what ``prepare`` has returned, and tracks a model's trainable parameters.
+
+The rule: a backward pass outside of ``no_sync`` averages the gradients of a model that was called and of bare tensors,
+and what any other pass has added is averaged where gradients are used, which changes nothing in those that are means.
+
+An optimizer's step and clipping use gradients. Only a program that doesn't use ``accumulate`` can keep the gradients of
+its own ``no_sync`` local: it steps there too, or has called the model there alone since the last step.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import dataclasses
+import functools
 import operator
 import types
 import weakref
@@ -12,7 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -20,19 +30,25 @@ from torch.nn.modules.module import (
 from notebook_accel.training.backends.backend import Backend
 
 _requires_grad = operator.attrgetter("requires_grad")
+_weak_storage: Any = StorageWeakRef  # without types in torch
 
 
-def average(parameters: Sequence[torch.Tensor], all_reduce: Callable[[torch.Tensor], object], ranks: int) -> None:
-    """Average gradients over the ranks, in place. All ranks call this with the same parameters.
+def average(parameters: Sequence[torch.Tensor], all_reduce: Callable[[torch.Tensor], object], ranks: int) -> int:
+    """Average gradients over the ranks, in place, and return how many there were.
 
-    A gradient that only some ranks have counts as zeros on the others.
+    All ranks call this with the same parameters. A gradient that only some ranks have counts as zeros on the others,
+    and is sparse there if it is on any rank.
     """
-    found = torch.tensor([each.grad is not None for each in parameters], dtype=torch.int32, device=parameters[0].device)
+    grads = [parameter.grad for parameter in parameters]
+    numbers = [0 if grad is None else ranks + 1 if grad.is_sparse else 1 for grad in grads]
+    found = torch.tensor(numbers, dtype=torch.int32, device=parameters[0].device)
     all_reduce(found)
     by_kind: dict[Any, list[Any]] = {}
-    for parameter, ranks_with_one in zip(parameters, found.tolist(), strict=True):
-        if ranks_with_one:
+    is_sparse: dict[int, bool] = {}
+    for parameter, number in zip(parameters, found.tolist(), strict=True):
+        if number:
             by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+            is_sparse[id(parameter)] = number > ranks
     for alike in by_kind.values():
         flat = torch.cat([_dense_gradient(parameter).reshape(-1) for parameter in alike])
         all_reduce(flat)
@@ -41,9 +57,10 @@ def average(parameters: Sequence[torch.Tensor], all_reduce: Callable[[torch.Tens
         for parameter, piece in zip(alike, pieces, strict=True):
             mean, own = piece.view_as(parameter), parameter.grad
             if own is None:
-                parameter.grad = mean.clone()
+                parameter.grad = mean.to_sparse(1) if is_sparse[id(parameter)] else mean.clone()
             else:
                 parameter.grad = mean.to_sparse(own.sparse_dim()) if own.is_sparse else own.copy_(mean)
+    return len(is_sparse)
 
 
 def _dense_gradient(parameter: torch.Tensor) -> torch.Tensor:
@@ -92,7 +109,8 @@ class TrainableParameters:
     """A snapshot of which parameters of a model require gradients.
 
     Attributes:
-        trainable: The parameters that required gradients at that time.
+        all: All parameters at that time.
+        trainable: Those that required gradients.
     """
 
     _registrations: ClassVar[int] = 0  # of parameters and modules, in any module of this process
@@ -103,41 +121,73 @@ class TrainableParameters:
         if not self._hooks:
             self._hooks.append(register_module_module_registration_hook(self._count))
             self._hooks.append(register_module_parameter_registration_hook(self._count))
+            self._hooks.append(register_module_buffer_registration_hook(self._count_buffer))
         self._model = model
         self._seen = self._registrations
-        self._all = list(model.parameters())
-        self._frozen = [parameter for parameter in self._all if not parameter.requires_grad]
-        self.trainable = [parameter for parameter in self._all if parameter.requires_grad]
+        self.all = list(model.parameters())
+        self._has_buffers = next(model.buffers(), None) is not None
+        self._frozen = [parameter for parameter in self.all if not parameter.requires_grad]
+        self.trainable = [parameter for parameter in self.all if parameter.requires_grad]
+        self._witness = next((each for each in self.trainable if type(each.data) is torch.Tensor), None)
+        self._follow_witness()
 
     @classmethod
     def _count(cls, module: torch.nn.Module, *_: object) -> None:
         cls._registrations += 1
         cls._latest[id(module)] = cls._registrations
 
+    @classmethod
+    def _count_buffer(cls, module: torch.nn.Module, name: str, _: object) -> None:
+        if name not in module._buffers:  # a forward pass may set a buffer that is there
+            cls._count(module)
+
+    def expire(self) -> None:
+        """Make ``have_changed`` return True."""
+        self._seen = -1
+
     def have_changed(self) -> bool:
-        """Return whether layers have been frozen, unfrozen, added or replaced since the snapshot."""
+        """Return whether layers have been frozen, unfrozen, added, replaced, moved or cast, or first buffers added."""
         if self._seen != self._registrations and self._are_others():
+            return True
+        if self._has_expired() and self._has_moved():
             return True
         return not all(map(_requires_grad, self.trainable)) or any(map(_requires_grad, self._frozen))
 
+    def _follow_witness(self) -> None:
+        self._node: Any = None
+        self._has_expired: Callable[[], Any] = bool
+        if self._witness is not None:
+            self._node = torch.autograd.graph.get_gradient_edge(self._witness).node
+            self._storage: Any = _weak_storage(self._witness.untyped_storage())
+            self._has_expired = functools.partial(torch.UntypedStorage._expired, self._storage.cdata)
+
+    def _has_moved(self) -> bool:
+        """Return whether the model was moved or cast, perhaps back, which drops the hooks that average gradients."""
+        before = self._node
+        self._follow_witness()
+        return before is not self._node
+
     def _are_others(self) -> bool:
+        if self._seen < 0:
+            return True
         if any(self._latest.get(id(module), 0) > self._seen for module in self._model.modules()):
             present: list[Any] = list(self._model.parameters())
             # functional_call puts other tensors in the parameters' places for a while, which is no change.
             if not all(isinstance(each, torch.nn.Parameter) for each in present):
                 return False
-            if list(map(id, present)) != list(map(id, self._all)):
+            has_buffers = next(self._model.buffers(), None) is not None
+            if has_buffers != self._has_buffers or list(map(id, present)) != list(map(id, self.all)):
                 return True
         self._seen = self._registrations
         return False
 
     def versions(self) -> list[tuple[torch.Tensor | None, int]]:
         """Return the gradients and their versions, which change when a backward pass adds to them."""
-        return [(each.grad, 0 if each.grad is None else each.grad._version) for each in self._all]
+        return [(each.grad, 0 if each.grad is None else each.grad._version) for each in self.all]
 
     def added(self) -> list[torch.nn.Parameter]:
         """Return the parameters that were added to the model since the snapshot."""
-        known = set(map(id, self._all))
+        known = set(map(id, self.all))
         return [parameter for parameter in self._model.parameters() if id(parameter) not in known]
 
 
@@ -146,70 +196,81 @@ class Passes:
     """The passes of a model. An object of its own, since torch takes a microsecond to set an attribute of a model.
 
     Attributes:
-        calls: Number of forward passes outside of ``no_sync``; -1 if ``torch.compile`` runs them.
-        local_calls: Number of those in ``no_sync``.
+        calls: Number of forward passes outside of ``no_sync``; -1 if ``torch.compile`` runs them, and -2 if there are
+            none, since hooks average the gradients.
+        local: Number of times that gradients may have become this rank's: calls in ``no_sync``, its contexts, and
+            ``local_backwards``.
+        local_backwards: Number of backward passes outside of ``no_sync`` that have added gradients of this rank.
         awaits_backward: True from a call to the backward pass that averages.
-        has_local_gradients: True if a backward pass after that one has added gradients of this rank.
+        averaged_local: ``local`` when a backward pass last averaged all gradients, also those of earlier passes.
     """
 
     calls: int = 0
-    local_calls: int = 0
+    local: int = 0
+    local_backwards: int = 0
     awaits_backward: bool = False
-    has_local_gradients: bool = False
+    averaged_local: int = 0
+
+    def begin_local(self, *, backwards: int = 0) -> None:
+        """Record that gradients of this rank follow, in ``no_sync`` or by ``backwards`` passes outside of it."""
+        self.local += 1
+        self.local_backwards += backwards
 
 
 def register(model: Any) -> None:
     """Register a wrapper whose gradients ``UncalledModels`` averages in steps in which the wrapper wasn't called."""
-    global _newest
     model._passes = Passes()
-    UncalledModels.registered += 1
-    _averaging[UncalledModels.registered] = model
-    _newest = weakref.ref(model)
+    _wrappers.append(weakref.ref(model, _wrappers.remove))
+    _add(model)
 
 
 def register_frozen(model: torch.nn.Module, backend: Backend) -> None:
     """Register a fully frozen model, whose gradients ``UncalledModels`` averages if it is unfrozen later."""
-    UncalledModels.registered += 1
     _frozen[model] = _FrozenModel(model, backend)
+    _add(_frozen[model])
+
+
+def _add(item: Any) -> None:
+    UncalledModels.registered += 1
+    _every.append(weakref.ref(item, _every.remove))
 
 
 def registered_parameters() -> Iterator[torch.nn.Parameter]:
     """Yield the parameters of all registered models, whichever ``Accelerator`` has prepared them."""
-    for model in [*_averaging.values(), *_frozen.values()]:
+    for model in _alive(_every):
         yield from model._own_parameters()
 
 
 @contextlib.contextmanager
 def noticing_local_gradients() -> Iterator[None]:
-    """Record the models that get gradients of this rank in the body, a backward pass.
-
-    ``DistributedDataParallel`` averages gradients in the first backward pass after a call. Those of a further one stay
-    local, and those of a model that wasn't called.
-    """
-    newest = None if _newest is None else _newest()
-    if newest is not None and len(_averaging) == 1 and newest.require_backward_grad_sync:
-        passes = newest._passes
+    """Record the models whose gradients the body, a backward pass, averages, and those to which it adds local ones."""
+    only = _wrappers[0]() if len(_wrappers) == 1 else None
+    if only is not None and only.require_backward_grad_sync:
+        passes = only._passes
         if passes.awaits_backward or passes.calls < 0:  # the usual loop, which needs no closer look
             yield
-            passes.awaits_backward = passes.has_local_gradients = False
+            passes.awaits_backward, passes.averaged_local = False, passes.local
             return
-    models = [model for model in _averaging.values() if model.require_backward_grad_sync and model._passes.calls >= 0]
+    models = [model for model in _alive(_wrappers) if model.require_backward_grad_sync and model._passes.calls >= 0]
     before = [(model._passes, model._watched, model._watched.versions()) for model in models]
     yield
     for passes, watched, versions in before:
         pairs = zip(versions, watched.versions(), strict=True)
         if any(old is not new or version != later for (old, version), (new, later) in pairs):
-            passes.has_local_gradients = not passes.awaits_backward
+            if passes.awaits_backward:
+                passes.averaged_local = passes.local
+            else:
+                passes.begin_local(backwards=1)
             passes.awaits_backward = False
 
 
 class UncalledModels:
-    """Averages gradients that no backward pass has averaged.
+    """Averages the gradients of an optimizer that no backward pass has averaged.
 
-    ``DistributedDataParallel`` averages gradients only in the first backward pass after a call of the wrapper that
-    ``prepare`` returned. But a loss can come from a method of the model or one of its layers, or each of several losses
-    of one call can have its backward pass; with Accelerate each rank then trains its own model. Here those gradients
-    are averaged before the optimizer uses them.
+    ``DistributedDataParallel`` averages gradients in the first backward pass after a call of the wrapper that
+    ``prepare`` returned. But a loss can come from a method of the model or one of its layers, each of several losses of
+    one call can have its backward pass, and the last micro-batch of a window can have none, or use fewer parameters
+    than the first; with Accelerate each rank then trains its own model.
 
     Args:
         optimizer: The optimizer whose parameters are averaged.
@@ -219,9 +280,10 @@ class UncalledModels:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._found_among: Any = None
-        self._shared: weakref.WeakKeyDictionary[Any, _SharedParameters] = weakref.WeakKeyDictionary()  # by model
-        self._find()
+        self._counts = (0, 0)
+        self._parameters: list[weakref.ref[torch.Tensor]] = []
+        self._shared: weakref.WeakKeyDictionary[Any, list[torch.nn.Parameter]] = weakref.WeakKeyDictionary()
+        self._before: dict[Passes, tuple[int, int, int]]
         self.has_stepped()
 
     def average(self, parameters: Iterable[torch.Tensor] | None, *, may_be_local: bool) -> None:
@@ -231,55 +293,113 @@ class UncalledModels:
             parameters: Average only models that have one of these parameters; ``None`` for all.
             may_be_local: Skip models that were called only in ``no_sync``, as in local SGD.
         """
-        self._find()
-        by_model = list(self._shared.items())
-        uncalled = [
-            (model, shared)
-            for model, shared in by_model
-            if model._passes.has_local_gradients or model._passes.calls == shared.calls_before
-        ]
-        if parameters is not None and uncalled:  # another model may have gradients of its last step
-            used = set(map(id, parameters))
-            uncalled = [
-                (model, shared) for model, shared in uncalled if not used.isdisjoint(map(id, shared.parameters))
-            ]
-        if not uncalled:
+        left = []
+        for model in _alive(_every):
+            passes = model._passes
+            calls, local, _ = self._before.get(passes, _NONE)
+            if passes.calls == calls >= 0 or passes.local not in (local, passes.averaged_local):
+                left.append(model)
+        if not left:
             return
+        self._find()
+        left = [model for model in left if model in self._shared and self._is_averaged(model, may_be_local)]
+        if parameters is not None:  # another model may have gradients of its last step
+            used = set(map(id, parameters))
+            left = [model for model in left if not used.isdisjoint(map(id, self._shared[model]))]
         # A model may have been prepared twice, or have another one as its part.
-        left_out = {id(shared) for _, shared in uncalled}
-        called = [shared for _, shared in by_model if id(shared) not in left_out]
-        averaged = {id(each) for shared in called for each in shared.parameters}
-        for model, shared in reversed(uncalled):  # an earlier wrapper of the same model may be gone on some ranks
-            if not model.require_backward_grad_sync:
-                continue
-            is_called_locally = model._passes.local_calls != shared.local_calls_before
-            if may_be_local and is_called_locally and not model._passes.has_local_gradients:
-                continue
-            left = [each for each in shared.parameters if id(each) not in averaged]
-            averaged.update(map(id, left))
-            left = [each for each in left if each.requires_grad or each.grad is not None]
-            if any(each.grad is not None for each in left):
-                model._average(left)
+        averaged = {id(each) for model, shared in self._shared.items() if model not in left for each in shared}
+        for model in reversed(left):  # an earlier wrapper of the same model may be gone on some ranks
+            own = [each for each in self._shared[model] if id(each) not in averaged]
+            averaged.update(map(id, own))
+            own = [each for each in own if each.requires_grad or each.grad is not None]
+            if own:
+                model._average(own)
+            passes = model._passes
+            self._before[passes] = self._before.get(passes, _NONE)[0], passes.local, passes.local_backwards
+
+    def _is_averaged(self, model: Any, may_be_local: bool) -> bool:
+        """Return False for a model whose gradients the program keeps local."""
+        passes = model._passes
+        calls, local, local_backwards = self._before.get(passes, _NONE)
+        is_only_local = passes.local != local and passes.local_backwards == local_backwards
+        is_kept = may_be_local and is_only_local and (passes.calls == calls >= 0 or passes.calls == -1)
+        return model.require_backward_grad_sync and not is_kept
 
     def has_stepped(self) -> None:
-        """Record that the optimizer has used the gradients."""
-        for model, shared in self._shared.items():
+        """Record that the optimizer has used the gradients, and undo calls that have had no backward pass."""
+        before = self._before = {}
+        for model in _alive(_every):
             passes = model._passes
-            shared.calls_before, shared.local_calls_before = max(passes.calls, 0), passes.local_calls
+            before[passes] = passes.calls, passes.local, passes.local_backwards
+            if passes.awaits_backward:
+                self._find()
+                if model in self._shared:
+                    model._forget_call()
 
     def _find(self) -> None:
-        groups = self._optimizer.param_groups
-        among = self.registered, [len(group["params"]) for group in groups]
-        if among == self._found_among:
+        """Find the models that share parameters with the optimizer, again after either has changed."""
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        counts = self.registered, TrainableParameters._registrations
+        known = [reference() for reference in self._parameters]
+        if counts == self._counts and len(known) == len(parameters) and all(map(operator.is_, known, parameters)):
             return
-        self._found_among = among
-        own = {id(parameter) for group in groups for parameter in group["params"]}
-        before, self._shared = self._shared, weakref.WeakKeyDictionary()
-        for model in [*_averaging.values(), *_frozen.values()]:
-            parameters = [parameter for parameter in model._own_parameters() if id(parameter) in own]
-            if parameters:
-                self._shared[model] = before.get(model) or _SharedParameters()
-                self._shared[model].parameters = parameters
+        self._counts, self._parameters = counts, list(map(weakref.ref, parameters))
+        own = set(map(id, parameters))
+        self._shared = weakref.WeakKeyDictionary()
+        for model in _alive(_every):
+            shared = [parameter for parameter in model._own_parameters() if id(parameter) in own]
+            if shared:
+                self._shared[model] = shared
+
+
+class HookedTensors:
+    """Tensors that have no wrapper, such as a bare one: hooks average their gradients in the backward pass.
+
+    Args:
+        tensors: The tensors, held weakly. Their hooks hold this object.
+        backend: The backend of this rank.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], backend: Backend) -> None:
+        self.require_backward_grad_sync = True
+        self._passes = Passes(calls=-2)
+        self._backend = backend
+        self._tensors: list[weakref.ref[Any]] = []
+        tensor: Any
+        for tensor in tensors:
+            self._tensors.append(weakref.ref(tensor))
+            tensor.register_post_accumulate_grad_hook(self._average_now)
+        if self._tensors:
+            _add(self)
+
+    def _own_parameters(self) -> list[Any]:
+        return [tensor for tensor in (each() for each in self._tensors) if tensor is not None]
+
+    def _average_now(self, tensor: torch.Tensor) -> None:
+        if tensor.grad is not None and self.require_backward_grad_sync:
+            mean = tensor.grad.contiguous()
+            self._backend.all_reduce(mean)
+            tensor.grad.copy_(mean / self._backend.place.world_size)
+
+    def _average(self, tensors: Sequence[torch.Tensor]) -> None:
+        average(tensors, self._backend.all_reduce, self._backend.place.world_size)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients local to this rank in the body's backward passes."""
+        self._passes.begin_local()
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+
+def hooked_among(tensors: Iterable[torch.Tensor]) -> list[HookedTensors]:
+    """Return the objects that average the gradients of some of these tensors."""
+    wanted = set(map(id, tensors))
+    hooked = [each for each in _alive(_every) if isinstance(each, HookedTensors)]
+    return [each for each in hooked if not wanted.isdisjoint(map(id, each._own_parameters()))]
 
 
 class _FrozenModel:
@@ -309,15 +429,11 @@ class _FrozenModel:
         average(parameters, self._backend.all_reduce, self._backend.place.world_size)
 
 
-@dataclasses.dataclass(eq=False)
-class _SharedParameters:
-    """The parameters that a model and an optimizer have in common, and the model's calls before the last step."""
-
-    parameters: list[torch.nn.Parameter] = dataclasses.field(default_factory=list)
-    calls_before: int = 0
-    local_calls_before: int = 0  # those in ``no_sync``
-
-
-_averaging: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_newest: weakref.ref[Any] | None = None  # to the model that was registered last
+_wrappers: list[weakref.ref[Any]] = []  # to models in a wrapper, in the order in which all ranks registered them
+_every: list[weakref.ref[Any]] = []  # to these, frozen models and hooked tensors
+_NONE = 0, 0, 0  # passes before the first step
 _frozen: weakref.WeakKeyDictionary[torch.nn.Module, _FrozenModel] = weakref.WeakKeyDictionary()
+
+
+def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+    return [item for reference in references if (item := reference()) is not None]

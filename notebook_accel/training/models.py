@@ -21,12 +21,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from notebook_accel.errors import TrainingError
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import collectives, fsdp, gradients
-from notebook_accel.training.accumulation import is_left_local
 from notebook_accel.training.backends.backend import Backend, all_ranks
 from notebook_accel.training.collectives import verify_model
 from notebook_accel.training.compiling import compiled_from, uncompiled, without_own_wrapper
 from notebook_accel.training.fsdp_plugin import FullyShardedDataParallelPlugin
-from notebook_accel.training.gradients import AveragingWrapper, TrainableParameters
+from notebook_accel.training.gradients import AveragingWrapper, HookedTensors, TrainableParameters
 from notebook_accel.training.handlers import DistributedDataParallelKwargs
 from notebook_accel.training.precision import Precision
 from notebook_accel.training.trees import to_float32
@@ -43,20 +42,8 @@ def prepare_leaf(leaf: torch.Tensor, backend: Backend, *, device_placement: bool
         backend.place_leaf(leaf)  # in place, so that existing optimizers still work
     if backend.place.world_size > 1:
         collectives.broadcast(backend, leaf.data)
-        _average(leaf, backend)
+        HookedTensors([leaf], backend)
     return leaf
-
-
-def _average(leaf: torch.Tensor, backend: Backend) -> None:
-    register: Any = leaf.register_post_accumulate_grad_hook
-    register(functools.partial(_average_gradient, backend=backend))
-
-
-def _average_gradient(leaf: torch.Tensor, backend: Backend) -> None:
-    if leaf.grad is not None and not is_left_local(leaf):
-        mean = leaf.grad.contiguous()
-        backend.all_reduce(mean)
-        leaf.grad.copy_(mean / backend.place.world_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +132,8 @@ def _sharded(
     assert plugin is not None
     _refuse_other_mesh(model, parallelism.mesh)
     later = _LateAveraging(model, backend, parallelism.before_sharded_pass)
-    for parameter in fsdp.shard(uncompiled(model), backend, plugin, precision.dtype, later, parallelism.mesh):
-        if parameter.requires_grad:
-            _average(parameter, backend)
+    whole = fsdp.shard(uncompiled(model), backend, plugin, precision.dtype, later, parallelism.mesh)
+    HookedTensors([parameter for parameter in whole if parameter.requires_grad], backend)
     later.begin()
     return model
 

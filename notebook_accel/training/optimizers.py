@@ -58,19 +58,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._gradients = state
         self._scaler = scaler
         self._mark_step = mark_step
+        self._skipped_closures = False
         self._uncalled = UncalledModels(optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step if gradients sync and, in fp16, none has overflowed.
 
         Raises:
-            TrainingError: Gradients of a sharded model haven't been averaged, or there is a closure in fp16.
+            TrainingError: There is a closure in fp16.
         """
         if not self._gradients.sync_gradients:
+            self._skipped_closures = self._skipped_closures or closure is not None
             return None
         if closure is None:  # a closure computes the gradients itself
             self.average_uncalled()
-            fsdp.refuse_local_gradients(_each_parameter([self]))
         self._uncalled.has_stepped()
         if self._scaler is None:
             value = self.optimizer.step() if closure is None else self.optimizer.step(self._averaging(closure))
@@ -95,7 +96,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
 
         def averaging() -> Any:
+            self._gradients.is_unused = False  # what there is, this step uses
             loss = closure()
+            if self._skipped_closures and self._gradients.is_unused:
+                self._gradients.warn_of_closure()
             self.average_uncalled()
             decides = isinstance(self.optimizer, torch.optim.LBFGS) and isinstance(loss, torch.Tensor)
             return collectives.reduce(process_group.current(), loss.detach(), "mean") if decides else loss
@@ -109,6 +113,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             parameters: Average only gradients of models that have one of these parameters.
         """
         self._uncalled.average(parameters, may_be_local=not self._gradients.is_counting)
+        fsdp.average_local_gradients(self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless an accumulation window is still summing them."""
@@ -377,7 +382,7 @@ def clip_grad_norm(
 
     Within a window, clip nothing and return the norm of the gradients so far.
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    parameters = fsdp.shards_of([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
     if state.sync_gradients:
         _finish_gradients(parameters, optimizers, scaler)
         if any(map(is_sharded_tensor, parameters)):
@@ -397,7 +402,7 @@ def clip_grad_value(
 ) -> None:
     """Clip each gradient of a complete window to ``[-clip_value, clip_value]``; within a window clip nothing."""
     if state.sync_gradients:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = fsdp.shards_of([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
         _finish_gradients(parameters, optimizers, scaler)
         for group in fsdp.by_mesh(parameters):
             torch.nn.utils.clip_grad_value_(group, clip_value)

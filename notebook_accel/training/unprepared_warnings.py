@@ -67,15 +67,16 @@ def end_wait(accelerator: Any) -> None:
 def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if torch.compiler.is_compiling():  # the step of an optimizer can be compiled
         return
+    moved = optimizers.parameters_of([optimizer])
     for accelerator, wait in list(_untrained.items()):
         if optimizer in wait.others:
             continue
         prepared = wait.prepared_by(accelerator)
         trained = optimizers.parameters_of(item for item in prepared if isinstance(item, torch.optim.Optimizer))
         known = optimizers.known_parameters([*prepared, *trained])
-        if known.isdisjoint(map(id, optimizers.parameters_of([optimizer]))):
+        if known.isdisjoint(map(id, moved)):
             wait.others.add(optimizer)
-        else:
+        elif any(parameter.grad is not None for parameter in moved):
             wait.begin(accelerator, optimizer)
 
 
@@ -99,7 +100,7 @@ def warn(
         ranks > 1
         and models
         and not prepared_optimizers
-        and not any(each._passes.calls or each._passes.local_calls for each in models)
+        and not any(each._passes.calls or each._passes.local for each in models)
     ):
         code_places.warn(
             "The prepared model isn't called, and no optimizer has been prepared: each of the "

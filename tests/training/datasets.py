@@ -43,3 +43,10 @@ class Stream(IterableDataset[int]):
 class SizedStream(Stream):
     def __len__(self) -> int:
         return self.length
+
+
+class LongSizedStream(SizedStream):
+    """A stream that ends before its length."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 7

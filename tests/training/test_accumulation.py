@@ -29,8 +29,8 @@ def windows(state: GradientState, batches: int, *, total: int | None, epochs: in
                 counter.step = batch + 1
                 current.is_last = current.ends_window = batch == batches - 1
                 ACTIVE_ITERATIONS.hand_out(current)
-                with state.accumulate([]):
-                    state.divide(parameter.sum(), lambda: [parameter]).backward()
+                with state.accumulate([], lambda: [parameter]):
+                    state.divide(parameter.sum()).backward()
                     assert parameter.grad is not None
                     seen.append((state.sync_gradients, round(parameter.grad.item(), 6)))
                     if state.sync_gradients:
@@ -59,14 +59,14 @@ def test_the_program_overrides_the_launch_with_a_warning() -> None:
 
 @pytest.mark.parametrize("total", [6, None, 5, 7])
 def test_every_window_is_a_mean_whatever_the_loader_knows(total: int | None) -> None:
-    seen = windows(state(4), 6, total=total, epochs=2)
+    seen = windows(state(4, scale_last_window=True), 6, total=total, epochs=2)
     assert [syncs for syncs, _ in seen] == [False, False, False, True, False, True] * 2
     assert [gradient for syncs, gradient in seen if syncs] == [1.0] * 4
 
 
 @pytest.mark.parametrize("total", [6, None])
 def test_last_window_as_accelerate_has_it(total: int | None) -> None:
-    seen = windows(state(4, scale_last_window=False), 6, total=total)
+    seen = windows(state(4), 6, total=total)
     assert [gradient for syncs, gradient in seen if syncs] == [1.0, 0.5]
 
 
@@ -77,15 +77,15 @@ def test_windows_can_go_on_over_the_end_of_the_loader() -> None:
 
 
 def test_two_losses_in_the_last_micro_batch_of_a_short_window() -> None:
-    accumulating = state(4)
+    accumulating = state(4, scale_last_window=True)
     parameter = torch.zeros(1, requires_grad=True)
     with ACTIVE_ITERATIONS.iterating(Counter(), None) as current:
         for is_last in (False, True):
             current.is_last = current.ends_window = is_last
             ACTIVE_ITERATIONS.hand_out(current)
-            with accumulating.accumulate([]):
+            with accumulating.accumulate([], lambda: [parameter]):
                 for _ in range(1 + is_last):
-                    accumulating.divide(parameter.sum(), lambda: [parameter]).backward()
+                    accumulating.divide(parameter.sum()).backward()
     assert accumulating.sync_gradients
     assert parameter.grad is not None
     assert parameter.grad.item() == pytest.approx(1.5)
@@ -93,14 +93,14 @@ def test_two_losses_in_the_last_micro_batch_of_a_short_window() -> None:
 
 def test_without_accumulate_the_loss_is_divided_and_every_step_counts() -> None:
     plain = state(4)
-    assert plain.divide(torch.tensor(8.0), list).item() == 2
+    assert plain.divide(torch.tensor(8.0)).item() == 2
     assert plain.sync_gradients
 
 
 def test_one_step_leaves_the_loss_untouched() -> None:
     loss = torch.tensor(1.0)
     with (one := state(1)).accumulate([]):
-        assert one.divide(loss, list) is loss
+        assert one.divide(loss) is loss
         assert one.sync_gradients
 
 
@@ -165,24 +165,19 @@ def test_number_and_plugin_agree() -> None:
         resolve(2, GradientAccumulationPlugin(num_steps=3), {})
 
 
-@pytest.mark.parametrize(("options", "gradient"), [({}, 1.0), ({"scale_last_window": False}, 0.5 + 2 / 3)])
+@pytest.mark.parametrize(("options", "gradient"), [({"scale_last_window": True}, 1.0), ({}, 0.5 + 2 / 3)])
 def test_the_number_can_change_within_a_window(options: dict[str, Any], gradient: float) -> None:
     accumulating = state(2, **options)
     parameter = torch.zeros(1, requires_grad=True)
     synced = []
     for _ in range(3):
-        with accumulating.accumulate([]):
-            accumulating.divide(parameter.sum(), lambda: [parameter]).backward()
+        with accumulating.accumulate([], lambda: [parameter]):
+            accumulating.divide(parameter.sum()).backward()
         synced.append(accumulating.sync_gradients)
         accumulating.change_steps(3)
     assert synced == [False, False, True]
     assert parameter.grad is not None
     assert parameter.grad.item() == pytest.approx(gradient)
-
-
-def test_environment_asks_for_accelerates_numbers() -> None:
-    assert resolve(2, None, {}).scale_last_window
-    assert not resolve(2, None, {environment.COMPAT: "accelerate"}).scale_last_window
 
 
 def test_which_batch_is_out_is_known_to_every_state() -> None:

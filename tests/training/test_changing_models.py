@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accel import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
@@ -150,16 +151,103 @@ def freezes_halves_by_turns(sharded: bool) -> list[float]:
     return training.weights()
 
 
+def casts_there_and_back(sharded: bool) -> list[float]:
+    """Train after a cast of the model, or of what ``prepare`` returned, as after moves to the CPU and back."""
+    training = Training(sharded=sharded)
+    for model in (training.net, training.models[0]):
+        training.run()
+        model.float().double()
+    training.run()
+    return training.weights()
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 @pytest.mark.parametrize(
     "program",
-    [unfreezes, unfreezes_a_whole_model, freezes, adds_a_layer, replaces_a_layer, freezes_halves_by_turns],
+    [
+        unfreezes,
+        unfreezes_a_whole_model,
+        freezes,
+        adds_a_layer,
+        replaces_a_layer,
+        freezes_halves_by_turns,
+        casts_there_and_back,
+    ],
 )
 def test_models_that_change(
     one_rank: Ranks, two_ranks: Ranks, program: Callable[[bool], list[float]], sharded: bool
 ) -> None:
     [alone] = one_rank.run(program, False)
     first, second = two_ranks.run(program, sharded)
+    assert first == second
+    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
+
+
+def loses_and_gets_buffers() -> list[float]:
+    training = Training()
+    prune.l1_unstructured(training.net[0], "weight", 0.5)
+    training.optimizer.param_groups[0]["params"] = list(training.net.parameters())
+    training.run()
+    prune.remove(training.net[0], "weight")  # the model has no buffer any more
+    training.run()
+    training.net.register_buffer("mine", torch.full((1,), 1.0 + training.accelerator.process_index))
+    training.run()
+    return [*training.weights(), *training.net.mine.tolist()]
+
+
+def replaces_the_optimizers_list() -> list[float]:
+    """The optimizer gets as many other parameters, and the model is trained by a method."""
+    training = Training()
+    training.run(training.models[0].loss)
+    torch.manual_seed(7)
+    training.net[2] = torch.nn.Linear(24, 10).double()
+    training.optimizer.param_groups[0]["params"] = list(training.net.parameters())
+    training.run(training.models[0].loss)
+    return training.weights()
+
+
+def has_an_auxiliary_model() -> list[float]:
+    """A second model is called in the first micro-batch of each window only, and the first one in the second."""
+    training = Training(gradient_accumulation_steps=2)
+    other = Net(5)
+    other, optimizer = training.accelerator.prepare(other, torch.optim.SGD(other.parameters(), 0.1))
+    for step, (x, y) in enumerate(training.loader):
+        with training.accelerator.accumulate(training.models[0], other):
+            training.accelerator.backward(F.cross_entropy((training.models[0] if step % 2 else other)(x), y))
+            for each in (training.optimizer, optimizer):
+                each.step()
+                each.zero_grad()
+    return [*training.weights(), *(float(parameter.detach().sum()) for parameter in other.parameters())]
+
+
+def toggles(after_the_call: bool) -> list[float]:
+    """Accumulate as nanoGPT does: by the attribute of ``DistributedDataParallel``, and without ``accelerator``."""
+    training = Training()
+    [model] = training.models
+    for step, (x, y) in enumerate(training.loader):
+        model.require_backward_grad_sync = bool(step % 2) != after_the_call
+        loss = F.cross_entropy(model(x), y) / 2
+        model.require_backward_grad_sync = bool(step % 2)
+        loss.backward()
+        if step % 2:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    return training.weights()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        loses_and_gets_buffers,
+        replaces_the_optimizers_list,
+        has_an_auxiliary_model,
+        functools.partial(toggles, False),
+        functools.partial(toggles, True),
+    ],
+)
+def test_whole_models_that_change(one_rank: Ranks, two_ranks: Ranks, program: Callable[[], list[float]]) -> None:
+    [alone] = one_rank.run(program)
+    first, second = two_ranks.run(program)
     assert first == second
     assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
 
@@ -439,6 +527,25 @@ def test_sparse_gradients_of_a_model_that_is_not_called(one_rank: Ranks, two_ran
     first, second = two_ranks.run(sparse)
     assert first == second
     assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
+
+
+def sparse_on_one_rank() -> tuple[bool, list[float]]:
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    net = torch.nn.ModuleList([torch.nn.Embedding(5, 2, sparse=True)])
+    net, optimizer = accelerator.prepare(net, torch.optim.SparseAdam(net.parameters(), 0.1))
+    [table] = accelerator.unwrap_model(net)
+    if accelerator.is_main_process:
+        accelerator.backward(table(torch.tensor([1, 3])).sum() * accelerator.num_processes)
+    optimizer.step()
+    return table.weight.grad.is_sparse if accelerator.num_processes > 1 else True, table.weight.flatten().tolist()
+
+
+def test_sparse_gradients_of_one_rank(one_rank: Ranks, two_ranks: Ranks) -> None:
+    [(_, alone)] = one_rank.run(sparse_on_one_rank)
+    for is_sparse, weights in two_ranks.run(sparse_on_one_rank):
+        assert is_sparse
+        assert weights == pytest.approx(alone)
 
 
 def counts_all_reduces(closure: bool) -> int:

@@ -199,7 +199,7 @@ def test_two_models_and_two_optimizers(two_ranks: Ranks) -> None:
         for row in window:
             x = torch.tensor([[row / 10]])
             hidden = models[0](x)
-            ((hidden.pow(2) + (models[1](hidden.detach()) - x).pow(2)).sum() / len(window)).backward()
+            ((hidden.pow(2) + (models[1](hidden.detach()) - x).pow(2)).sum() / 4).backward()  # 2 ranks, 2 micro-batches
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

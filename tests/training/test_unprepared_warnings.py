@@ -1,7 +1,8 @@
-"""Tests of rank 0's warnings of unprepared objects, and its hints at schedules that several ranks speed up."""
+"""Tests of rank 0's warnings of unprepared objects and wrong windows, and of schedules that ranks speed up."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import pathlib
 import re
@@ -15,7 +16,7 @@ import torch
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
 
-from notebook_accel import Accelerator, environment
+from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, environment
 from notebook_accel.training import optimizers, unprepared_warnings
 from notebook_accel.training.unprepared_warnings import schedule_hint
 from tests.training.ranks import Ranks
@@ -90,6 +91,28 @@ def beside_another_training() -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+def test_a_step_without_gradients_is_not_warned_of(two_ranks: Ranks) -> None:
+    assert two_ranks.run(steps_before_it_trains) == [[], []]
+
+
+def steps_before_it_trains() -> list[str]:
+    """Skip the first window's backward passes."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = torch.nn.Linear(1, 1)
+    loader = DataLoader(torch.ones(8, 1), batch_size=1)
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number, x in enumerate(loader):
+            with accelerator.accumulate(net):
+                loss = net(x).sum()
+                if number > 1:
+                    accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(warning.message) for warning in caught]
+
+
 def test_steps_of_another_training_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unprepared_warnings, "_untrained", weakref.WeakKeyDictionary())  # without other tests'
     looks: list[Any] = []
@@ -104,6 +127,7 @@ def test_steps_of_another_training_are_looked_at_once(monkeypatch: pytest.Monkey
     other = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     monkeypatch.setattr(optimizers, "known_parameters", counted)
+    other(torch.ones(1, 1)).sum().backward()
     for _ in range(3):
         optimizer.step()
     assert len(looks) == 1
@@ -309,3 +333,87 @@ def test_batches_that_are_skipped_twice(two_ranks: Ranks, tmp_path: pathlib.Path
     assert of_rank_1 == []
     for skips in ("before", "nothing"):
         assert two_ranks.run(skipping_again, str(tmp_path / skips), batches, skips) == [[], []]
+
+
+def window(program: str, *, steps: int = 2, sharded: bool = False) -> list[str]:
+    """Return the warnings of a program that accumulates gradients, with the line that each shows."""
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=steps,
+        fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None,
+    )
+    nets: Any = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    optimizers: Any = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    *nets, one, two, loader = accelerator.prepare(*nets, *optimizers, DataLoader(torch.ones(12, 1), batch_size=1))
+
+    def passes(net: Any, optimizer: Any, x: torch.Tensor, zero: Any, *, first: bool) -> None:
+        zero() if first else None
+        accelerator.backward(net(x).sum())
+        optimizer.step()
+        None if first else zero()
+
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = nets[0](x).sum()
+        accelerator.backward(loss) if "inside" in program else None
+        return loss
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x in loader:
+            if program == "a block each":
+                for net, optimizer in zip(nets, (one, two), strict=True):
+                    with accelerator.accumulate(net):
+                        passes(net, optimizer, x, optimizer.zero_grad, first=False)
+                continue
+            with accelerator.accumulate(nets[0], nets[1]):
+                if program.startswith("a closure"):
+                    accelerator.backward(nets[0](x).sum()) if "outside" in program else None
+                    one.step(closure)
+                    one.zero_grad()
+                elif program == "both after each other":
+                    passes(nets[0], one, x, one.zero_grad, first=False)
+                    passes(nets[1], two, x, two.zero_grad, first=False)
+                elif program == "drops the window":  # such as for a bad loss
+                    accelerator.backward(nets[0](x).sum())
+                    one.zero_grad()
+                elif program == "steps first":
+                    one.step()
+                    passes(nets[0], two, x, one.zero_grad, first=True)
+                else:
+                    zero = {"model": nets[0], "optimizer": one}[program.split(maxsplit=1)[0]].zero_grad
+                    passes(nets[0], one, x, zero, first="first" in program)
+    source = pathlib.Path(__file__).read_text().splitlines()
+    assert {warning.filename for warning in caught} <= {__file__}
+    return [f"{warning.message} | {source[warning.lineno - 1].strip()}" for warning in caught]
+
+
+DROPPED = r"Only the last of 2 micro-batches counts .*zero_grad has dropped.*accelerator.backward\(net\(x\)"
+SECOND = r"A second accumulate block .* 2 micro-batches.*accumulate\(first, second\).*accumulate\(net\)"
+CLOSURE = r"Only the last of 2 micro-batches counts .*step\(closure\) calls.*one.step\(closure\)"
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize(("program", "expected"), [
+    ("optimizer first", DROPPED),
+    ("model first", DROPPED),
+    ("optimizer last", ""),
+    ("drops the window", ""),
+    ("steps first", ""),
+    ("both after each other", ""),
+    ("a block each", SECOND),
+    ("a closure with a pass inside", CLOSURE),
+    ("a closure with a pass outside", ""),
+])  # fmt: skip
+def test_windows(two_ranks: Ranks, program: str, expected: str, sharded: bool) -> None:
+    said, by_second = two_ranks.run(functools.partial(window, program, sharded=sharded))
+    assert by_second == []
+    if expected:
+        [text] = said
+        assert re.match(expected, text)
+    else:
+        assert said == []
+
+
+@pytest.mark.parametrize("program", ["optimizer first", "a block each", "a closure with a pass inside"])
+def test_programs_without_windows_are_right(two_ranks: Ranks, program: str) -> None:
+    assert two_ranks.run(functools.partial(window, program, steps=1)) == [[], []]

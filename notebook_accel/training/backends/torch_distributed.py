@@ -174,7 +174,7 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
 
     A forward pass waits for other ranks where it broadcasts buffers, so it explains errors too. torch fixes the set of
     averaged parameters at construction; here a forward pass updates it when layers were frozen, unfrozen, added or
-    replaced. For ``gradients.UncalledModels``, forward passes outside of ``no_sync`` and in it are counted.
+    replaced, or the model has lost its last buffer. For ``gradients.UncalledModels``, passes are counted.
     """
 
     _explain: Callable[[RuntimeError], None]
@@ -193,7 +193,7 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
                 self._passes.calls += 1
                 self._passes.awaits_backward = True
             else:
-                self._passes.local_calls += 1
+                self._passes.begin_local()  # also if the program has set the attribute itself
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -208,6 +208,8 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
             return True
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             return False
+        if self.find_unused_parameters and self._passes.local != self._passes.averaged_local:
+            self._all_reduce(self._own_parameters())  # torch will forget what has been used since it last averaged
         added, hooks = self._watched.added(), self._comm_hooks
         group_recovery.reconnect(self, again=True)
         for hook, state in hooks:
@@ -220,6 +222,11 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
             if contiguous is not parameter.data:
                 parameter.data.copy_(contiguous)
         return True
+
+    def _forget_call(self) -> None:
+        """Undo a call without a backward pass, so that torch doesn't take a later pass for that one."""
+        self._passes.awaits_backward = False
+        self.reducer._reset_state()
 
     def _unused_parameters_error(self, error: RuntimeError) -> TrainingError:
         trainable = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
@@ -241,24 +248,32 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
     def _average(self, parameters: Sequence[torch.Tensor]) -> None:
         """Average the gradients of some parameters over the ranks, in place. All ranks call this."""
         if self._join_config.enable:
+            if all(each.grad is None for each in parameters):
+                return
             raise TrainingError(
                 f"{type(self.module).__name__} is trained by calls of its methods or layers, or by several backward "
                 "passes after one call, within join_uneven_inputs.",
                 why="Ranks without further batches would take part in a backward pass of the prepared model only.",
                 fix="call what prepare returned, loss = model(...), and call backward once for each call",
             )
-        if dist.get_rank(self.process_group) == 0 and not self._has_said_uncalled:
+        self._follow_changes()  # to share the weights of added layers
+        count = self._all_reduce(parameters)
+        if self.find_unused_parameters and count:
+            self._watched.expire()  # torch would expect gradients of what has been used since it last averaged
+        if not count or self._has_said_uncalled or self._passes.awaits_backward:
+            return
+        self._has_said_uncalled = True
+        if dist.get_rank(self.process_group) == 0:
             _logger.warning(
                 "%s is trained by calls of its methods or layers, or by several backward passes after one call. So its "
                 "gradients are averaged when the optimizer steps. It is faster to call what prepare returned, and to "
                 "add up the losses: then gradients are averaged during the backward pass.",
                 type(self.module).__name__,
             )
-        self._has_said_uncalled = True
-        self._follow_changes()  # to share the weights of added layers
-        ranks = dist.get_world_size(self.process_group)
-        try:
-            gradients.average(parameters, functools.partial(dist.all_reduce, group=self.process_group), ranks)
+
+    def _all_reduce(self, parameters: Sequence[torch.Tensor]) -> int:
+        try:  # not in the group of backward passes: one that another rank has left out would meet this
+            return gradients.average(parameters, dist.all_reduce, dist.get_world_size())
         except RuntimeError as error:
             self._explain(error)
             raise
@@ -277,7 +292,12 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
                 fix="leave static_graph out, or average in each micro-batch: "
                 "gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=..., sync_each_batch=True)",
             )
+        self._passes.begin_local()
         return super().no_sync()
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        if self.modules_buffers:  # torch broadcasts no empty list
+            super()._sync_module_buffers(authoritative_rank)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def sync_in_backward(self) -> Iterator[None]:
