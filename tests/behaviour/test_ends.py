@@ -273,9 +273,9 @@ threading.Thread(target=time.sleep, args=(60,), name="uploading").start()""")
 
 LEFT_OPEN = """
 import csv, gzip
-rows = open(f"rows{RANK}", "w")
+rows = open(f"{folder}/rows{RANK}", "w")
 csv.writer(rows).writerow([1, 2])
-packed = gzip.open(f"packed{RANK}", "wt")
+packed = gzip.open(f"{folder}/packed{RANK}", "wt")
 packed.write("text")
 """.replace("{RANK}", f"{{{RANK}}}")
 READ = "import gzip\n[(open(f'rows{n}').read(), gzip.open(f'packed{n}', 'rt').read()) for n in range(2)]"
@@ -285,7 +285,9 @@ READ = "import gzip\n[(open(f'rows{n}').read(), gzip.open(f'packed{n}', 'rt').re
 def test_files_that_are_left_open_are_whole_when_the_cell_returns(
     notebook: kernels.Kernel, how: Way, tmp_path: pathlib.Path
 ) -> None:
-    notebook.run(f"os.chdir({str(tmp_path)!r})\nopened_here = open('of_kernel', 'w'); opened_here.write('once')")
+    notebook.run(
+        f"folder = {str(tmp_path)!r}\nos.chdir(folder)\nopened_here = open('of_kernel', 'w'); opened_here.write('once')"
+    )
     outcome = notebook.run(f"%%distributed -n 2 {how}\n{LEFT_OPEN}\nopened_here = packed")
     assert outcome.status == "ok", outcome.traceback
     assert notebook.run(READ).result == "[('1,2\\n', 'text'), ('1,2\\n', 'text')]"
@@ -296,7 +298,7 @@ def test_files_that_are_left_open_are_whole_when_the_cell_returns(
 def test_files_that_a_run_leaves_open_that_ends_early_are_whole(
     notebook: kernels.Kernel, tmp_path: pathlib.Path, is_interrupted: bool
 ) -> None:
-    notebook.run(f"os.chdir({str(tmp_path)!r})")
+    notebook.run(f"folder = {str(tmp_path)!r}\nos.chdir(folder)")
     then = "print('open', flush=True); time.sleep(60)" if is_interrupted else "raise ValueError('boom')"
     cell = notebook.start(f"%%distributed -n 1\n{LEFT_OPEN}\n{then}")
     if is_interrupted:
@@ -309,7 +311,7 @@ def test_files_that_a_run_leaves_open_that_ends_early_are_whole(
 def test_a_finalizer_that_takes_long_is_named_and_can_be_interrupted(
     notebook: kernels.Kernel, tmp_path: pathlib.Path
 ) -> None:
-    notebook.run(f"os.chdir({str(tmp_path)!r})")
+    notebook.run(f"folder = {str(tmp_path)!r}\nos.chdir(folder)")
     cell = notebook.start(f"""%%distributed -n 2 {LEFT_OPEN}
 class Waits:
     def __del__(self): time.sleep(60)
