@@ -262,7 +262,7 @@ def test_what_a_pull_brings_is_not_sent_again(notebook: Notebook, capsys: pytest
 
 
 def test_pulled_model_of_the_ranks_gets_an_optimizer_in_the_notebook(notebook: Notebook) -> None:
-    notebook.session.execute("model = torch.nn.Linear(2, 1)")
+    notebook.session.execute("torch.manual_seed(0)\nmodel = torch.nn.Linear(2, 1)")
     notebook.pull("model")
     notebook["opt"] = torch.optim.SGD(notebook["model"].parameters(), lr=0.01)
     trained = notebook.shown(_TRAIN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import gc
 import io
 import itertools
@@ -102,6 +101,8 @@ def _users_namespaces(inherited_modules: int) -> Iterator[dict[str, Any]]:
 
 def _has_files_to_write() -> bool:
     """Return whether a file on disk is open for writing."""
+    import fcntl  # where there is none, nothing is launched
+
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the descriptor that listed the folder is closed already
             found = os.fstat(descriptor)

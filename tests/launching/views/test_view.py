@@ -240,7 +240,7 @@ def test_nobody_guesses_when_a_run_ends_that_waits_for_a_rank(job: Job) -> None:
 def test_what_a_rank_prints_can_do_no_harm(job: Job) -> None:
     out = io.StringIO()
     lines = view.LinesView(job, out)
-    job.deliver(0, events.Output(text="\x1b[2J\x1b[31mred\x1b[0m\x1b]0;title\x07 \x08<script>" + "x" * 1_000_000))
+    job.deliver(0, events.Output(text="\x1b[2J\x1b[31mred\x1b[0m\x1b]0;title\x07 \x05<script>" + "x" * 1_000_000))
     lines.close()
     (printed,) = out.getvalue().splitlines()
     assert printed.startswith("  0 │ red \N{REPLACEMENT CHARACTER}<script>xxx")
