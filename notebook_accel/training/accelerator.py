@@ -807,6 +807,8 @@ class Accelerator(ProcessState):
         The number of ranks may differ from the saved run's. Loaders then resume at the first sample that no saved rank
         had taken, and additional ranks draw fresh random numbers, with a warning.
 
+        Of a checkpoint that Accelerate has saved, the weights of models are loaded, and nothing else, with a warning.
+
         Args:
             input_dir: The folder; with automatic naming the default is the checkpoint with the highest number.
             load_kwargs: ``{"weights_only": False}`` to also read registered objects that can run code when read.

@@ -16,22 +16,16 @@ import hashlib
 import itertools
 import pathlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import UninitializedParameter
 
+from notebook_accel import code_places
 from notebook_accel.errors import CheckpointError, NotebookAccelError
-from notebook_accel.training import (
-    accelerate_checkpoint,
-    collectives,
-    fsdp,
-    model_files,
-    random_state,
-    sharded_files,
-)
 from notebook_accel.training import checkpoint_folders as folders
+from notebook_accel.training import collectives, fsdp, model_files, random_state, sharded_files
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.collectives import verify_collective
@@ -137,7 +131,8 @@ def load(
     models, which are read in place, since a rank may lack the memory for two copies. Optimizers and other objects check
     their states themselves: if one refuses its own, all get back those from before. Only rank 0 calls ``choose``,
     which returns the folder. Models that a hook removes from its list aren't loaded. Registered objects may need
-    ``weights_only=False``, which can run code.
+    ``weights_only=False``, which can run code. Of a checkpoint of Accelerate, only the weights are read, and rank 0
+    warns.
 
     Returns:
         The folder, and the number of saved objects of each kind that this run hasn't prepared.
@@ -151,7 +146,7 @@ def load(
     on_all_ranks(backend, "read a checkpoint", lambda: parts.append(read()))
     _load_states(backend, parts[0].states)
     on_all_ranks(backend, "load a checkpoint", lambda: _apply(backend, state, parts[0], strict=strict))
-    _tell_new_ranks(parts[0].saved_ranks, backend, folder)
+    _tell_what_is_new(parts[0], backend, folder)
     return folder, parts[0].left
 
 
@@ -161,7 +156,7 @@ class _RankPart:
 
     models: list[tuple[torch.nn.Module, dict[str, torch.Tensor]]]
     states: list[tuple[Any, Any]]
-    own: dict[str, Any]
+    own: dict[str, Any]  # empty if only weights are read
     left: dict[str, int]  # the number of saved objects of each kind that aren't prepared
     saved_ranks: int
     read_in_place: Callable[[], None]
@@ -176,22 +171,30 @@ def _read(
     strict: bool,
     weights_only: bool,
 ) -> _RankPart:
-    saved: _Checkpoint | accelerate_checkpoint.AccelerateCheckpoint = (
-        accelerate_checkpoint.AccelerateCheckpoint(folder) if folders.is_of_accelerate(folder) else _Checkpoint(folder)
-    )
-    if TENSOR not in saved.counts(()):  # saved by Accelerate or an earlier version, which leave them out
+    saved = _AccelerateCheckpoint(folder) if folders.is_of_accelerate(folder) else _Checkpoint(folder)
+    counts = saved.counts
+    if saved.has_only_weights:
+        state = dataclasses.replace(state, states={}, loaders=[], tensors=[])
+    elif TENSOR not in counts:  # saved by an earlier version, which leaves them out
         if state.tensors and backend.place.rank == 0:
             warnings.warn(f"{folder} has no prepared tensors: those of this run stay as they are.", stacklevel=3)
         state = dataclasses.replace(state, tensors=[])
     if not (state.models or state.loaders or any(state.states.values())):
+        missing = "no model" if saved.has_only_weights else "nothing"
         raise CheckpointError(
-            f"The checkpoint {folder} can't be loaded: nothing has been prepared.",
+            f"The checkpoint {folder} can't be loaded: {missing} has been prepared.",
             fix="accelerator.prepare(model, optimizer, ...) first, then load_state",
         )
     models = state.models[:]
     for hook in hooks:
         hook(models, str(folder))
-    counts = saved.counts(state.states)
+    if saved.has_only_weights and models and not counts["model"]:
+        raise CheckpointError(
+            f"The checkpoint {folder} was saved by Accelerate without the whole weights of a model.",
+            why="Each file of FSDP or DeepSpeed has a part of a model.",
+            fix=f"merge them into {folder} by `accelerate merge-weights`, or load_state in the program that saved it, "
+            "then save_model, and load these weights into the model",
+        )
     _check_counts(counts, models, state, folder)
     files = sharded_files.ShardedFiles(folder)
     to_read: dict[str, torch.Tensor] = {}
@@ -202,6 +205,9 @@ def _read(
         of_model = files.fitted(saved.weights(number, own), _by_name(own), in_place, in_place=True)
         _check_model(model, own, of_model, folder, strict=strict)
         weights.append((model, of_model))
+    if saved.has_only_weights:
+        left = {"model": counts["model"] - len(state.models)}
+        return _RankPart(weights, [], {}, left, backend.place.world_size, lambda: files.read(in_place))
     _check_optimizers(saved.optimizers, state.parameters_of_optimizers(), folder)
     states = []
     for kind, items in state.states.items():
@@ -223,11 +229,13 @@ def _read(
 
 
 class _Checkpoint:
-    """A checkpoint that ``checkpoint_saving`` has written. ``AccelerateCheckpoint`` has the same attributes.
+    """A checkpoint that ``checkpoint_saving`` has written.
 
     Raises:
         CheckpointError: There is no such checkpoint, or it isn't whole.
     """
+
+    has_only_weights = False
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
@@ -235,8 +243,9 @@ class _Checkpoint:
         self.ranks: int = self._manifest["world_size"]
         self.optimizers: list[list[Any]] = self._manifest.get("optimizers", [])
 
-    def counts(self, _: Iterable[str]) -> dict[str, int]:
-        """Return the number of saved objects of each kind."""
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of saved objects of each kind."""
         return {"model": len(self._manifest["models"]), **self._manifest["counts"]}
 
     def weights(self, number: int, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,6 +286,23 @@ class _Checkpoint:
     def _own_state_of(self, rank: int) -> dict[str, Any]:
         own: dict[str, Any] = model_files.read_object(self._folder / f"rank_{rank}.bin")
         return own
+
+
+class _AccelerateCheckpoint(_Checkpoint):
+    """The whole weights in a checkpoint of Accelerate, 0.20 to 1.15, which has no manifest."""
+
+    has_only_weights = True
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder
+        files = {path.name for path in folder.iterdir()}
+        names = ({model_files.weights_file(number, safe) for safe in (True, False)} for number in itertools.count())
+        models = [*itertools.takewhile(files.intersection, names)]
+        self._manifest = {"models": models, "counts": {}, "files": files}
+
+    def weights(self, number: int, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a saved model's weights, under the names of its ``own`` state dict."""
+        return model_files.renamed(super().weights(number, own), own)
 
 
 def _by_name(tensors: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], Any]:
@@ -339,6 +365,8 @@ def _apply(backend: Backend, state: CheckpointState, read: _RankPart, *, strict:
     read.read_in_place()
     for model, saved in read.models:
         _inner(model).load_state_dict(saved, strict=strict)
+    if not read.own:
+        return
     for loader, position in zip(state.loaders, read.own["loaders"], strict=False):  # some may be prepared later
         loader.load_state_dict(position)
     state.gradients.load_state_dict(read.own["window"])
@@ -388,8 +416,15 @@ def agreed(what: str, action: Callable[[], Any], gather: Callable[[list[Any]], l
     return [value for value, _ in outcomes]
 
 
-def _tell_new_ranks(saved: int, backend: Backend, folder: pathlib.Path) -> None:
-    now = backend.place.world_size
+def _tell_what_is_new(read: _RankPart, backend: Backend, folder: pathlib.Path) -> None:
+    saved, now = read.saved_ranks, backend.place.world_size
+    if not read.own and backend.place.rank == 0:
+        code_places.warn(
+            f"{folder} was saved by Accelerate: the weights of models are loaded, and nothing else. Optimizers, "
+            "schedulers, the loss scaler, registered objects, random numbers and positions of loaders stay as they "
+            "are. Fix: train on from these weights, and load what save_state writes here from now on, which has all "
+            "of it; or finish this training with Accelerate"
+        )
     if now > saved and backend.place.rank == 0:
         ranks = f"rank {saved} draws its" if now == saved + 1 else f"ranks {saved} to {now - 1} draw their"
         warnings.warn(

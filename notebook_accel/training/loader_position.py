@@ -206,16 +206,16 @@ class ResumePoint:
         generators: States of the loader's own generators when the epoch began, or at the checkpoint if it hadn't begun.
         ahead: A list with the prefetched batch, if reading it again could give another one.
         is_told: True once ``skip_first_batches`` has set the batch at which to resume.
-        samples: Number of samples of the epoch handed out on all ranks together; ``None`` for Accelerate's checkpoints.
-        ranks: Number of ranks that shared these samples; 0 for Accelerate's checkpoints.
+        samples: Number of samples of the epoch handed out on all ranks together.
+        ranks: Number of ranks that shared these samples.
         epoch_samples: Number of samples of the dataset, ``None`` if unknown.
         undealt: Number of the sampler's batches that the saved ranks took, skipped before the rest is dealt.
-        workers: ``Deal.workers``; 0 for Accelerate's checkpoints.
+        workers: ``Deal.workers``.
         reuses_workers: True if the epoch reuses the worker processes of an earlier one. torch then draws no seed for
-            them from the generator that also draws the order. ``None`` for Accelerate's checkpoints.
+            them from the generator that also draws the order.
         generators_now: States of the loader's own generators at the checkpoint, from which a program draws that goes on
-            with another epoch. Empty if the epoch hadn't begun, and for Accelerate's checkpoints.
-        seeds: The seed of each ``SeedableRandomSampler`` of the loader. Empty for Accelerate's checkpoints.
+            with another epoch. Empty if the epoch hadn't begun.
+        seeds: The seed of each ``SeedableRandomSampler`` of the loader.
     """
 
     epoch: int
@@ -225,12 +225,12 @@ class ResumePoint:
     generators: list[torch.Tensor] = dataclasses.field(default_factory=list)
     ahead: list[Any] = dataclasses.field(default_factory=list)
     is_told: bool = False
-    samples: int | None = None
-    ranks: int = 0
+    samples: int = 0
+    ranks: int = 1
     epoch_samples: int | None = None
     undealt: int = 0
-    workers: int = 0
-    reuses_workers: bool | None = None
+    workers: int = 1
+    reuses_workers: bool = False
     generators_now: list[torch.Tensor] = dataclasses.field(default_factory=list)
     seeds: list[int] = dataclasses.field(default_factory=list)
 
@@ -406,12 +406,12 @@ def _dealt_anew(saved: ResumePoint, length: int | None, deal: Deal) -> ResumePoi
     With another number of ranks, it is the first batch that no saved rank had taken. If several workers read a stream,
     nobody knows how many samples each has yielded.
     """
-    if saved.workers not in (0, deal.workers):
+    if saved.workers != deal.workers:
         return None
-    is_alike = saved.ranks in (0, deal.ranks) and saved.samples in (None, saved.batches * deal.round_samples)
+    is_alike = saved.ranks == deal.ranks and saved.samples == saved.batches * deal.round_samples
     if is_alike and saved.length == length:
         return saved
-    if is_alike or saved.samples is None or saved.epoch_samples != deal.epoch_samples or deal.workers > 1:
+    if is_alike or saved.epoch_samples != deal.epoch_samples or deal.workers > 1:
         return None
     here = dataclasses.replace(saved, length=length, ahead=[], ranks=deal.ranks)
     if saved.batches == saved.length and length is not None:

@@ -117,6 +117,18 @@ def read_weights(path: pathlib.Path) -> dict[str, torch.Tensor]:
     return {**state, **{name: state[kept] for name, kept in aliases.items()}}
 
 
+def renamed(saved: Mapping[str, torch.Tensor], own: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the weights that Accelerate has ``saved``, under the names of the model's ``own`` state dict.
+
+    Accelerate leaves out all but one name of a tied tensor, and adds the wrapper's name to those of compiled models.
+    """
+    named = {name if name in own else name.replace("_orig_mod.", ""): value for name, value in saved.items()}
+    kept = {_place_of(own[name]): name for name in named if name in own}
+    places = {name: _place_of(value) for name, value in own.items()}
+    tied = {name: named[kept[place]] for name, place in places.items() if place in kept}
+    return {**tied, **named}
+
+
 def save_model(
     state: Mapping[str, Any], folder: pathlib.Path, max_shard_size: int | str = "10GB", safe_serialization: bool = True
 ) -> None:
@@ -165,7 +177,7 @@ def _deduplicated(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], di
                 f"{name} of the model's state is {type(tensor).__name__}, and safetensors holds tensors only.",
                 fix="safe_serialization=False",
             )
-        kept = first.setdefault(place_of(tensor), name)
+        kept = first.setdefault(_place_of(tensor), name)
         if kept != name:
             aliases[name] = kept
             continue
@@ -175,7 +187,7 @@ def _deduplicated(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], di
     return distinct, aliases
 
 
-def place_of(value: Any) -> Any:
+def _place_of(value: Any) -> Any:
     """Return a key that is equal for two values only if they are one tensor under two names."""
     if not isinstance(value, torch.Tensor) or not value.numel() or value.is_meta:
         return id(value)

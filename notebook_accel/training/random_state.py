@@ -57,8 +57,14 @@ def _seed_host(seed: int) -> None:
 
 
 def snapshot() -> dict[str, Any]:
-    """Return the state of this process's generators on the host, in the form of ``to_loadable``."""
-    return to_loadable(_on_host())
+    """Return the state of this process's generators on the host, which ``torch.load(weights_only=True)`` reads."""
+    state = _on_host()
+    version, words, gauss = state["python"]
+    made = {**state, "python": (version, torch.tensor(words, dtype=torch.int64), gauss)}
+    if "numpy" in state:
+        name, keys, *rest = state["numpy"]
+        made["numpy"] = (str(name), torch.tensor(keys.tolist(), dtype=torch.int64), *rest)
+    return made
 
 
 def _on_host() -> dict[str, Any]:
@@ -77,16 +83,6 @@ def _set_on_host(state: dict[str, Any]) -> None:
         import numpy
 
         numpy.random.set_state(state["numpy"])
-
-
-def to_loadable(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the generators' own states in a form that ``torch.load(weights_only=True)`` reads."""
-    version, words, gauss = state["python"]
-    made = {**state, "python": (version, torch.tensor(words, dtype=torch.int64), gauss)}
-    if "numpy" in state:
-        name, keys, *rest = state["numpy"]
-        made["numpy"] = (str(name), torch.tensor(keys.tolist(), dtype=torch.int64), *rest)
-    return made
 
 
 def capture(backend: Backend) -> dict[str, Any]:

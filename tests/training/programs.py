@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pathlib
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -264,42 +263,6 @@ def checkpoints(api: str, folder: str) -> Any:
     return without_pause, again
 
 
-def checkpoint_of_accelerate(api: str, folder: str) -> Any:
-    """Train on from a checkpoint that Accelerate has saved after an epoch, with dropout and a registered object."""
-    path = pathlib.Path(folder, "of_accelerate")
-
-    def made() -> Any:
-        accelerator = accelerator_of(api, num_steps=2, precision="bf16")
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        schedule = lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=40)
-        counts = Counts()
-        accelerator.register_for_checkpointing(counts)
-        loader = loader_of("numbers", 18, 2)
-        return accelerator, model, counts, *accelerator.prepare(model, optimizer, schedule, loader)
-
-    def train(parts: Any) -> Any:
-        accelerator, model, counts, net, optimizer, schedule, loader = parts
-        for rows in loader:
-            with accelerator.accumulate(net):
-                accelerator.backward(net(torch.stack([rows, rows + 1, rows * 2, rows**2], 1).float()).square().mean())
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            counts.seen += 1
-        return weights_of(model), schedule.get_last_lr(), counts.seen, torch.rand(2).tolist(), random.random()
-
-    torch.manual_seed(3)
-    random.seed(3)
-    first = made()
-    train(first)
-    if api == "accelerate":
-        first[0].save_state(str(path))
-    second = made()
-    second[0].load_state(str(path))
-    return train(second)
-
-
 def checkpoint_of_changed_lists(api: str, folder: str) -> Any:
     """Take prepared objects out of the lists that checkpoints are made of, and put them in, as programs do."""
     accelerator = accelerator_of(api)
@@ -378,19 +341,6 @@ def compiled(api: str, given: Any, **options: Any) -> Any:
         logits = accelerator.gather(net(x[:4])).tolist()
     plugin = accelerator.state.dynamo_plugin
     return [weights_of(model), logits, plugin.to_kwargs(), plugin.to_dict(), utils.is_compiled_module(net)]
-
-
-class Counts:
-    """A registered object."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seen = state["seen"]
 
 
 def tracking(api: str) -> Any:

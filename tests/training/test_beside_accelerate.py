@@ -59,7 +59,6 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("tutorial", (), {}),
     ("tutorial", (), {"precision": "bf16"}),
     ("checkpoints", (), {}),
-    ("checkpoint_of_accelerate", (), {}),
     ("checkpoint_of_changed_lists", (), {}),
     ("tracking", (), {}),
     ("collectives", (), {}),
