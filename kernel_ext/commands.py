@@ -19,15 +19,12 @@ from notebook_accel.formatting import aligned, format_count, format_duration, fo
 from notebook_accel.launching import logs
 from notebook_accel.launching.kernel import detached, launcher, registry
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.state.comparison import Comparison, Side
-from notebook_accel.launching.state.diagnosis import Diagnosis
 from notebook_accel.launching.state.profiles import DEFAULT_STEPS, Profile
 from notebook_accel.launching.state.rank import RankState
 
 _LAST_LINES = 20
 _STOP_DEADLINE_S = 30.0
 _LISTED_RUNS = 10
-_COMPARED = 2
 
 
 def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | None:
@@ -40,7 +37,6 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
     %distributed stacks [RANK]   print the stacks of all ranks, or of one, even of ranks that hang
     %distributed why             print where the time of the ranks' steps goes, and why they are slow
     %distributed profile         profile the next steps of a run in progress, and show them as a timeline
-    %distributed compare [A [B]] print two runs' phases side by side, the last two or those of these names
     %distributed runs            list your detached runs on this machine, also those of other notebooks
     %distributed attach [NAME]   show a detached run here, live or as it ended; the value is its Job
     %distributed detach [NAME]   let a run in progress outlive the kernel, under this name; the value is its new Job
@@ -59,7 +55,6 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
       %distributed logs 1 --run first    the same for the run named "first"
       %distributed stacks --run 3        print the stacks of the third run's ranks
       %distributed why --json            the reason and the phases of a step, as JSON
-      %distributed compare one two       say why two ranks (the run "two") aren't twice as fast as one
       %distributed profile --steps 3     a timeline of the next three steps of all ranks; the value is the Profile
       %distributed profile --memory      the lines that hold most memory, on each rank
       %distributed stop --run long       stop the run named "long"
@@ -208,26 +203,10 @@ def _ranks(chosen: int | None, name: str, first_rank: int, world_size: int) -> S
 
 
 def _why(given: argparse.Namespace) -> None:
-    found = _diagnosis(registry.find(given.run))
-    print(json_text(found.to_dict()) if given.json else found)
-
-
-def _diagnosis(entry: registry.Entry) -> Diagnosis:
+    entry = registry.find(given.run)
     job = entry.job
-    return entry.ending.diagnosis if job is None else job.diagnosis()
-
-
-def _compare(given: argparse.Namespace) -> None:
-    if len(given.names) > _COMPARED:
-        raise UsageError(f"%distributed compare: it compares two runs, and {len(given.names)} names were given.")
-    entries = [registry.find(name) for name in given.names]
-    missing = _COMPARED - len(entries)
-    if missing:
-        others = [entry for entry in registry.latest(_COMPARED) if entry not in entries]
-        entries = [*others[-missing:], *entries]
-    if len(entries) < _COMPARED:
-        raise NotebookAccelError("There are no two runs to compare.", fix="run the cell with -n 1, and with -n 2")
-    print(Comparison(*(Side(entry.name, _diagnosis(entry)) for entry in entries)))
+    found = entry.ending.diagnosis if job is None else job.diagnosis()
+    print(json_text(found.to_dict()) if given.json else found)
 
 
 def _detach(given: argparse.Namespace) -> Job:
@@ -254,7 +233,6 @@ _FUNCTIONS: dict[str, Callable[[argparse.Namespace], ConfigForm | Job | Profile 
     "stacks": _stacks,
     "why": _why,
     "profile": lambda given: _running(given.run).profile(given.steps, memory=given.memory),
-    "compare": _compare,
     "runs": lambda given: runs_command.print_runs(clean=given.clean, as_json=given.json),
     "attach": lambda given: detached.attach_and_show(given.name, set_variables=_push),
     "detach": _detach,
@@ -276,7 +254,6 @@ def _parsers() -> dict[str, Parser]:
         parsers[name].add_argument("name", nargs="?", default="")
     parsers["profile"].add_argument("--steps", type=int, default=DEFAULT_STEPS)
     parsers["profile"].add_argument("--memory", action="store_true")
-    parsers["compare"].add_argument("names", nargs="*", metavar="NAME")
     parsers["runs"].add_argument("--clean", action="store_true")
     return parsers
 

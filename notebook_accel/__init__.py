@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from notebook_accel.launching.kernel.job import Job
     from notebook_accel.launching.kernel.notebook_launcher import debug_launcher, notebook_launcher
     from notebook_accel.launching.results import Results
-    from notebook_accel.launching.state.comparison import compare
     from notebook_accel.reporting import report
     from notebook_accel.sessions.kernel.session import Session
     from notebook_accel.training.accelerator import Accelerator
@@ -77,7 +76,6 @@ _NAMES = {
     "launching.kernel.job": "Job",
     "launching.kernel.notebook_launcher": "debug_launcher notebook_launcher",
     "launching.results": "Results",
-    "launching.state.comparison": "compare",
     "reporting": "report",
     "sessions.kernel.session": "Session",
     "training.accelerator": "Accelerator",
@@ -116,8 +114,8 @@ __all__ = [
     "InitProcessGroupKwargs", "Job", "LaunchConfig", "LaunchError", "MemoryEstimate", "NotebookAccelError",
     "ParallelismConfig", "PartialState", "PayloadError", "PreflightError", "ProfileKwargs", "ProjectConfiguration",
     "RankFailedError", "ResultError", "Results", "RunError", "RunStoppedError", "RunTimeoutError", "Session",
-    "TrainingError", "attach", "compare", "config_widget", "cpu_offload", "cpu_offload_with_hook", "debug_launcher",
-    "detach", "disk_offload", "dispatch_model", "estimate_memory", "find_executable_batch_size",
+    "TrainingError", "attach", "config_widget", "cpu_offload", "cpu_offload_with_hook", "debug_launcher", "detach",
+    "disk_offload", "dispatch_model", "estimate_memory", "find_executable_batch_size",
     "infer_auto_device_map", "init_empty_weights", "init_on_device", "is_rich_available",
     "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "notebook_launcher", "prepare_data_loader",
     "prepare_pippy", "report", "skip_first_batches", "synchronize_rng_states", "write_basic_config",

@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from notebook_accel import compare
 from notebook_accel.launching.kernel.job import Job
-from notebook_accel.launching.state.comparison import Comparison
 from notebook_accel.launching.state.diagnosis import Verdict
 from notebook_accel.protocol import events
 from tests import processes
@@ -130,20 +128,3 @@ def test_nothing_is_measured_where_that_is_off(launch: Callable[..., Job]) -> No
     job.kill()
     assert not [event for _, event in job.events() if isinstance(event, events.StepTimes)]
     assert str(job.diagnosis()) == "Too few steps have been measured yet."
-
-
-def test_comparison_with_one_rank_finds_what_two_wait_for(launch: Callable[..., Job]) -> None:
-    jobs = [launch(slow_programs.slow_forward_on_one_rank, False, num_processes=ranks) for ranks in (1, 2)]
-
-    def found() -> Comparison | None:
-        if not all(job.diagnosis().steps for job in jobs):
-            return None
-        made = compare(*jobs)
-        return made if made.cause == "waiting for a rank that is late" else None
-
-    said = processes.wait_until(found, "the reason", _VERDICT_S, poll_s=0.2)
-    for job in jobs:
-        job.kill()
-    assert said.sentence.startswith("2 ranks do ")
-    assert said.first.phases["waiting"] == 0
-    assert said.second.phases["waiting"] > slow_programs.SLOW_S / 4  # half of the ranks wait for the other half

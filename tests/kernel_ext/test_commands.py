@@ -86,29 +86,6 @@ def test_why_says_where_the_time_goes_also_after_the_run(
     assert said["steps"]["0"]["data"] == pytest.approx(0.045)
 
 
-def test_two_runs_are_compared_also_after_their_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(registry, "_entries", collections.deque())
-    with pytest.raises(NotebookAccelError, match="There are no two runs to compare"):
-        commands.run("compare")
-    for world_size, seconds in ((1, {"forward": 0.4}), (2, {"forward": 0.4, "communication": 1.6})):
-        job = make_job(world_size)
-        job.name = f"{world_size} ranks"
-        registry.add(job)
-        for rank, _ in itertools.product(range(world_size), range(9)):
-            job.deliver(rank, events.Progress(step=20, steps=20))
-            job.deliver(rank, events.StepTimes(steps=20, seconds=seconds, rows=8, gradient_bytes=1 << 30))
-        job.end("stopped")
-        del job
-    gc.collect()
-    for line in ("compare", "compare 1", "compare '2 ranks' 1"):
-        commands.run(line)
-        shown = capsys.readouterr().out
-        assert shown.startswith("2 ranks do 0.40 times the work of 1 rank in the same time; 2.00 is the most.")
-        assert "Most of the difference is exchanging gradients: 80 ms of a step of 100 ms in '2 ranks'" in shown
-
-
 def strict_json(text: str) -> Any:
     """Read JSON as other programs do: Python's reader also takes NaN and Infinity."""
 
@@ -254,7 +231,7 @@ def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kern
     [
         (
             "stpo",
-            "no command 'stpo'; there are status, stop, interrupt, logs, stacks, why, profile, compare, runs, attach",
+            "no command 'stpo'; there are status, stop, interrupt, logs, stacks, why, profile, runs, attach",
         ),
         ("help", "%distributed? says what they do."),
         ("logs 0 --run nowhere", "There is no run 'nowhere'."),
@@ -266,7 +243,6 @@ def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kern
         ("logs --run", "%distributed logs: argument --run: expected one argument"),
         ("logs 'first", "a quote is not closed"),
         ("doctor 1", "%distributed doctor: unexpected argument '1'."),
-        ("compare first first first", "%distributed compare: it compares two runs, and 3 names were given."),
         ("profile --steps", "%distributed profile: argument --steps: expected one argument."),
         ("profile --steps many", "%distributed profile: argument --steps: invalid int value: 'many'."),
         ("profile --memry", "%distributed profile: there is no option --memry; is it --memory?"),

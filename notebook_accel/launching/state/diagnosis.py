@@ -91,8 +91,6 @@ class Diagnosis:
         over_time: The phases of a step in the course of the run, without its first second; empty for some seconds.
         wasted_s: Time of the whole run that the first reason has cost, 0 if it has cost less than a tenth of it.
         run_s: Time of all steps of the run.
-        world_size: Number of ranks of the whole run.
-        rows: Mean number of rows in a rank's batch, 0 if unknown.
     """
 
     verdicts: tuple[Verdict, ...] = ()
@@ -100,8 +98,6 @@ class Diagnosis:
     over_time: tuple[Moment, ...] = ()
     wasted_s: float = 0.0
     run_s: float = 0.0
-    world_size: int = 1
-    rows: float = 0.0
 
     @property
     def sentence(self) -> str:
@@ -125,8 +121,6 @@ class Diagnosis:
             ],
             "wasted_s": self.wasted_s,
             "run_s": self.run_s,
-            "world_size": self.world_size,
-            "rows": self.rows,
         }
 
     def __str__(self) -> str:
@@ -162,7 +156,7 @@ def diagnose(state: RunState) -> Diagnosis:
     if len(measured) < len(stepping) and longest_s < _LONGEST_LEAD_S:  # the others will follow in a moment
         measured = []
     if not measured:
-        return Diagnosis(world_size=state.total_ranks)
+        return Diagnosis()
     in_run = [_Rank(rank.state, times) for rank in measured if (times := rank.state.step_history.total) is not None]
     run_s = max(rank.wall_s for rank in in_run)
     whole = _costliest(_Run(in_run))
@@ -173,15 +167,7 @@ def diagnose(state: RunState) -> Diagnosis:
     phases = split_waiting({rank.number: rank.phases for rank in measured})
     points = {rank.number: rank.state.step_history.sums.points for rank in measured}
     moments = over_time(points, shown_ranks(phases))
-    return Diagnosis(
-        tuple(_dated(verdict, moments) for verdict in found),
-        phases,
-        moments,
-        sum(costs),
-        run_s,
-        world_size=state.total_ranks,
-        rows=statistics.fmean(rank.times.rows for rank in measured),
-    )
+    return Diagnosis(tuple(_dated(verdict, moments) for verdict in found), phases, moments, sum(costs), run_s)
 
 
 def _dated(verdict: Verdict, moments: Sequence[Moment]) -> Verdict:

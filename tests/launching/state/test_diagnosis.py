@@ -49,7 +49,7 @@ def line(phase: str, *, activity: str = "", number: int = 12, text: str = "", sa
 
 
 def test_run_without_steps_has_no_diagnosis() -> None:
-    assert diagnose(RunState(2)) == Diagnosis(world_size=2)
+    assert diagnose(RunState(2)) == Diagnosis()
     assert str(Diagnosis()) == "Too few steps have been measured yet."
 
 
