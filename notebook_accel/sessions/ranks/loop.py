@@ -279,11 +279,13 @@ class _SessionRank:
 
         displays.redirect(show)
         self._tracker.let_go()
+        reporting.reporter().stage = 2 * number
         try:
             with loops.LOOPS.count_cell():
                 yield
             displays.end()
         finally:
+            reporting.reporter().stage = 2 * number + 1
             displays.redirect(None)
             profiling.PROFILER.end("the cell ended", is_final=False)
 
