@@ -26,7 +26,7 @@ from notebook_accel import (
     TrainingError,
     notebook_launcher,
 )
-from notebook_accel.errors import CheckpointError, CollectiveError
+from notebook_accel.errors import CheckpointError, CollectiveError, RankFailedError
 from notebook_accel.training import checkpoint_saving
 from notebook_accel.training.checkpoint_folders import MANIFEST
 from notebook_accel.training.handlers import GradScalerKwargs
@@ -719,3 +719,17 @@ def test_a_program_whose_rank_0_saves_alone_resumes(tmp_path: pathlib.Path) -> N
     assert sorted(os.listdir(tmp_path / "two ranks")) == ["checkpoint-4", "checkpoint-8"]
     first, _, resumed_samples = launch("one rank", 8, True, ranks=1)
     assert sorted(resumed_samples[:16]) == sorted(samples[32:48])
+
+
+def fail_before_save(folder: str) -> None:
+    accelerator, _, _ = prepared()
+    if accelerator.process_index == 1:
+        raise OSError("no more data")
+    accelerator.save_state(folder)
+
+
+@pytest.mark.usefixtures("engine")
+def test_rank_0_does_not_save_alone_because_another_has_failed(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(RankFailedError, match="no more data"):
+        notebook_launcher(fail_before_save, (str(tmp_path / "state"),), num_processes=2)
+    assert os.listdir(tmp_path) == []

@@ -284,8 +284,8 @@ class _SessionRank:
             with loops.LOOPS.count_cell():
                 yield
             displays.end()
-        finally:
             reporting.reporter().stage = 2 * number + 1
+        finally:
             displays.redirect(None)
             profiling.PROFILER.end("the cell ended", is_final=False)
 

@@ -75,6 +75,8 @@ class CollectiveWatchdog:
         self._stop.set()
         self._thread.join(_ANSWER_DEADLINE_S)
         position = reporter().position()
+        if not (reporter().has_failed or (not reporter().is_connected and hasattr(sys, "last_value"))):
+            self._publish("left", "")
         self._publish("ended", "has ended" + (f", after {position}" if position else ""))
 
     def explanation(self, *, timed_out: bool) -> CollectiveError:
@@ -102,8 +104,8 @@ class CollectiveWatchdog:
         """Wait until each other rank has come to this call or has passed it, and return those that have passed it.
 
         A rank has passed it if it hasn't said that it is here, and has begun a collective that this rank hasn't begun,
-        has returned from the user's code, or has left the group. So slow ranks are waited for, and all ranks that are
-        here get the same list.
+        has returned from the user's code, or has left the group. So slow ranks are waited for, and those that have
+        failed, since the run ends then. All ranks that are here get the same list.
 
         Raises:
             CollectiveError: Ranks did neither until the deadline of a collective.
@@ -130,7 +132,7 @@ class CollectiveWatchdog:
 
     def _has_passed(self, rank: int, own: list[int]) -> bool:
         """Return whether a rank has begun what this one hasn't, or has left, as far as its last answer says."""
-        if self._store.check([f"{rank} ended"]):
+        if self._store.check([f"{rank} left"]):
             return True
         key = f"{rank} progress"
         theirs: list[int] = json.loads(self._store.get(key)) if self._store.check([key]) else []
