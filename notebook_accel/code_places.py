@@ -12,8 +12,12 @@ from collections.abc import Iterator, Mapping
 
 OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """The folder of this package's code."""
-MEETING = (os.path.join(OURS, "training", "backends", "torch_group.py"), "_meet")
-"""The file and the name of the function in which a new ``Accelerator`` waits for those of the other ranks."""
+_BACKENDS = os.path.join(OURS, "training", "backends")
+MEETINGS = {
+    (os.path.join(_BACKENDS, "torch_group.py"), "_meet"): "Accelerator",
+    (os.path.join(_BACKENDS, "watchdog.py"), "absent_ranks"): "a checkpoint",
+}
+"""What ranks wait in for each other, by the file and the name of the function."""
 
 
 def _folders(*names: str) -> tuple[str, ...]:
@@ -85,8 +89,8 @@ def waits_for_ranks(frame: types.FrameType) -> bool:
     """Return whether a frame is of a call that may wait for other ranks."""
     code = frame.f_code
     in_torch = "/torch/distributed/" in code.co_filename or "/torch/nn/parallel/" in code.co_filename
-    # DistributedDataParallel waits in a backward pass, and an Accelerator waits for those of the other ranks.
-    return in_torch or code.co_name == "_engine_run_backward" or (code.co_filename, code.co_name) == MEETING
+    # DistributedDataParallel waits in a backward pass.
+    return in_torch or code.co_name == "_engine_run_backward" or (code.co_filename, code.co_name) in MEETINGS
 
 
 def label(filename: str) -> str:

@@ -124,6 +124,8 @@ class Reporter:
         self.is_compiling = False  # whether the running step is compiled
         self.recompiled = ""  # why XLA compiles a step anew, until that is sent; empty if no reason is known
         self.has_own_loss = False  # whether the program has reported a metric named ``loss``
+        self.stage = 0  # of a session: even while a cell runs, odd once it has succeeded; it grows with each cell
+        self.has_failed = False  # whether the user's code has ended with an error, of a launch
         # Functions to call when the user's code has returned, which wait for its work in the background. Their errors
         # are the rank's.
         self.before_result: list[Callable[[], None]] = []

@@ -740,7 +740,8 @@ class Accelerator(ProcessState):
 
         A checkpoint has the prepared models, optimizers and schedulers, the loss scaler, each rank's random states,
         the position of each loader, the gradients of an unfinished window, and registered objects. All ranks call this
-        method. The folder appears when it is complete; if a process is killed before, the earlier checkpoint remains.
+        method. If only rank 0 does, it saves what it has, with a warning; that can't be done for sharded models. The
+        folder appears when it is complete; if a process is killed before, the earlier checkpoint remains.
 
         Args:
             output_dir: The folder. With automatic naming it is ``project_dir/checkpoints/checkpoint_<iteration>``.
@@ -772,10 +773,13 @@ class Accelerator(ProcessState):
                 checkpoint_folders.delete_oldest(folder.parent, configuration.total_limit)
 
         self._wait_for_checkpoint()
-        for function in self.before_save:
+        backend = checkpoint_saving.savers(self._backend, self._models)
+        if backend is None:  # rank 0 saves alone, and it alone knows the next number
+            return "" if is_numbered else str(_absolute(output_dir))
+        for function in self.before_save if backend is self._backend else ():
             function()
         self._saving = checkpoint_saving.save(
-            self._backend,
+            backend,
             self._checkpoint_state(),
             [*self._save_hooks.values()],
             choose,
@@ -783,7 +787,7 @@ class Accelerator(ProcessState):
             in_background=async_,
             completed=delete_oldest,
         )
-        configuration.iteration += is_numbered
+        configuration.count_on(self._saving.folder)
         return str(self._saving.folder)
 
     def _wait_for_checkpoint(self) -> None:
@@ -833,9 +837,7 @@ class Accelerator(ProcessState):
         options = {"strict": strict, "weights_only": weights_only}
         folder, self._left = checkpoint.load(self._backend, self._checkpoint_state(), hooks, choose, **options)
         random_state.agree(self._data_backend)
-        number = checkpoint_folders.number_of(folder)
-        if configuration.automatic_checkpoint_naming and number is not None:
-            configuration.iteration = number + 1
+        configuration.count_on(folder)
         return str(folder)
 
     def _checkpoint_state(self) -> CheckpointState:

@@ -24,6 +24,7 @@ from torch.nn import UninitializedParameter
 
 from notebook_accel import code_places
 from notebook_accel.errors import CheckpointError, NotebookAccelError
+from notebook_accel.formatting import ranks_in_words
 from notebook_accel.training import checkpoint_folders as folders
 from notebook_accel.training import collectives, fsdp, model_files, random_state, sharded_files
 from notebook_accel.training.accumulation import GradientState
@@ -140,6 +141,8 @@ def load(
     Raises:
         CheckpointError: There is no such checkpoint, it isn't whole, or it was saved from other objects.
     """
+    if absent := backend.absent_ranks():
+        raise absence_error("load_state", absent, "Otherwise the ranks would train different models.")
     folder: pathlib.Path = on_rank_0(backend, "find a checkpoint", lambda: folders.recover(choose()))
     parts: list[_RankPart] = []  # not the action's value, which would be sent to the other ranks
     read = functools.partial(_read, backend, state, hooks, folder, strict=strict, weights_only=weights_only)
@@ -271,6 +274,8 @@ class _Checkpoint:
         own = self._own_state_of(rank if rank < self.ranks else 0)
         if rank >= self.ranks:
             own["afresh"] = own.pop("random")
+        if backend.place.world_size != self.ranks:  # rank 0 may have saved alone: its next batch isn't the others'
+            own["loaders"] = [{**position, "ahead": []} for position in own["loaders"]]
         is_spread = backend.place.world_size != self.ranks or any(map(fsdp.is_sharded, state.models))
         for name in state.trained if is_spread else ():
             values = [gradient for gradients in own.get(name, ()) for gradient in gradients.values()]
@@ -382,6 +387,15 @@ def _apply(backend: Backend, state: CheckpointState, read: _RankPart, *, strict:
         random_state.draw_afresh(read.own["afresh"], backend.place.rank, backend)
     else:
         random_state.restore(read.own["random"], backend)
+
+
+def absence_error(call: str, absent: Sequence[int], why: str) -> CheckpointError:
+    """Return the error for a call that some ranks don't make."""
+    return CheckpointError(
+        f"{call} wasn't called on {ranks_in_words(absent)}.",
+        why=why,
+        fix="call it on all ranks, not under `if accelerator.is_main_process:`",
+    )
 
 
 def on_rank_0(backend: Backend, what: str, action: Callable[[], Any]) -> Any:

@@ -75,6 +75,12 @@ class ProjectConfiguration:
             )
         return pathlib.Path(self.project_dir).resolve() / "checkpoints"
 
+    def count_on(self, folder: pathlib.Path) -> None:
+        """Number the next checkpoint after ``folder``, which rank 0 has chosen: it may have saved some alone."""
+        number = number_of(folder)
+        if self.automatic_checkpoint_naming and number is not None:
+            self.iteration = number + 1
+
 
 def next_in(configuration: ProjectConfiguration) -> pathlib.Path:
     """Return the folder of the next numbered checkpoint.

@@ -23,16 +23,20 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from notebook_accel import code_places
 from notebook_accel.errors import CheckpointError
+from notebook_accel.formatting import ranks_in_words
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.reporting import reporter
 from notebook_accel.training import checkpoint_folders as folders
 from notebook_accel.training import fsdp, model_files, random_state, sharded_files
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends.backend import Backend
+from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.checkpoint import (
     SHARDED_MODEL,
     CheckpointState,
+    absence_error,
     agreed,
     fingerprint_of,
     gradients_of,
@@ -91,6 +95,34 @@ def is_possible(gradients: GradientState, models: Sequence[torch.nn.Module]) -> 
     """Return whether a checkpoint can be saved now: not where gradients of a sharded model are in torch's buffers."""
     is_in_window = not (gradients.sync_gradients or gradients.plugin.sync_each_batch)
     return not any(map(fsdp.was_fully_sharded if is_in_window else fsdp.has_local_gradients, models))
+
+
+def savers(backend: Backend, models: Sequence[torch.nn.Module]) -> Backend | None:
+    """Return the backend of the ranks that save: all, or rank 0 alone if others don't call ``save_state`` with it.
+
+    The result is ``None`` on a rank that has nothing to write, since rank 0 saves alone.
+
+    Raises:
+        CheckpointError: Some ranks don't call ``save_state``, although one is rank 0 or a model is sharded.
+    """
+    absent = backend.absent_ranks()
+    if not absent:
+        return backend
+    if 0 in absent or any(map(fsdp.is_sharded, models)):
+        why = "Each rank writes its share of a sharded model." if 0 not in absent else "Rank 0 writes what all share."
+        raise absence_error("save_state", absent, why)
+    if backend.place.rank:
+        return None
+    _warn_of_absence(ranks_in_words(absent))
+    return SingleProcess(dataclasses.replace(backend.place, world_size=1), backend.device)
+
+
+@functools.cache  # once in a process
+def _warn_of_absence(ranks: str) -> None:
+    code_places.warn(
+        f"save_state wasn't called on {ranks}: rank 0 saves alone, without the random numbers of the others, and waits "
+        "each time until they have gone on. Fix: call it on all ranks, not under `if accelerator.is_main_process:`"
+    )
 
 
 def save(

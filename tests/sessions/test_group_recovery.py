@@ -202,6 +202,17 @@ def test_rank_that_waits_for_ranks_that_have_ended_the_cell_is_named(
     assert goes_on(prepared)
 
 
+def test_rank_0_saves_alone_in_a_cell_that_the_others_have_ended(prepared: Session, tmp_path: pathlib.Path) -> None:
+    for number in range(2):
+        folder = str(tmp_path / f"alone {number}")
+        prepared.execute(f"if rank == 0: accelerator.save_state({folder!r})")
+        assert "checkpoint.json" in os.listdir(folder)
+    folder = str(tmp_path / "together")
+    prepared.execute(f"accelerator.save_state({folder!r})")
+    assert {"rank_0.bin", "rank_1.bin"} <= set(os.listdir(folder))
+    assert goes_on(prepared)
+
+
 def test_ranks_that_all_wait_in_different_collectives_are_named(
     prepared: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,4 +474,4 @@ def calls_of_each_backend() -> Any:
 def test_unequal_calls_are_seen_whichever_backend_they_went_through() -> None:
     with ranks.running(2) as both:
         first, second = both.run(calls_of_each_backend)
-    assert [mine - others for mine, others in zip(first, second, strict=True)] == [0, 1, 1]
+    assert [mine - others for mine, others in zip(first, second, strict=True)] == [0, 1, 1, 0]

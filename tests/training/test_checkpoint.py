@@ -15,13 +15,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
-from notebook_accel import Accelerator, ConfigError, ProjectConfiguration, TrainingError
-from notebook_accel.errors import CheckpointError, CollectiveError
+from notebook_accel import (
+    Accelerator,
+    ConfigError,
+    FullyShardedDataParallelPlugin,
+    ProjectConfiguration,
+    TrainingError,
+    notebook_launcher,
+)
+from notebook_accel.errors import CheckpointError, CollectiveError, RankFailedError
+from notebook_accel.training import checkpoint_saving
 from notebook_accel.training.checkpoint_folders import MANIFEST
 from notebook_accel.training.handlers import GradScalerKwargs
 from notebook_accel.training.precision import LossScaler
+from tests import processes
 from tests.training.ranks import Ranks
 
 
@@ -536,3 +546,190 @@ def test_loading_before_anything_was_prepared(tmp_path: pathlib.Path) -> None:
     prepared()[0].save_state(tmp_path / "state")
     with pytest.raises(CheckpointError, match="nothing has been prepared"):
         Accelerator(cpu=True).load_state(tmp_path / "state")
+
+
+def warnings_of(function: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """Return a function's value and the warnings about ``save_state`` that it causes."""
+    checkpoint_saving._warn_of_absence.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        value = function()
+    return value, [f"{warning.filename}: {warning.message}" for warning in caught if "save_state" in str(warning)]
+
+
+def save_on_some(folder: str, savers: tuple[int, ...], **options: Any) -> tuple[list[str], list[str], int]:
+    """Save on some ranks twice in a row, train a step, and save on all ranks. Return folders, warnings and a number."""
+    accelerator, net, optimizer = prepared(project_config=numbered(pathlib.Path(folder), **options))
+    averaged: list[int] = []
+    accelerator.before_save.append(lambda: averaged.append(int(accelerator.reduce(torch.ones(())))))
+
+    def train() -> list[str]:
+        saves = accelerator.process_index in savers
+        folders = [accelerator.save_state(async_=number == 0) for number in range(2) if saves]
+        accelerator.backward(net(torch.ones(1, 3)).sum())
+        optimizer.step()
+        assert averaged == []
+        return [*folders, accelerator.save_state()]
+
+    folders, said = warnings_of(train)
+    assert averaged == [accelerator.num_processes]
+    return folders, said, accelerator.save_iteration
+
+
+def test_rank_0_saves_alone_while_the_others_go_on(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    (folders, said, following), other = two_ranks.run(save_on_some, str(tmp_path), (0,))
+    names = ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    assert [os.path.basename(folder) for folder in folders] == names
+    assert other == ([folders[-1]], [], 3)
+    assert following == 3
+    (text,) = said
+    assert text.startswith(f"{__file__}: save_state wasn't called on rank 1: rank 0 saves alone")
+    ranks = [json.loads((tmp_path / "checkpoints" / name / MANIFEST).read_text())["world_size"] for name in names]
+    assert ranks == [1, 1, 2]
+
+
+def test_ranks_besides_rank_0_save_nothing_when_it_saves_alone(three_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    by_rank = three_ranks.run(save_on_some, str(tmp_path), (0, 2))
+    assert [len(said) for _, said, _ in by_rank] == [1, 0, 0]
+    last = by_rank[0][0][-1]
+    assert [folders for folders, _, _ in by_rank[1:]] == [[last], ["", "", last]]
+    assert [following for _, _, following in by_rank] == [3, 3, 3]
+
+
+def call_on_one(folder: str, call: str, caller: int, sharded: bool) -> str:
+    """Save on all ranks, then call a method on one rank; return its error."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None)
+    model = torch.nn.Linear(3, 2)
+    net, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.save_state(folder)
+    text = ""
+    if accelerator.process_index == caller:
+        with pytest.raises(CheckpointError) as raised:
+            getattr(accelerator, call)(folder)
+        text = str(raised.value)
+    accelerator.backward(net(torch.ones(1, 3)).sum())
+    accelerator.wait_for_everyone()
+    return text
+
+
+@pytest.mark.parametrize(("call", "caller", "sharded", "text"), [
+    ("save_state", 0, True, "save_state wasn't called on rank 1.\nEach rank writes its share"),
+    ("save_state", 1, False, "save_state wasn't called on rank 0.\nRank 0 writes"),
+    ("load_state", 0, False, "load_state wasn't called on rank 1.\nOtherwise the ranks would train different"),
+])  # fmt: skip
+def test_a_rank_alone_cannot(
+    two_ranks: Ranks, tmp_path: pathlib.Path, call: str, caller: int, sharded: bool, text: str
+) -> None:
+    errors = two_ranks.run(call_on_one, str(tmp_path / "state"), call, caller, sharded)
+    assert errors[caller].startswith(text)
+    assert "not under `if accelerator.is_main_process:`" in errors[caller]
+    assert errors[1 - caller] == ""
+
+
+def save_late(folder: str) -> list[str]:
+    """Rank 1 has sent rank 0 a message that it hasn't received, and comes once rank 0 has learnt what it does."""
+    accelerator, net, _ = prepared()
+    group = accelerator._backend._group
+    subgroup = dist.new_group([1])
+    accelerator.backward(net(torch.ones(1, 3)).sum())
+    if accelerator.process_index == 1:
+        sent = dist.isend(torch.ones(1), 0)
+        dist.all_reduce(torch.ones(1), group=subgroup)
+        answered = group._watchdog._answered
+        processes.wait_until(lambda: group._watchdog._answered > answered + 1, "rank 0 has asked twice")
+    _, said = warnings_of(lambda: accelerator.save_state(folder))
+    if accelerator.process_index == 0:
+        dist.recv(torch.ones(1), 1)
+    else:
+        sent.wait()
+    accelerator.wait_for_everyone()
+    return said
+
+
+def test_a_rank_that_is_late_is_waited_for(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    assert two_ranks.run(save_late, str(tmp_path / "state")) == [[], []]
+    assert json.loads((tmp_path / "state" / MANIFEST).read_text())["world_size"] == 2
+
+
+class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """48 samples, each with a random number."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor([index / 48, 1.0, index % 5]), torch.rand(1)
+
+
+def train_as_diffusers(folder: str, stop_at: int, resumes: bool) -> tuple[int, list[float], list[int]]:
+    """Train like a training script of diffusers; return the first step, and all ranks' losses and samples in order."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    net, optimizer, loader = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=0.1), DataLoader(Augmented(), batch_size=2, shuffle=True)
+    )
+    global_step, losses, samples = 0, [], []
+    if resumes:
+        latest = max(os.listdir(folder), key=lambda name: int(name.split("-")[1]))
+        accelerator.load_state(os.path.join(folder, latest))
+        global_step = int(latest.split("-")[1])
+    first = global_step
+    while global_step < stop_at:
+        for x, _ in loader:
+            samples += [round(48 * share) for share in accelerator.gather(x)[:, 0].tolist()]
+            with accelerator.accumulate(net):
+                loss = net(x).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(accelerator.gather(loss.detach()).mean()))
+            if accelerator.sync_gradients:
+                global_step += 1
+                if global_step % 4 == 0 and accelerator.is_main_process:
+                    for old in sorted(os.listdir(folder), key=lambda name: int(name.split("-")[1]))[:-1]:
+                        shutil.rmtree(os.path.join(folder, old))
+                    accelerator.save_state(os.path.join(folder, f"checkpoint-{global_step}"))
+            if global_step >= stop_at:
+                break
+    if not resumes:
+        accelerator.wait_for_everyone()
+    return first, losses, samples  # when they have resumed, the other ranks return while rank 0 saves
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.timeout(200)
+def test_a_program_whose_rank_0_saves_alone_resumes(tmp_path: pathlib.Path) -> None:
+    def launch(name: str, *args: Any, ranks: int = 2) -> tuple[int, list[float], list[int]]:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        by_rank = notebook_launcher(train_as_diffusers, (str(folder), *args), num_processes=ranks)
+        result: tuple[int, list[float], list[int]] = by_rank[0]
+        return result
+
+    _, losses, samples = launch("whole", 9, False)
+    assert sorted(samples[:48]) == [*range(48)]
+    launch("two ranks", 5, False)  # an epoch has six steps
+    assert os.listdir(tmp_path / "two ranks") == ["checkpoint-4"]
+    shutil.copytree(tmp_path / "two ranks", tmp_path / "one rank")
+    first, resumed_losses, resumed_samples = launch("two ranks", 8, True)
+    assert first == 4
+    assert resumed_losses == pytest.approx(losses[8:16], rel=1e-5)
+    assert resumed_samples == samples[32:64]
+    assert sorted(os.listdir(tmp_path / "two ranks")) == ["checkpoint-4", "checkpoint-8"]
+    first, _, resumed_samples = launch("one rank", 8, True, ranks=1)
+    assert sorted(resumed_samples[:16]) == sorted(samples[32:48])
+
+
+def fail_before_save(folder: str) -> None:
+    accelerator, _, _ = prepared()
+    if accelerator.process_index == 1:
+        raise OSError("no more data")
+    accelerator.save_state(folder)
+
+
+@pytest.mark.usefixtures("engine")
+def test_rank_0_does_not_save_alone_because_another_has_failed(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(RankFailedError, match="no more data"):
+        notebook_launcher(fail_before_save, (str(tmp_path / "state"),), num_processes=2)
+    assert os.listdir(tmp_path) == []

@@ -116,6 +116,7 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     _keep_garbage_from_forks()
     last, status = _run_user_code(spec, order, files, inherited)
     streams.flush()
+    reporter.has_failed = status != 0
     reporter.close()
     if status != 0:
         reporter.send_memory()  # a lack of memory may be the reason

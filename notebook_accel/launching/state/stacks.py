@@ -99,7 +99,7 @@ class RankStack:
 
         A backward pass counts: in it, DistributedDataParallel waits for the other ranks' gradients. So does its forward
         pass before it calls the model, when it compares buckets and buffers, and the constructor of an ``Accelerator``,
-        in which the ranks meet.
+        in which the ranks meet, and the beginning of a checkpoint.
         """
         is_in_ddp = bool(self.frames) and self.frames[0].file.endswith("/torch/nn/parallel/distributed.py")
         found = "forward" if is_in_ddp else ""
@@ -108,8 +108,8 @@ class RankStack:
                 found = frame.function  # the outermost is the one that users call
             elif frame.function == "_engine_run_backward":
                 found = found or "backward"
-            elif (frame.file, frame.function) == code_places.MEETING:
-                found = "Accelerator"
+            else:
+                found = code_places.MEETINGS.get((frame.file, frame.function), found)
         return found
 
     def __str__(self) -> str:

@@ -279,10 +279,12 @@ class _SessionRank:
 
         displays.redirect(show)
         self._tracker.let_go()
+        reporting.reporter().stage = 2 * number
         try:
             with loops.LOOPS.count_cell():
                 yield
             displays.end()
+            reporting.reporter().stage = 2 * number + 1
         finally:
             displays.redirect(None)
             profiling.PROFILER.end("the cell ended", is_final=False)

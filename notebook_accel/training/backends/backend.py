@@ -101,6 +101,13 @@ class Backend(Protocol):
     def set_generator_state(self, state: Mapping[str, Any]) -> None:
         """Set the device's generators to a state from ``generator_state``. Other entries are ignored."""
 
+    def absent_ranks(self) -> Sequence[int]:
+        """Wait for the other ranks, and return those that will never make this call, the same ones on all ranks here.
+
+        Raises:
+            CollectiveError: Until the deadline of a collective, some ranks neither came nor went on elsewhere.
+        """
+
     def barrier(self) -> None:
         """Block until every rank has called this method."""
 

@@ -35,19 +35,15 @@ def collective_counts() -> list[int] | None:
     """Return the number of collectives that each group has run, ``None`` without a group.
 
     The first item is 1 if this package uses the default group, else 0. A group that carries CPU and GPU tensors by
-    different backends has a number for each. Ranks whose lists differ would hang.
+    different backends has a number for each. The last item is for this package's calls. Ranks whose lists differ would
+    hang.
     """
     if not dist.is_initialized():
         return None
     groups: Iterable[Any] = dist.distributed_c10d._world.pg_map  # in the order in which they were made
     compared = [group for group in groups if getattr(group, "group_desc", "") != torch_group.BACKGROUND]
-    return [int(torch_group.is_ours()), *(number for group in compared for number in _call_counts(group))]
-
-
-def _call_counts(group: Any) -> Iterator[int]:
-    for device in sorted(group._device_types, key=str):
-        with contextlib.suppress(RuntimeError):  # some backends, such as MPI's, don't count
-            yield group._get_backend(device)._get_sequence_number_for_group()
+    begun = [number for group in compared for number in torch_group.call_counts(group)]
+    return [int(torch_group.is_ours()), *begun, torch_group.own_calls()]
 
 
 def renew_group(renewals: int | None, *, rejoins: bool, namespace: Mapping[str, Any]) -> list[str]:

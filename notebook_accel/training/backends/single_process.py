@@ -29,6 +29,9 @@ class _Alone(TorchDevice):
     def leave(self) -> None:
         self.has_left = True
 
+    def absent_ranks(self) -> Sequence[int]:
+        return ()
+
 
 class SingleProcess(_Alone):
     """A ``Backend`` of one rank, rank 0 of 1, in which every collective is the identity."""

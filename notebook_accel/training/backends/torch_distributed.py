@@ -77,6 +77,13 @@ class TorchDistributed(TorchDevice):
                 "accelerator.unwrap_model(model)(...): then gradients are averaged when the optimizer steps",
             ) from error
 
+    def absent_ranks(self) -> Sequence[int]:
+        try:
+            return self._group.absent_ranks()
+        except RuntimeError as error:
+            self._group.explain(error)
+            raise
+
     def barrier(self) -> None:
         # Not dist.barrier, which has to guess the device if one group has several backends. gloo is preferred: a rank
         # that waits in NCCL keeps its GPU busy, and ends when another rank exceeds NCCL's deadline.
@@ -162,6 +169,7 @@ class TorchDistributed(TorchDevice):
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
+        self._group.calls += 1
         try:
             yield
         except RuntimeError as error:

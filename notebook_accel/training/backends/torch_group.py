@@ -57,6 +57,7 @@ class Group:
         members: The backends that use the group.
         gradient_groups: Groups for the gradients of models.
         mesh_groups: Number of groups that meshes have created.
+        calls: Number of collectives that backends of this package have begun in the default group.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Group:
         self.members: weakref.WeakSet[TorchDistributed] = weakref.WeakSet()
         self.gradient_groups: list[dist.ProcessGroup] = []
         self.mesh_groups = 0
+        self.calls = 0
         self._background: dist.ProcessGroup | None = None
         self._meshes: dict[tuple[tuple[str, int], ...], Any] = {}
         self._sockets = sockets
@@ -86,9 +88,22 @@ class Group:
                 sockets.shut_down,
                 None if deadline is None else deadline.total_seconds(),
                 warns_before_s=None if nccl_deadline is None else nccl_deadline.total_seconds(),
+                progress=self._progress,
             )
             reporter().at_close.append(self._watchdog.close)
             atexit.register(self._watchdog.close)
+
+    def _progress(self) -> list[int]:
+        """Return counts that never decrease and are equal on all ranks wherever these have come to the same call.
+
+        Torch's own count of the default group isn't: it has messages between two ranks too.
+        """
+        gradients = [number for group in self.gradient_groups for number in call_counts(group)]
+        return [reporter().stage, self.calls, *gradients]
+
+    def absent_ranks(self) -> list[int]:
+        """Return the ranks that will never make this call; see ``CollectiveWatchdog.absent_ranks``."""
+        return [] if self._watchdog is None else self._watchdog.absent_ranks()
 
     def has_gloo_for(self, device: torch.device) -> bool:
         """Return whether gloo transfers tensors on ``device``."""
@@ -198,6 +213,13 @@ class Group:
             raise self._watchdog.explanation(timed_out="Timed out" in text or "timeout" in text) from error
 
 
+def call_counts(group: Any) -> Iterator[int]:
+    """Yield the numbers of collectives that a group's backends have begun."""
+    for device in sorted(group._device_types, key=str):
+        with contextlib.suppress(RuntimeError):  # some backends, such as MPI's, don't count
+            yield group._get_backend(device)._get_sequence_number_for_group()
+
+
 def _forget_earlier_meshes() -> None:
     """Clear torch's caches by mesh: the one in Python and, in releases after 2.9, the one in C++."""
     from torch.distributed.tensor import DTensor
@@ -241,6 +263,11 @@ def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
 def made_here() -> Group | None:
     """Return the default group if this package created it, else ``None``."""
     return _current if _current is not None and _current.is_current and _current.was_made_here else None
+
+
+def own_calls() -> int:
+    """Return the number of collectives that backends of this package have begun in the default group."""
+    return _current.calls if _current is not None and _current.is_current else 0
 
 
 def is_ours() -> bool:

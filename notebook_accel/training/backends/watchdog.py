@@ -26,6 +26,8 @@ _PERIOD_S = 1.0
 _GRACE_S = 4.0  # after another rank has ended, this one may still have the last bytes of a collective to read
 _ANSWER_DEADLINE_S = 4.0
 _POLL_S = 0.1
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.00005, 0.05  # between two looks whether the other ranks have come
+_DEADLINE_S = 1800.0  # of a rank that waits for the others to come, where a collective's deadline is unknown
 
 
 class CollectiveWatchdog:
@@ -38,6 +40,8 @@ class CollectiveWatchdog:
         deadline_s: Deadline of a collective in seconds, ``None`` if unknown.
         warns_before_s: A deadline in seconds, after which a collective raises no error. Shortly before it, the watchdog
             writes to stderr what the ranks are doing. The warning frees no rank.
+        progress: A function that returns counts which never decrease, and which are equal on all ranks wherever these
+            have come to the same call. The list itself may grow.
     """
 
     def __init__(
@@ -48,11 +52,13 @@ class CollectiveWatchdog:
         deadline_s: float | None = None,
         *,
         warns_before_s: float | None = None,
+        progress: Callable[[], list[int]] = list,
     ) -> None:
         self._store = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]  # its own connection: the other may be waiting
         self._place = place
         self._free = free
         self._deadline_s = deadline_s
+        self._progress = progress
         self._warns_after_s = 0.9 * warns_before_s if warns_before_s else None
         self._answered = 0  # number of questions that this rank has answered
         self._initial_status = _nccl_status()  # of earlier broken groups, whose collectives never complete
@@ -69,6 +75,8 @@ class CollectiveWatchdog:
         self._stop.set()
         self._thread.join(_ANSWER_DEADLINE_S)
         position = reporter().position()
+        if not (reporter().has_failed or (not reporter().is_connected and hasattr(sys, "last_value"))):
+            self._publish("left", "")
         self._publish("ended", "has ended" + (f", after {position}" if position else ""))
 
     def explanation(self, *, timed_out: bool) -> CollectiveError:
@@ -91,6 +99,44 @@ class CollectiveWatchdog:
             "accelerator.end_training() and a new Accelerator() on every rank",
             lost_peer=not timed_out,
         )
+
+    def absent_ranks(self) -> list[int]:
+        """Wait until each other rank has come to this call or has passed it, and return those that have passed it.
+
+        A rank has passed it if it hasn't said that it is here, and has begun a collective that this rank hasn't begun,
+        has returned from the user's code, or has left the group. So slow ranks are waited for, and those that have
+        failed, since the run ends then. All ranks that are here get the same list.
+
+        Raises:
+            CollectiveError: Ranks did neither until the deadline of a collective.
+        """
+        own = self._progress()
+        awaited = {rank: f"{rank} has come to {own}" for rank in range(self._place.world_size)}
+        self._store.set(awaited[self._place.rank], "")
+        deadline = time.monotonic() + (self._deadline_s or _DEADLINE_S)
+        absent: list[int] = []
+        pause_s, asked = _SHORTEST_PAUSE_S, -1
+        while not self._store.check(list(awaited.values())):
+            for rank in [*awaited]:
+                if self._has_passed(rank, own) and not self._store.check([awaited[rank]]):  # in this order
+                    absent.append(rank)
+                    del awaited[rank]
+            if time.monotonic() > deadline:
+                raise self.explanation(timed_out=True)
+            if pause_s == _LONGEST_PAUSE_S and asked != self._answered:  # the ranks answer about once a second
+                asked = self._answered
+                self._store.set(f"question {asked}", "")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        return sorted(absent)
+
+    def _has_passed(self, rank: int, own: list[int]) -> bool:
+        """Return whether a rank has begun what this one hasn't, or has left, as far as its last answer says."""
+        if self._store.check([f"{rank} left"]):
+            return True
+        key = f"{rank} progress"
+        theirs: list[int] = json.loads(self._store.get(key)) if self._store.check([key]) else []
+        return len(theirs) > len(own) or any(begun > known for begun, known in zip(theirs, own, strict=False))
 
     def _run(self) -> None:
         position: object = None
@@ -158,6 +204,7 @@ class CollectiveWatchdog:
 
     def _answer(self, question: int) -> None:
         self._store.set(f"{self._place.rank} doing in {question}", self._position())
+        self._store.set(f"{self._place.rank} progress", json.dumps(self._progress()))
         self._answered = question + 1
 
     def _collect(self, kind: str) -> str:

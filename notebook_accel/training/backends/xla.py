@@ -182,6 +182,9 @@ class XlaDevice:
 
     # Communication with other ranks
 
+    def absent_ranks(self) -> Sequence[int]:
+        return ()  # unknown: the device's collectives aren't counted
+
     def barrier(self) -> None:
         self._compute()
         self._host.barrier()

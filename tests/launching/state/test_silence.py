@@ -7,6 +7,7 @@ import itertools
 import pathlib
 import sysconfig
 import threading
+import types
 
 import pytest
 
@@ -16,7 +17,7 @@ from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.stacks import Collective, Frame, RankStack, Silence, Stacks, read_dump
 from notebook_accel.protocol import events
 from notebook_accel.protocol.agent_messages import RankDump
-from notebook_accel.training.backends import torch_group
+from notebook_accel.training.backends import torch_group, watchdog
 from tests import kernels
 
 _SOURCES = {"/tmp/ipykernel_1/2.py": Source("In[7]", "\n".join(f"line {n}" for n in range(1, 100)))}
@@ -120,10 +121,14 @@ def test_backward_pass_is_a_place_to_wait_and_the_users_own_code_is_none() -> No
     assert stack(0, 9).waits_in == ""
 
 
-def test_making_an_accelerator_is_a_place_to_wait() -> None:
-    code = torch_group._meet.__code__
+@pytest.mark.parametrize(("function", "place"), [
+    (torch_group._meet, "Accelerator"),
+    (watchdog.CollectiveWatchdog.absent_ranks, "a checkpoint"),
+])  # fmt: skip
+def test_ranks_wait_for_each_other_in_functions_of_ours(function: types.FunctionType, place: str) -> None:
+    code = function.__code__
     frames = (Frame(code.co_filename, 3, code.co_name), Frame("In[7]", 2, "<module>", is_user=True))
-    assert RankStack(0, 100, "answered", frames).waits_in == "Accelerator"
+    assert RankStack(0, 100, "answered", frames).waits_in == place
 
 
 def test_rank_that_the_others_wait_for_is_named_with_its_line() -> None:
