@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import msgspec
 
 from notebook_accel.host_memory import MemoryWatch
-from notebook_accel.launching import login_session, logs
+from notebook_accel.launching import logs
 from notebook_accel.launching.agent.audience import Attachments, Audience, Kernel
 from notebook_accel.launching.agent.elastic_runs import ElasticRuns
 from notebook_accel.launching.agent.inspection import Inspection
@@ -195,7 +195,6 @@ class Agent:
         assert isinstance(self._audience, Kernel)
         run.outlive_kernel(told.folder, attachments.run_name)
         self._audience.leave()
-        login_session.leave({os.getpid(), *(rank.pid for rank in run.alive if rank.pid)}, told.job_id)
         self._audience = attachments
         attachments.begin(self._loop, self._handle_order, self._quit)
 

@@ -6,7 +6,6 @@ import os
 import pathlib
 import signal
 
-from notebook_accel.launching import login_session
 from notebook_accel.launching.agent.agent import Agent
 from notebook_accel.launching.agent.audience import Attachments
 from notebook_accel.launching.run_folders import RunFolder
@@ -30,7 +29,6 @@ def main(launcher: str, folder: str, lock: str) -> None:
     run_folder = RunFolder(pathlib.Path(folder))
     connection = Connection.from_descriptor(int(launcher))
     os.set_inheritable(connection.fileno(), False)
-    login_session.leave({os.getpid()}, run_folder.id)
     attachments = Attachments(run_folder, connection, run_folder.facts.world_size)
     Agent(attachments).serve()
     attachments.close()

@@ -22,7 +22,7 @@ import msgspec
 from notebook_accel import VERSION, uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, PayloadError, PreflightError, RunError
-from notebook_accel.launching import journal, login_session, run_folders
+from notebook_accel.launching import journal, run_folders
 from notebook_accel.launching.kernel import detached_runs, foreground, local, preflight, registry, run_payload
 from notebook_accel.launching.kernel.detached_job import (
     Definitions,
@@ -50,7 +50,7 @@ def launch(request: LaunchRequest) -> Job:
     """Start the ranks of a run that goes on when the kernel ends, and return its job."""
     if why := why_not(request.config):
         raise ConfigError("This run can't be detached.", why=why, fix="leave out --detach (detach=True)")
-    preflight.warn(login_session.check_logout())
+    preflight.warn(preflight.check_detached())
     request, pickled = run_payload.pickle_target(request)
 
     def start() -> DetachedJob:
@@ -138,7 +138,7 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
     deadline_s = time.monotonic() + _START_DEADLINE_S
     while job.status == "starting" and time.monotonic() < deadline_s:
         job.wait(_PAUSE_S)
-    preflight.warn(login_session.check_logout())
+    preflight.warn(preflight.check_detached())
     folder = uninterruptible.call(lambda: _detach(job, name))
     with contextlib.suppress(Exception):  # the run is detached already, so a failure here doesn't matter
         local.engine().warm_in_kernel()  # the run has taken its agent and template along
@@ -293,7 +293,7 @@ def again(
     findings = preflight.check(request.config)
     if any(finding.refuses for finding in findings):
         raise PreflightError(findings)
-    preflight.warn((*findings, *login_session.check_logout()))
+    preflight.warn((*findings, *preflight.check_detached()))
     job = uninterruptible.call(lambda: _launch_again(earlier, request), Job.discard)
     registry.add(job)
     show(job)

@@ -17,7 +17,7 @@ from notebook_accel import config as configuration
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig, training_variables
 from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError, RunError
-from notebook_accel.launching import loggers, login_session, torch_settings
+from notebook_accel.launching import loggers, torch_settings
 from notebook_accel.launching.kernel import (
     detached,
     detached_runs,
@@ -178,7 +178,7 @@ def examine(given: Mapping[str, Any], *, tries: bool = False) -> Examination:
         return Examination((Finding(error.what, error.why, error.fix),))
     if going := detached_runs.going_in_words():
         notes.append(f"note: {going} It takes a part of the devices and of the memory.")
-    return Examination(findings + login_session.check_logout(), tuple(notes))
+    return Examination(findings + preflight.check_detached(), tuple(notes))
 
 
 def _checked(

@@ -11,7 +11,9 @@ import functools
 import math
 import os
 import pathlib
+import re
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -33,6 +35,11 @@ _SHARED_BYTES = 64 << 20  # what Docker gives a container
 _LONGEST_TEMPORARY = 107 - len("/pymp-12345678/listener-12345678")
 # Options that need a template unless they have these values.
 _NEEDS_TEMPLATE = (("max_restarts", 0), ("num_nodes", "1"))
+_GROUPS = pathlib.Path("/proc/self/cgroup")
+_LINGERING = pathlib.Path("/var/lib/systemd/linger")  # a file for each user whose manager outlives the last login
+_LOGIN = re.compile(r"/user\.slice/.*/session-[^/]+\.scope")
+_SERVICE = re.compile(r"/([^/\n]+\.service)$", re.MULTILINE)
+_LOGIND = "org.freedesktop.login1 /org/freedesktop/login1 org.freedesktop.login1.Manager"
 
 _warned: set[str] = set()
 
@@ -378,6 +385,39 @@ def _is_harmless(thread: threading.Thread) -> bool:
     runs = getattr(thread, "_target", None) or type(thread)
     package = (getattr(runs, "__module__", None) or "").partition(".")[0]
     return thread is threading.main_thread() or package in _HARMLESS or isinstance(thread, threading._DummyThread)
+
+
+def check_detached() -> tuple[Finding, ...]:
+    """Return a warning if systemd ends even a detached run of this process, with its service or the user's login."""
+    groups, user = "", "$USER"
+    with contextlib.suppress(OSError, KeyError):  # there are no control groups, or the user has no name
+        groups = _GROUPS.read_text()
+        user = _GROUPS.owner()
+    service, is_of_manager, lingers = _SERVICE.search(groups), "/user@" in groups, (_LINGERING / user).is_file()
+    ask = f"systemctl {'--user ' if is_of_manager else ''}show --property=KillMode --value"
+    if service and _answer(f"{ask} {service[1]}") not in ("process", "none"):
+        when = f"the service {service[1]} is stopped or restarted"
+    elif (is_of_manager and not lingers) or (
+        _LOGIN.search(groups) and _answer(f"busctl get-property {_LOGIND} KillUserProcesses") == "b true"
+    ):
+        when = "you log out of this machine"
+    else:
+        return ()
+    fixes = [] if lingers else [f"loginctl enable-linger {user}, once"]
+    if service or not is_of_manager:
+        folder = "" if "XDG_RUNTIME_DIR" in os.environ else f"XDG_RUNTIME_DIR=/run/user/{os.getuid()} "
+        fixes.append(f"{folder}systemd-run --user --scope jupyter lab (or tmux, or notebook-accel), to start it anew")
+    why = "This process belongs to that service or login, and so does all that it starts."
+    return (Finding(f"systemd ends a detached run when {when}.", why, "; then ".join(fixes), refuses=False),)
+
+
+def _answer(command: str) -> str:
+    """Return what a command prints; empty if it fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(
+            command.split(), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, timeout=2.0
+        ).strip()
+    return ""
 
 
 def check_prepared(variables: Mapping[str, Any], source: str) -> tuple[Finding, ...]:

@@ -8,7 +8,6 @@ import math
 import multiprocessing
 import os
 import pathlib
-import pwd
 import re
 import shutil
 import signal
@@ -31,8 +30,8 @@ from notebook_accel.errors import (
     RunStoppedError,
     SupervisorLostError,
 )
-from notebook_accel.launching import journal, login_session, run_folders
-from notebook_accel.launching.kernel import detached, detached_runs, local
+from notebook_accel.launching import journal, run_folders
+from notebook_accel.launching.kernel import detached, detached_runs, local, preflight
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol import agent_messages as messages
@@ -228,6 +227,34 @@ def test_killed_agent_takes_its_ranks_along_and_the_run_is_lost(mark: pathlib.Pa
     assert repeated.results(_LONG_S) == [(0, 0, None), (1, 0, None)]
     wait_for_its_end(repeated)
     assert [summary.status for summary in detached_runs.summaries()] == ["lost", "succeeded"]
+
+
+@pytest.mark.usefixtures("own_agent")
+def test_run_that_systemd_would_end_is_warned_of_however_it_is_detached(
+    mark: pathlib.Path, here: Command, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "groups").write_text("0::/system.slice/jupyter.service\n")
+    monkeypatch.setattr(preflight, "_GROUPS", tmp_path / "groups")
+    warning = "warning: systemd ends a detached run when the service jupyter.service is stopped or restarted."
+    assert warning in here("doctor", "--use_cpu").stdout
+
+    def is_warned_of(start: Callable[[], Job]) -> Job:
+        monkeypatch.setattr(preflight, "_warned", set())
+        capsys.readouterr()
+        job = start()
+        assert capsys.readouterr().err.count(warning.replace("w", "W", 1)) == 1
+        return job
+
+    job = is_warned_of(lambda: launch(functions.rank, ranks=1))
+    job.results(_LONG_S)
+    again = is_warned_of(lambda: detached.again("night", show=lambda _: None))
+    again.results(_LONG_S)
+    started = launch_here(functions.reports_until, str(mark))
+    late = is_warned_of(lambda: detach(started))
+    mark.touch()
+    late.results(_LONG_S)
+    wait_for_its_end(late)
 
 
 def test_run_that_was_lost_tells_when_its_last_step_and_its_checkpoint(tmp_path: pathlib.Path) -> None:
@@ -526,54 +553,6 @@ def test_runs_that_go_on_are_named_to_who_loads_the_extension_and_to_who_asks_th
     job.results(_LONG_S)
     wait_for_its_end(job)
     assert detached_runs.going_in_words() == ""
-
-
-_OWN = "0::/user.slice/user-0.slice/user@0.service/app.slice\n"
-_LOGIN = "0::/user.slice/user-0.slice/session-3.scope\n"
-
-
-@pytest.mark.parametrize(
-    ("group", "lingers", "moves", "when"),
-    [
-        (_OWN, False, True, "you log out of this machine"),
-        (_OWN, True, False, ""),  # it needn't move
-        (_LOGIN, True, True, ""),
-        (_LOGIN, True, False, "you log out of this machine"),
-        ("0::/system.slice/jupyter.service\n", False, True, "the service jupyter.service is stopped"),
-        (
-            "0::/system.slice/system-jupyter.slice/jupyter@a.service\n",
-            False,
-            True,
-            "the service jupyter@a.service is stopped",
-        ),
-        ("0::/system.slice/jupyter.service\n", True, True, ""),
-        ("0::/system.slice/jupyter.service\n", True, False, "the service jupyter.service is stopped"),
-        ("0::/system.slice/containerd.service/pod\n", False, True, ""),
-        ("0::/\n", False, True, ""),
-    ],
-)
-def test_logout_that_would_end_it_is_warned_of(
-    group: str, lingers: bool, moves: bool, when: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    user = pwd.getpwuid(os.getuid()).pw_name
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "cgroup").write_text(group)
-    (tmp_path / "busctl").write_text("#!/bin/sh\necho b true\n")
-    (tmp_path / "busctl").chmod(0o755)
-    if lingers:
-        (tmp_path / user).touch()
-    if moves:
-        (tmp_path / "bus").touch()
-    monkeypatch.setattr(login_session, "_PROC", tmp_path)
-    monkeypatch.setattr(login_session, "_LINGERING", tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    fix = f"loginctl enable-linger {user}, once, before you launch"
-    if lingers:
-        fix = "systemd-run --user --scope COMMAND, to start this process by the user's own systemd"
-    assert [(finding.what, finding.fix) for finding in login_session.check_logout()] == (
-        [(f"systemd ends a detached run when {when}.", fix)] if when else []
-    )
 
 
 def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path, here: Command) -> None:

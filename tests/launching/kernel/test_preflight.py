@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import pwd
 import socket
 import subprocess
 import sys
@@ -298,3 +299,83 @@ def test_check_of_a_fork_imports_nothing() -> None:
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
     assert device_state.is_xla_initialized() is False
+
+
+_LOGIN = "0::/user.slice/user-7.slice/session-3.scope\n"
+_OF_MANAGER = "0::/user.slice/user-7.slice/user@7.service/app.slice/{}\n"
+_SERVICE = "0::/system.slice/system-jupyter.slice/jupyter@a.service\n"
+_AT_LOGOUT = "you log out of this machine"
+_WITH_SERVICE = "the service jupyter@a.service is stopped or restarted"
+# systemd's programs: each answers what it is asked by the environment, and only to the question that is expected.
+_BUSCTL = """#!/bin/sh
+manager="org.freedesktop.login1 /org/freedesktop/login1 org.freedesktop.login1.Manager"
+[ "$*" = "get-property $manager KillUserProcesses" ] && echo "b $KILLS"
+"""
+_SYSTEMCTL = """#!/bin/sh
+case "$*" in
+    "show --property=KillMode --value jupyter@a.service") echo "$MODE" ;;
+    "--user show --property=KillMode --value own.service") echo "$MODE" ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("groups", "lingers", "mode", "kills", "when", "fixes"),
+    [
+        (_LOGIN, False, "", "true", _AT_LOGOUT, "linger, scope"),
+        (_LOGIN, True, "", "true", _AT_LOGOUT, "scope"),  # the manager stays, and the session's scope doesn't
+        (_LOGIN, False, "", "false", "", ""),
+        (_OF_MANAGER.format("run-1.scope"), False, "", "true", _AT_LOGOUT, "linger"),
+        (_OF_MANAGER.format("run-1.scope"), True, "", "true", "", ""),
+        (_OF_MANAGER.format("own.service"), True, "mixed", "false", "the service own.service is stopped", "scope"),
+        (_OF_MANAGER.format("own.service"), True, "process", "false", "", ""),
+        (_SERVICE, False, "control-group", "false", _WITH_SERVICE, "linger, scope"),
+        (_SERVICE, True, "", "true", _WITH_SERVICE, "scope"),
+        (_SERVICE, False, "process", "true", "", ""),
+        ("0::/gpu.slice/jupyter@a.service\n", True, "control-group", "true", _WITH_SERVICE, "scope"),
+        (f"2:cpu:/\n1:name=systemd:{_SERVICE[3:]}0::/\n", True, "control-group", "true", _WITH_SERVICE, "scope"),
+        ("0::/system.slice/containerd.service/pod\n", False, "control-group", "true", "", ""),
+        ("0::/system.slice/run-1.scope\n", False, "control-group", "true", "", ""),
+        ("0::/\n", False, "control-group", "true", "", ""),
+    ],
+)
+def test_systemd_that_ends_a_detached_run_is_warned_of_with_what_to_type(
+    groups: str, lingers: bool, mode: str, kills: str, when: str, fixes: str, tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name, text in (("busctl", _BUSCTL), ("systemctl", _SYSTEMCTL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    user = pwd.getpwuid(os.getuid()).pw_name
+    (tmp_path / "groups").write_text(groups)
+    if lingers:
+        (tmp_path / user).touch()
+    monkeypatch.setattr(preflight, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(preflight, "_LINGERING", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("MODE", mode)
+    monkeypatch.setenv("KILLS", kills)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    found = preflight.check_detached()
+    if not when:
+        assert found == ()
+        return
+    [finding] = found
+    assert finding.what.startswith(f"systemd ends a detached run when {when}")
+    assert not finding.refuses
+    scope = f"XDG_RUNTIME_DIR=/run/user/{os.getuid()} systemd-run --user --scope jupyter lab"
+    assert (f"loginctl enable-linger {user}, once" in finding.fix) == ("linger" in fixes)
+    assert (scope in finding.fix) == ("scope" in fixes)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert "XDG_RUNTIME_DIR" not in preflight.check_detached()[0].fix
+
+
+def test_without_control_groups_or_systemd_no_detached_run_is_ended_by_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "_GROUPS", tmp_path / "groups")
+    assert preflight.check_detached() == ()
+    (tmp_path / "groups").write_text(_LOGIN)
+    monkeypatch.setenv("PATH", str(tmp_path))  # there is nobody to ask
+    assert preflight.check_detached() == ()
