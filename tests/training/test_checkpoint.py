@@ -27,11 +27,13 @@ from notebook_accel import (
     notebook_launcher,
 )
 from notebook_accel.errors import CheckpointError, CollectiveError, RankFailedError
+from notebook_accel.reporting import reporter
 from notebook_accel.training import checkpoint_saving
 from notebook_accel.training.checkpoint_folders import MANIFEST
 from notebook_accel.training.handlers import GradScalerKwargs
 from notebook_accel.training.precision import LossScaler
 from tests import processes
+from tests.training import ranks
 from tests.training.ranks import Ranks
 
 
@@ -636,7 +638,7 @@ def save_late(folder: str) -> list[str]:
         sent = dist.isend(torch.ones(1), 0)
         dist.all_reduce(torch.ones(1), group=subgroup)
         answered = group._watchdog._answered
-        processes.wait_until(lambda: group._watchdog._answered > answered + 1, "rank 0 has asked twice")
+        processes.wait_until(lambda: group._watchdog._answered > answered + 1, "rank 0 has asked twice", 60)
     _, said = warnings_of(lambda: accelerator.save_state(folder))
     if accelerator.process_index == 0:
         dist.recv(torch.ones(1), 1)
@@ -721,9 +723,10 @@ def test_a_program_whose_rank_0_saves_alone_resumes(tmp_path: pathlib.Path) -> N
     assert sorted(resumed_samples[:16]) == sorted(samples[32:48])
 
 
-def fail_before_save(folder: str) -> None:
+def fail_before_save(folder: str, told: str) -> None:
     accelerator, _, _ = prepared()
     if accelerator.process_index == 1:
+        reporter().at_close.append(lambda: pathlib.Path(told).write_text(str(reporter().has_failed)))
         raise OSError("no more data")
     accelerator.save_state(folder)
 
@@ -731,5 +734,23 @@ def fail_before_save(folder: str) -> None:
 @pytest.mark.usefixtures("engine")
 def test_rank_0_does_not_save_alone_because_another_has_failed(tmp_path: pathlib.Path) -> None:
     with pytest.raises(RankFailedError, match="no more data"):
-        notebook_launcher(fail_before_save, (str(tmp_path / "state"),), num_processes=2)
-    assert os.listdir(tmp_path) == []
+        notebook_launcher(fail_before_save, (str(tmp_path / "state"), str(tmp_path / "told")), num_processes=2)
+    assert os.listdir(tmp_path) == ["told"]
+    assert (tmp_path / "told").read_text() == "True"
+
+
+def is_passed_by_one_that_ends(has_failed: bool) -> bool | None:
+    watchdog = Accelerator(cpu=True)._backend._group._watchdog
+    if os.environ["RANK"] == "1":
+        reporter().has_failed = has_failed
+        watchdog.close()
+        return None
+    processes.wait_until(lambda: watchdog._store.check(["1 ended"]), "rank 1 has ended", 60)
+    passed: bool = watchdog._has_passed(1, watchdog._progress())
+    return passed
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_rank_that_ends_has_passed_unless_it_has_failed(has_failed: bool) -> None:
+    with ranks.running(2) as both:
+        assert both.run(is_passed_by_one_that_ends, has_failed) == [not has_failed, None]
