@@ -178,22 +178,23 @@ def drawn_as_rank_0(
 
 @contextlib.contextmanager
 def _of_rank_0(from_rank_0: Callable[[Any], Any], generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Draw rank 0's random numbers in the body. A rank whose numbers were others continues with its own afterwards.
+    """Draw rank 0's random numbers in the body.
 
-    But ``generators`` continue with rank 0's.
+    Afterwards a global generator whose state was another one than rank 0's has that state again. All others, and
+    ``generators``, continue with rank 0's.
     """
     own = _on_host()
     state, states = from_rank_0((own, [generator.get_state() for generator in generators]))
     for generator, its_state in zip(generators, states, strict=False):
         generator.set_state(its_state)
-    if _numbers_of(state) == _numbers_of(own):
-        yield
-        return
-    _set_on_host(state)
+    others = {name: its_state for name, its_state in own.items() if not _are_equal(its_state, state.get(name))}
+    if others:
+        _set_on_host(state)
     try:
         yield
     finally:
-        _set_on_host(own)
+        if others:
+            _set_on_host(_on_host() | others)
 
 
 def _seeded_by(state: dict[str, Any]) -> dict[str, Any]:
@@ -209,10 +210,12 @@ def _seeded_by(state: dict[str, Any]) -> dict[str, Any]:
     return seeded
 
 
-def _numbers_of(state: dict[str, Any]) -> list[Any]:
-    """Return a state of the generators on the host in a form that can be compared."""
-    parts = [state["torch"], state["python"], *state.get("numpy", ())]
-    return [part.tolist() if hasattr(part, "tolist") else part for part in parts]
+def _are_equal(state: Any, other: Any) -> bool:
+    """Return whether two states of one generator on the host are equal. ``other`` may be ``None``."""
+    if not isinstance(state, tuple) or other is None:
+        return other is not None and torch.equal(state, other)
+    return all(bool((part == others).all()) if hasattr(part, "all") else part == others
+               for part, others in zip(state, other, strict=True))  # fmt: skip
 
 
 def drawn_apart(items: Iterable[_T], state: dict[str, Any] | None = None) -> Iterator[_T]:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from notebook_accel import Accelerator, DataLoaderConfiguration, skip_first_batches
 from notebook_accel.data_loader import DataLoaderDispatcher
 from notebook_accel.errors import ConfigError
+from notebook_accel.utils import GradientAccumulationPlugin
 from tests.training.datasets import Numbers, SizedStream
 from tests.training.ranks import Ranks
 
@@ -66,7 +67,8 @@ def test_epochs_count_on() -> None:
 
 
 def test_the_last_window_is_as_long_as_it_would_have_been() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    plugin = GradientAccumulationPlugin(num_steps=4, scale_last_window=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     weight = torch.zeros(1, requires_grad=True)
     loader, _ = accelerator.prepare(DataLoader(Numbers(6)), torch.optim.SGD([weight]))
     gradients = []
