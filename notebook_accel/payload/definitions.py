@@ -198,15 +198,14 @@ def _with_members(cls: enum.EnumMeta, reduced: tuple[Any, ...]) -> tuple[Any, ..
 
     cloudpickle makes the members from their values alone, without the methods and mixins that take part in it.
     """
-    make, (bases, name, qualname, _, *others), state, *_, set_state = reduced
+    make, (bases, name, qualname, _, *others), state, *_ = reduced
     members: Mapping[str, Any] = cls.__members__
     if "_generate_next_value_" in vars(cls):  # for classes that extend one without members
         state[0]["_generate_next_value_"] = vars(cls)["_generate_next_value_"]
-    if not members:
-        return make, (bases, name, qualname, {}, *others), state, None, None, set_state
     base: Any = vars(cls)["_member_type_"]
-    if base.__new__ is not object.__new__ and not hasattr(base, "__getnewargs__"):
-        return reduced  # of a type whose instances can't be made again from what they are
+    # The second: of a type whose instances can't be made again from what they are.
+    if not members or (base.__new__ is not object.__new__ and not hasattr(base, "__getnewargs__")):
+        return reduced
     made: dict[str, Any] = {"__new__": _make_member, "__init__": _leave_as_made}
     for member_name, member in members.items():
         # A list, since an enum takes a tuple apart.
