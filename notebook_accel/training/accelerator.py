@@ -523,13 +523,15 @@ class Accelerator(ProcessState):
         divided = self.gradient_state.divide(loss)
         scaled: Any = divided if self._precision.scaler is None else self._precision.scaler.scale(divided)
         if scaled is not loss:
-            setattr(scaled, reporting.LOSS_ATTRIBUTE, loss.detach())
+            setattr(scaled, reporting.LOSS_ATTRIBUTE, loss)
         if self._save_on_end is not None:
             ACTIVE_ITERATIONS.before_next(self._save_if_at_end)
         ACTIVE_ITERATIONS.upload_next()
+        end_pass = gradients.begin_backward() if gradients.REGISTERED else None
         try:
-            with gradients.noticing_local_gradients():
-                scaled.backward(**kwargs)
+            scaled.backward(**kwargs)
+            if end_pass is not None:
+                end_pass()
         except RuntimeError as error:
             self._backend.explain(error)
             raise
@@ -542,7 +544,7 @@ class Accelerator(ProcessState):
         self._has_begun = True
         unprepared_warnings.end_wait(self)
         if self.is_main_process:
-            window = self.gradient_accumulation_steps if self.gradient_state.is_counting else 1
+            window = self.gradient_accumulation_steps if self.gradient_state.micro_batches else 1
             scales = self._precision.scaler is not None
             ranks = self._data_backend.place.world_size
             unprepared_warnings.warn(self._all_prepared, ranks=ranks, window=window, scales=scales, stepped=stepped)

@@ -117,6 +117,7 @@ class GradientState:
         num_steps: Micro-batches in a window.
         sync_gradients: True if this micro-batch ends a window, so that gradients are averaged over the ranks and
             optimizers step.
+        micro_batches: Micro-batches of the window so far; 0 unless ``accumulate`` is used.
         is_unused: True if a backward pass has computed gradients that no prepared optimizer has used yet.
         joins_uneven: True within ``join_uneven_inputs``.
     """
@@ -146,7 +147,7 @@ class GradientState:
         self.sync_gradients = True
         self.is_unused = False
         self._divisor = self.num_steps
-        self._micro_batches = 0  # of the window so far; 0 unless ``accumulate`` is used
+        self.micro_batches = 0
         self._count_gradients: Callable[[], int] | None = None  # from the begin of a last micro-batch to its backward
         self._accumulated = 0  # the gradients at that begin
 
@@ -184,7 +185,7 @@ class GradientState:
             "sync_gradients": self.sync_gradients,
             "is_unused": self.is_unused,
             "divisor": self._divisor,
-            "micro_batches": self._micro_batches,
+            "micro_batches": self.micro_batches,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -192,16 +193,11 @@ class GradientState:
         self.sync_gradients = state["sync_gradients"]
         self.is_unused = state.get("is_unused", False)
         self._divisor = state["divisor"]
-        self._micro_batches = state["micro_batches"]
+        self.micro_batches = state["micro_batches"]
 
     def __repr__(self) -> str:
         shown = ("num_steps", "sync_gradients", "in_dataloader", "end_of_dataloader", "remainder")
         return f"GradientState({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
-
-    @property
-    def is_counting(self) -> bool:
-        """True if ``accumulate`` is used."""
-        return self._micro_batches > 0
 
     @property
     def adjust_scheduler(self) -> bool:
@@ -262,13 +258,13 @@ class GradientState:
     def _begin_micro_batch(self, models: Sequence[Any], parameters: Callable[[], Sequence[torch.Tensor]]) -> None:
         current = self._seen(ACTIVE_ITERATIONS.training) if self.plugin.sync_with_dataloader else None
         if self.sync_gradients:
-            self._micro_batches = 0
+            self.micro_batches = 0
             self._divisor = self._expected_length(current)
-        self._micro_batches += 1
-        self.sync_gradients = self._micro_batches >= self.num_steps or (current is not None and current.ends_window)
+        self.micro_batches += 1
+        self.sync_gradients = self.micro_batches >= self.num_steps or (current is not None and current.ends_window)
         if self.num_steps > 1:
             self._warn_of_second_block(models)
-        length = self._micro_batches
+        length = self.micro_batches
         if self.sync_gradients and length > 1 and not self._has_compared:
             self._count_gradients = lambda: len(fsdp.gradients_of(parameters()))
             self._accumulated = self._count_gradients()
@@ -291,14 +287,14 @@ class GradientState:
         self._count_gradients, self._has_compared = None, True
         if self.is_unused and count() < self._accumulated:
             self._warn(
-                f"Only the last of {self._micro_batches} micro-batches counts in this step: zero_grad has dropped the "
+                f"Only the last of {self.micro_batches} micro-batches counts in this step: zero_grad has dropped the "
                 "gradients of the others. Fix: optimizer.zero_grad() after optimizer.step(), not at the start"
             )
 
     def warn_of_closure(self) -> None:
         """Warn that a closure has computed gradients in the last micro-batch of a window only."""
         self._warn(
-            f"Only the last of {self._micro_batches} micro-batches counts in this step: step(closure) calls the "
+            f"Only the last of {self.micro_batches} micro-batches counts in this step: step(closure) calls the "
             "closure there alone. Fix: gradient_accumulation_steps=1, and add up gradients inside of the closure"
         )
 
@@ -328,9 +324,10 @@ class GradientState:
 
     def refuse_missing_ranks(self) -> None:
         """Raise ``TrainingError`` if gradients would sync with ranks that have no further batch."""
-        if self.sync_gradients and not self.joins_uneven:
+        training = ACTIVE_ITERATIONS.training
+        if training is not None and training.tail is not None and self.sync_gradients and not self.joins_uneven:
             joining = ", or with accelerator.join_uneven_inputs([model]): around the loop"
-            self._refuse_missing(ACTIVE_ITERATIONS.training, "gradients", joining)
+            self._refuse_missing(training, "gradients", joining)
 
     def refuse_missing_shards(self) -> None:
         """Raise ``TrainingError`` if a forward pass would wait for shards of ranks that have no further batch."""
@@ -361,10 +358,14 @@ class _MicroBatch:
         state._begin_micro_batch(self._models, self._parameters)
         if state.sync_gradients or state.plugin.sync_each_batch:
             return
+        if len(self._models) == 1 and isinstance(self._models[0], gradients.AveragingWrapper):
+            self._local = self._models[0].no_sync()
+            self._local.__enter__()
+            return
         for model in self._models:
             if _may_sync(type(model)) or fsdp.is_sharded(model):
-                self._local = self._local or contextlib.ExitStack()
-                self._local.enter_context(no_sync(model))
+                self._local = stack = self._local or contextlib.ExitStack()
+                stack.enter_context(no_sync(model))
 
     def __exit__(self, *error: Any) -> None:  # noqa: PYI036  # as ExitStack takes it
         if self._local is not None:

@@ -31,7 +31,7 @@ _sharded_models: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[torch.Ten
     weakref.WeakKeyDictionary()
 )
 
-_accumulating: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # sharded models that were in ``no_sync``
+ACCUMULATING: list[weakref.ref[torch.nn.Module]] = []  # to sharded models that were in ``no_sync``
 
 
 def is_sharded(model: object) -> bool:
@@ -468,8 +468,8 @@ def shards_of(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
 def no_sync(model: torch.nn.Module) -> Iterator[None]:
     """Keep a sharded model's gradients local and unsharded in the body's backward passes."""
     for each in (uncompiled(model), model):  # a compiled model has its own zero_grad
-        if each not in _accumulating:
-            _accumulating.add(each)
+        if each not in _accumulating():
+            ACCUMULATING.append(weakref.ref(each, ACCUMULATING.remove))
             _extend_zero_grad(each)
     for unit in _units(model):
         unit.set_requires_gradient_sync(False, recurse=False)
@@ -493,7 +493,11 @@ def _extend_zero_grad(model: torch.nn.Module) -> None:
 
 def has_local_gradients(model: torch.nn.Module) -> bool:
     """Return whether ``no_sync`` has left gradients of a sharded model in torch's own buffers."""
-    return uncompiled(model) in _accumulating and any(True for _ in _local_parts(model))
+    return uncompiled(model) in _accumulating() and any(True for _ in _local_parts(model))
+
+
+def _accumulating() -> list[torch.nn.Module]:
+    return [model for reference in ACCUMULATING if (model := reference()) is not None]
 
 
 def drop_local_gradients(parameters: Iterable[torch.Tensor]) -> None:
@@ -508,8 +512,6 @@ def _drop(parts: Iterable[Any]) -> None:
 
 def average_local_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Average and shard the gradients that ``no_sync`` has left of sharded parameters, as a backward pass does."""
-    if not _accumulating:
-        return
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for model in list(_sharded_models):  # in an order that all ranks have in common
         if any(id(part.sharded_param) in wanted for part in _local_parts(model)):
@@ -532,9 +534,9 @@ def gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _local_parts_of(parameters: Iterable[torch.Tensor]) -> Iterator[Any]:
-    if _accumulating:
+    if ACCUMULATING:
         wanted = set(map(id, parameters))
-        parts = itertools.chain.from_iterable(map(_local_parts, _accumulating))
+        parts = itertools.chain.from_iterable(map(_local_parts, _accumulating()))
         yield from (part for part in parts if id(part.sharded_param) in wanted)
 
 

@@ -71,7 +71,12 @@ class AveragingWrapper(torch.nn.Module):
     """A wrapper that averages the gradients of the model in its attribute ``module``.
 
     It has the model's methods. It pickles as the model, since the wrapper is meaningless outside its ranks.
+
+    Attributes:
+        before_training_pass: Called before each forward pass that trains, which may wait for the other ranks.
     """
+
+    before_training_pass: Callable[[], None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -216,6 +221,11 @@ class Passes:
         self.local += 1
         self.local_backwards += backwards
 
+    def end_averaging(self) -> None:
+        """Record that a backward pass has averaged all gradients."""
+        self.averaged_local = self.local
+        self.awaits_backward = False
+
 
 def register(model: Any) -> None:
     """Register a wrapper whose gradients ``UncalledModels`` averages in steps in which the wrapper wasn't called."""
@@ -232,36 +242,40 @@ def register_frozen(model: torch.nn.Module, backend: Backend) -> None:
 
 def _add(item: Any) -> None:
     UncalledModels.registered += 1
-    _every.append(weakref.ref(item, _every.remove))
+    REGISTERED.append(weakref.ref(item, REGISTERED.remove))
 
 
 def registered_parameters() -> Iterator[torch.nn.Parameter]:
     """Yield the parameters of all registered models, whichever ``Accelerator`` has prepared them."""
-    for model in _alive(_every):
+    for model in _alive(REGISTERED):
         yield from model._own_parameters()
 
 
-@contextlib.contextmanager
-def noticing_local_gradients() -> Iterator[None]:
-    """Record the models whose gradients the body, a backward pass, averages, and those to which it adds local ones."""
+def begin_backward() -> Callable[[], None] | None:
+    """Return a function to call after the backward pass that begins, or ``None``.
+
+    It records the models whose gradients the pass has averaged, and those to which it has added local ones.
+    """
     only = _wrappers[0]() if len(_wrappers) == 1 else None
-    if only is not None and only.require_backward_grad_sync:
-        passes = only._passes
-        if passes.awaits_backward or passes.calls < 0:  # the usual loop, which needs no closer look
-            yield
-            passes.awaits_backward, passes.averaged_local = False, passes.local
-            return
+    if only is not None:  # the usual loop, which needs no closer look
+        passes: Passes = only._passes
+        if not only.require_backward_grad_sync:
+            return None
+        if passes.awaits_backward or passes.calls < 0:
+            return passes.end_averaging
     models = [model for model in _alive(_wrappers) if model.require_backward_grad_sync and model._passes.calls >= 0]
     before = [(model._passes, model._watched, model._watched.versions()) for model in models]
-    yield
+    return functools.partial(_compare_gradients, before) if before else None
+
+
+def _compare_gradients(before: list[tuple[Passes, TrainableParameters, list[Any]]]) -> None:
     for passes, watched, versions in before:
         pairs = zip(versions, watched.versions(), strict=True)
         if any(old is not new or version != later for (old, version), (new, later) in pairs):
             if passes.awaits_backward:
-                passes.averaged_local = passes.local
+                passes.end_averaging()
             else:
                 passes.begin_local(backwards=1)
-            passes.awaits_backward = False
 
 
 class UncalledModels:
@@ -294,11 +308,13 @@ class UncalledModels:
             may_be_local: Skip models that were called only in ``no_sync``, as in local SGD.
         """
         left = []
-        for model in _alive(_every):
-            passes = model._passes
-            calls, local, _ = self._before.get(passes, _NONE)
-            if passes.calls == calls >= 0 or passes.local not in (local, passes.averaged_local):
-                left.append(model)
+        for reference in list(REGISTERED):
+            model = reference()
+            if model is not None:
+                passes = model._passes
+                calls, local, _ = self._before.get(passes, _NONE)
+                if passes.calls == calls >= 0 or passes.local not in (local, passes.averaged_local):
+                    left.append(model)
         if not left:
             return
         self._find()
@@ -328,7 +344,10 @@ class UncalledModels:
     def has_stepped(self) -> None:
         """Record that the optimizer has used the gradients, and undo calls that have had no backward pass."""
         before = self._before = {}
-        for model in _alive(_every):
+        for reference in list(REGISTERED):
+            model = reference()
+            if model is None:
+                continue
             passes = model._passes
             before[passes] = passes.calls, passes.local, passes.local_backwards
             if passes.awaits_backward:
@@ -346,7 +365,7 @@ class UncalledModels:
         self._counts, self._parameters = counts, list(map(weakref.ref, parameters))
         own = set(map(id, parameters))
         self._shared = weakref.WeakKeyDictionary()
-        for model in _alive(_every):
+        for model in _alive(REGISTERED):
             shared = [parameter for parameter in model._own_parameters() if id(parameter) in own]
             if shared:
                 self._shared[model] = shared
@@ -398,7 +417,7 @@ class HookedTensors:
 def hooked_among(tensors: Iterable[torch.Tensor]) -> list[HookedTensors]:
     """Return the objects that average the gradients of some of these tensors."""
     wanted = set(map(id, tensors))
-    hooked = [each for each in _alive(_every) if isinstance(each, HookedTensors)]
+    hooked = [each for each in _alive(REGISTERED) if isinstance(each, HookedTensors)]
     return [each for each in hooked if not wanted.isdisjoint(map(id, each._own_parameters()))]
 
 
@@ -430,7 +449,7 @@ class _FrozenModel:
 
 
 _wrappers: list[weakref.ref[Any]] = []  # to models in a wrapper, in the order in which all ranks registered them
-_every: list[weakref.ref[Any]] = []  # to these, frozen models and hooked tensors
+REGISTERED: list[weakref.ref[Any]] = []  # to these, frozen models and hooked tensors; empty in a single process
 _NONE = 0, 0, 0  # passes before the first step
 _frozen: weakref.WeakKeyDictionary[torch.nn.Module, _FrozenModel] = weakref.WeakKeyDictionary()
 

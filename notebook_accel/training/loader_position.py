@@ -123,7 +123,7 @@ class ActiveIterations:
     def iterating(self, counter: Counter, total: int | None) -> Iterator[LoaderIteration]:
         """Register an iteration for as long as the body runs. An earlier one with the same counter is abandoned."""
         current = LoaderIteration(counter, total)
-        self._stamp(current)
+        self.moment = current.moment = self.moment + 1
         self.running = [*(other for other in self.running if other.counter is not counter), current]
         try:
             yield current
@@ -149,15 +149,11 @@ class ActiveIterations:
 
     def hand_out(self, current: LoaderIteration) -> None:
         """Make ``current`` the iteration that handed out a batch last."""
-        self._stamp(current)
+        self.moment = current.moment = self.moment + 1
         self.current = current
         # An evaluation in the middle of a window doesn't change the position of training.
         if torch.is_grad_enabled():
             self.training = current
-
-    def _stamp(self, current: LoaderIteration) -> None:
-        self.moment += 1
-        current.moment = self.moment
 
 
 # All Accelerators of a process share the current batch.

@@ -198,11 +198,13 @@ class DataLoaderShard(DataLoader[Any]):
             position.running(current),
             contextlib.closing(self._feed()) as feed,
         ):
-            current.loader, current.upload_next = self, feed.begin
-            following = _sent(feed, following)
+            current.loader, current.upload_next = self, feed.upload_next
+            following = following if following is _END else feed.send(following)
             while following is not _END:
                 batch = feed.take(following)
-                following = _sent(feed, next(batches, _END))
+                following = next(batches, _END)
+                if following is not _END:
+                    following = feed.send(following)
                 if keeps_ahead:
                     position.ahead = following
                 if self._is_marked:
@@ -329,10 +331,6 @@ def _seeding_workers(reader: DataLoader[Any] | None, *, reuses_workers: bool) ->
         reader.generator = own
 
 
-def _sent(feed: Feed, batch: Any) -> Any:
-    return batch if batch is _END else feed.send(batch)
-
-
 def kept_options(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the options of ``loader`` that a loader made from it keeps."""
     return {name: getattr(loader, name) for name in _KEPT_OPTIONS}
@@ -400,8 +398,7 @@ class Feed:
         """Accept a batch, and return the object to pass to ``take`` later."""
         return batch if self._device is None else send_to_device(batch, self._device, non_blocking=self._non_blocking)
 
-    def begin(self) -> None:
-        """Start the transfer of the sent batch unless it has started. ``take`` also does this."""
+    upload_next: Callable[[], None] | None = None  # starts the transfer of the sent batch, as ``take`` else does
 
     def take(self, held: Any) -> Any:
         """Return the batch on the device, given the object that ``send`` returned."""
@@ -417,13 +414,11 @@ class UploadingFeed(Feed):
     def __init__(self, uploader: Uploader, device: torch.device) -> None:
         super().__init__(device)
         self._uploader = uploader
+        self.upload_next = uploader.begin
 
     def send(self, batch: Any) -> Any:
         self._uploader.send([leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor)])
         return batch
-
-    def begin(self) -> None:
-        self._uploader.begin()
 
     def take(self, held: Any) -> Any:
         tensors = iter(self._uploader.take())

@@ -144,10 +144,10 @@ def _data_parallel(model: torch.nn.Module, backend: Backend, parallelism: DataPa
         gradients.register_frozen(model, backend)
         return model
     verify_model(backend, model)
-    distributed = backend.data_parallel(model, parallelism.ddp)
+    distributed: Any = backend.data_parallel(model, parallelism.ddp)
     # The backward pass checks too, but a forward pass can also wait for the other ranks.
-    distributed.register_forward_pre_hook(functools.partial(_before_forward, parallelism.before_training_pass))
-    return distributed
+    distributed.before_training_pass = parallelism.before_training_pass
+    return cast(torch.nn.Module, distributed)
 
 
 def _has_its_place(model: torch.nn.Module) -> bool:
@@ -248,11 +248,6 @@ def _whole_mesh_of(mesh: Any) -> Any:
         return mesh._get_root_mesh()
     meshes: Any = importlib.import_module("torch.distributed.device_mesh")  # in torch 2.9
     return meshes._mesh_resources.get_root_mesh(mesh)
-
-
-def _before_forward(before_training_pass: Callable[[], None], model: torch.nn.Module, _: Any) -> None:
-    if model.training and torch.is_grad_enabled():
-        before_training_pass()
 
 
 def unwrap_model(

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 from notebook_accel import code_places
 from notebook_accel.errors import CheckpointError, TrainingError
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
-from notebook_accel.training import collectives, fsdp, process_group
+from notebook_accel.training import collectives, fsdp, gradients, process_group
 from notebook_accel.training.accumulation import GradientState
 from notebook_accel.training.backends import group_recovery
 from notebook_accel.training.gradients import UncalledModels
@@ -70,9 +70,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if not self._gradients.sync_gradients:
             self._skipped_closures = self._skipped_closures or closure is not None
             return None
-        if closure is None:  # a closure computes the gradients itself
-            self.average_uncalled()
-        self._uncalled.has_stepped()
+        if gradients.REGISTERED or fsdp.ACCUMULATING:
+            if closure is None:  # a closure computes the gradients itself
+                self.average_uncalled()
+            self._uncalled.has_stepped()
         if self._scaler is None:
             value = self.optimizer.step() if closure is None else self.optimizer.step(self._averaging(closure))
             self._gradients.is_unused = False
@@ -112,14 +113,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Args:
             parameters: Average only gradients of models that have one of these parameters.
         """
-        self._uncalled.average(parameters, may_be_local=not self._gradients.is_counting)
-        fsdp.average_local_gradients(self.optimizer)
+        self._uncalled.average(parameters, may_be_local=not self._gradients.micro_batches)
+        if fsdp.ACCUMULATING:
+            fsdp.average_local_gradients(self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless an accumulation window is still summing them."""
         if self._gradients.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
-            fsdp.drop_local_gradients(_each_parameter([self]))
+            if fsdp.ACCUMULATING:
+                fsdp.drop_local_gradients(_each_parameter([self]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state."""
@@ -215,13 +218,15 @@ class AcceleratedScheduler:
             return
         calls = self._calls_waiting if self._gradients.plugin.adjust_scheduler else 1
         self._calls_waiting = 0
-        if any(optimizer.step_was_skipped for optimizer in self._optimizers):
-            return
+        for optimizer in self._optimizers:
+            if optimizer.step_was_skipped:
+                return
         # The patience of ReduceLROnPlateau counts calls, not batches.
         steps = 1 if isinstance(self.scheduler, ReduceLROnPlateau) else calls * self._steps_per_call
         for _ in range(steps):
-            if any(each.last_epoch >= each.total_steps for each in self._ending):
-                return
+            for each in self._ending:
+                if each.last_epoch >= each.total_steps:
+                    return
             self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:

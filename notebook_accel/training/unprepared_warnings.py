@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ class _Wait:
 
 
 _untrained: weakref.WeakKeyDictionary[Any, _Wait] = weakref.WeakKeyDictionary()
+_hooks: list[Any] = []  # the handle of the hook in torch, while any waits
 
 
 def await_training(
@@ -50,18 +50,16 @@ def await_training(
         prepared_by: Returns the objects that the Accelerator has prepared.
         begin: Called with the Accelerator and the first optimizer that steps and moves one of these objects.
     """
-    _watch_steps()
     _untrained[accelerator] = _Wait(prepared_by, begin)
-
-
-@functools.cache
-def _watch_steps() -> None:
-    register_optimizer_step_post_hook(_note_step)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_note_step))
 
 
 def end_wait(accelerator: Any) -> None:
     """Undo ``await_training``, since training has begun."""
     _untrained.pop(accelerator, None)
+    while _hooks and not _untrained:  # later steps pay nothing
+        _hooks.pop().remove()
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

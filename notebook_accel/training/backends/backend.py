@@ -78,8 +78,9 @@ class Backend(Protocol):
             non_blocking: Don't wait for copies out of pinned memory.
         """
 
-    def mark_step(self) -> None:
-        """End a step on devices that defer work until a step is complete."""
+    @property
+    def mark_step(self) -> Callable[[], None] | None:
+        """A function that ends a step, on devices that defer work until a step is complete; ``None`` on others."""
 
     def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:
         """Try to have the device itself compute in ``dtype``; return True if it does, so that no autocast is needed.

@@ -18,6 +18,7 @@ class TorchDevice:
     """The part of a ``Backend`` that depends on the device alone, a CPU or a GPU."""
 
     device: torch.device
+    mark_step: Callable[[], None] | None = None
 
     def memory(self) -> Callable[[], tuple[int, int]] | None:
         if self.device.type != "cuda":
@@ -39,9 +40,6 @@ class TorchDevice:
 
     def uploader(self, *, non_blocking: bool) -> CudaUploader | None:
         return CudaUploader(self.device, non_blocking=non_blocking) if self.device.type == "cuda" else None
-
-    def mark_step(self) -> None:
-        pass
 
     def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:  # noqa: ARG002  # the interface's signature
         return False

@@ -195,7 +195,9 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
         if torch.compiler.is_compiling():  # a compiled graph can't follow changes of the model
             self._passes.calls = -1
         elif torch.is_grad_enabled():
-            if not self._follow_changes():
+            if self.training and self.before_training_pass is not None:
+                self.before_training_pass()
+            if self._watched.have_changed() and not self._follow_changes():
                 return self.module(*inputs, **kwargs)  # such as a discriminator during the generator's step
             if self.require_backward_grad_sync:
                 self._passes.calls += 1
@@ -212,8 +214,6 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
 
     def _follow_changes(self) -> bool:
         """Update the parameters whose gradients torch averages. Return False if none requires a gradient."""
-        if not self._watched.have_changed():
-            return True
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             return False
         if self.find_unused_parameters and self._passes.local != self._passes.averaged_local:
@@ -264,7 +264,8 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
                 why="Ranks without further batches would take part in a backward pass of the prepared model only.",
                 fix="call what prepare returned, loss = model(...), and call backward once for each call",
             )
-        self._follow_changes()  # to share the weights of added layers
+        if self._watched.have_changed():
+            self._follow_changes()  # to share the weights of added layers
         count = self._all_reduce(parameters)
         if self.find_unused_parameters and count:
             self._watched.expire()  # torch would expect gradients of what has been used since it last averaged

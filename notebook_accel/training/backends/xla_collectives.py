@@ -147,11 +147,14 @@ class XlaDataParallel(AveragingWrapper):
         self._register_hooks()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self._watched.have_changed():
-            added = self._watched.added()
-            if added:
-                self._collectives.broadcast(added, source=0)
-            self._register_hooks()
+        if torch.is_grad_enabled():
+            if self.training and self.before_training_pass is not None:
+                self.before_training_pass()
+            if self._watched.have_changed():
+                added = self._watched.added()
+                if added:
+                    self._collectives.broadcast(added, source=0)
+                self._register_hooks()
         return self.module(*inputs, **kwargs)
 
     def _register_hooks(self) -> None:
