@@ -350,10 +350,11 @@ def of_environment(environ: Mapping[str, str] = os.environ, without: Collection[
         ConfigError: A value isn't allowed.
     """
     found = {}
+    present = dict(environ)  # each look into os.environ takes four calls
     for option in fields():
-        variable = next(filter(environ.get, variables_of(option, environ)), None)
+        variable = next(filter(present.get, variables_of(option, present)), None)
         if variable is not None and option.name not in without:
-            found[option.name] = _from_variable(option, variable, environ[variable])
+            found[option.name] = _from_variable(option, variable, present[variable])
     return found
 
 
@@ -361,8 +362,9 @@ def variables_of(option: Option, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the variables that can set an option; the first that is set counts."""
     ours = f"NOTEBOOK_ACCEL_{option.name.upper()}"
     theirs = OF_ACCELERATE.get(option.name)
-    has_mesh = environment.is_true(environ.get(environment.USE_PARALLELISM, ""))
-    return (ours,) if theirs is None or (option.name in _SIZES and not has_mesh) else (ours, theirs)
+    if option.name in _SIZES and not environment.is_true(environ.get(environment.USE_PARALLELISM, "")):
+        return (ours,)
+    return (ours,) if theirs is None else (ours, theirs)
 
 
 def _from_variable(option: Option, variable: str, text: str) -> Any:

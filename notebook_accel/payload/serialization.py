@@ -432,7 +432,8 @@ def _receiver_namespace() -> dict[str, Any]:
 
 def _numbers(origins: Origins) -> dict[int, int]:
     """Return the receiver's numbers of the origins, by the origins' ids."""
-    numbered = origins.items() if isinstance(origins, Mapping) else enumerate(origins)
+    # Not by a question for Mapping, which takes 0.2 ms in a fork.
+    numbered: Iterable[tuple[int, Any]] = getattr(origins, "items", lambda: enumerate(origins))()
     return {id(origin): number for number, origin in numbered}
 
 

@@ -256,14 +256,18 @@ class GradientState:
         return _MicroBatch(self, models, parameters)
 
     def _begin_micro_batch(self, models: Sequence[Any], parameters: Callable[[], Sequence[torch.Tensor]]) -> None:
-        current = self._seen(ACTIVE_ITERATIONS.training) if self.plugin.sync_with_dataloader else None
+        current = self._seen(ACTIVE_ITERATIONS.training)
+        if self.num_steps > 1:
+            before, self._block = self._block, (None if current is None else current.moment, set(map(id, models)))
+            if before[0] == self._block[0] is not None and models and before[1].isdisjoint(self._block[1]):
+                self._warn_of_second_block()
+        if not self.plugin.sync_with_dataloader:
+            current = None
         if self.sync_gradients:
             self.micro_batches = 0
             self._divisor = self._expected_length(current)
         self.micro_batches += 1
         self.sync_gradients = self.micro_batches >= self.num_steps or (current is not None and current.ends_window)
-        if self.num_steps > 1:
-            self._warn_of_second_block(models)
         length = self.micro_batches
         if self.sync_gradients and length > 1 and not self._has_compared:
             self._count_gradients = lambda: len(fsdp.gradients_of(parameters()))
@@ -273,15 +277,12 @@ class GradientState:
                 gradient.mul_(self._divisor / length)
             self._divisor = length
 
-    def _warn_of_second_block(self, models: Sequence[Any]) -> None:
-        current = self._seen(ACTIVE_ITERATIONS.training)
-        before, self._block = self._block, (None if current is None else current.moment, set(map(id, models)))
-        if current is not None and before[0] == current.moment and models and before[1].isdisjoint(self._block[1]):
-            self._warn(
-                f"A second accumulate block for one batch counts as a further one of the {self.num_steps} "
-                "micro-batches of a step, so that models step at wrong times. Fix: one block for both, "
-                "accelerator.accumulate(first, second), or an Accelerator for each"
-            )
+    def _warn_of_second_block(self) -> None:
+        self._warn(
+            f"A second accumulate block for one batch counts as a further one of the {self.num_steps} "
+            "micro-batches of a step, so that models step at wrong times. Fix: one block for both, "
+            "accelerator.accumulate(first, second), or an Accelerator for each"
+        )
 
     def _warn_if_dropped(self, count: Callable[[], int]) -> None:
         self._count_gradients, self._has_compared = None, True

@@ -36,7 +36,7 @@ ACCUMULATING: list[weakref.ref[torch.nn.Module]] = []  # to sharded models that 
 
 def is_sharded(model: object) -> bool:
     """Return whether a model was prepared and is sharded by ``fully_shard``."""
-    return isinstance(model, torch.nn.Module) and uncompiled(model) in _sharded_models
+    return bool(_sharded_models) and isinstance(model, torch.nn.Module) and uncompiled(model) in _sharded_models
 
 
 def was_fully_sharded(model: torch.nn.Module) -> bool:

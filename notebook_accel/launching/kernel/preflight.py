@@ -133,10 +133,11 @@ def check_environment() -> Iterator[Finding]:
             read()
         except ConfigError as error:
             yield Finding(error.what, error.why, error.fix)
-    known = [*environment.OWN, *(f"NOTEBOOK_ACCEL_{option.name.upper()}" for option in fields())]
-    by_flag = {_as_flag(name): name for name in known}
-    for name in os.environ:
-        if name.startswith("NOTEBOOK_ACCEL_") and name not in known:
+    named = [name for name in os.environ if name.startswith("NOTEBOOK_ACCEL_")]
+    known = [*environment.OWN, *(f"NOTEBOOK_ACCEL_{option.name.upper()}" for option in fields())] if named else []
+    for name in named:
+        if name not in known:
+            by_flag = {_as_flag(each): each for each in known}
             close = by_flag.get(closest_flag(_as_flag(name), by_flag))
             yield Finding(
                 f"The environment variable {name} has no effect.",
@@ -145,7 +146,7 @@ def check_environment() -> Iterator[Finding]:
                 refuses=False,
             )
     for name, feature in environment.UNSUPPORTED.items():
-        if environment.is_true(os.environ.get(name, "")):
+        if name in os.environ and environment.is_true(os.environ[name]):
             yield Finding(
                 f"The environment variable {name} asks for {feature}, which isn't supported here.",
                 "The ranks would train without it.",

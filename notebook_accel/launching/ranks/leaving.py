@@ -13,6 +13,7 @@ import stat
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,16 @@ _SILENT_EXIT_S = 2.0
 _STREAMS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 _DEFINITIONS = (type, types.ModuleType, types.FunctionType)
 
+_finalizers: dict[Any, Any] = {}
+_finalizers_before = 0  # number of exit finalizers that were made before the fork
 kernels_names: dict[str, Any] = {}  # in a fork of the kernel, whose objects only the kernel destroys; else empty
+
+
+def begin() -> None:
+    """Note, right after the fork, which exit finalizers are those of the process that was forked."""
+    global _finalizers_before
+    with contextlib.suppress(AttributeError):  # private to Python
+        _finalizers_before = next(weakref.finalize._index_iter)  # type: ignore[attr-defined]
 
 
 def leave(*, is_waited_for: bool, inherited_modules: int) -> None:
@@ -40,6 +50,7 @@ def leave(*, is_waited_for: bool, inherited_modules: int) -> None:
         "the removal of its shared memory": processes.end_tracker,
     }
     _leave_out_compile_times()
+    _leave_out_finalizers()
     what = ""
     late = late_told("waits at most a minute", lambda: what) if is_waited_for else contextlib.nullcontext()
     with late:
@@ -104,11 +115,13 @@ def _has_files_to_write() -> bool:
     import fcntl  # where there is none, nothing is launched
 
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # the descriptor that listed the folder is closed already
+        try:
             found = os.fstat(descriptor)
             is_on_disk = stat.S_ISREG(found.st_mode) and found.st_nlink and descriptor > 2  # nor the rank's log
             if is_on_disk and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
                 return True
+        except OSError:  # the descriptor that listed the folder is closed already
+            continue
     return False
 
 
@@ -127,6 +140,14 @@ def _leave_out_compile_times() -> None:
     with contextlib.suppress(AttributeError):  # private to torch
         if dynamo is not None and not dynamo.log.isEnabledFor(logging.INFO):
             atexit.unregister(dynamo.dump_compile_times)
+
+
+def _leave_out_finalizers() -> None:
+    """Keep the exit from running finalizers of before the fork: torch's alone take 40 ms, and a look at each 1 ms."""
+    global _finalizers
+    _finalizers = getattr(weakref.finalize, "_registry", {})  # kept, since to destroy it takes long too
+    own = itertools.takewhile(lambda item: item[1].index > _finalizers_before, reversed(_finalizers.items()))
+    weakref.finalize._registry = dict(reversed(list(own)))  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -11,16 +11,14 @@ from __future__ import annotations
 import functools
 import random
 import sys
-import types
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from notebook_accel import reporting
 from notebook_accel.environment import RankPlace
-from notebook_accel.launching.ranks.import_hooks import when_imported
 
-_STREAM = 1  # torch's ``_DatasetKind.Iterable``
+_rank = 0  # this rank's number among several
 
 
 def seed_alike(nonce: int, place: RankPlace) -> None:
@@ -29,28 +27,44 @@ def seed_alike(nonce: int, place: RankPlace) -> None:
     A fork has the state of the template's generators, so that without new seeds every run would draw the same numbers.
     Ranks with different numbers would split a dataset differently into training and validation parts.
     """
+    global _rank
+    _rank = place.rank
     own = nonce if place.local_world_size == place.world_size else 0  # other nodes have other payloads
     seed = zlib.crc32(f"{own} {place.master_addr} {place.master_port}".encode())
     by_rank = zlib.crc32(f"{seed} {place.rank}".encode())
-    random.seed(seed)
-    seeders = [_if_unseeded((random, random._inst), "seed", "setstate", random.getstate)]
-    torch, numpy = (sys.modules.get(name) for name in ("torch", "numpy"))  # a kernel that forks need not have them
-    if numpy is not None:
-        numpy.random.seed(seed)
-        seeders.append(_if_unseeded((numpy.random,), "seed", "set_state", numpy.random.get_state))
+    generators = install()
+    for seed_it, _ in generators:
+        seed_it(seed)
+    seeders = [seed_if_unseeded for _, seed_if_unseeded in generators]
+    torch = sys.modules.get("torch")
     if torch is not None:
         generator = torch.default_generator
         generator.manual_seed(seed)
         seeders.append(lambda by_rank: generator.initial_seed() == seed and generator.manual_seed(by_rank))
     if place.world_size > 1:
         reporting.reporter().at_training += [functools.partial(seeder, by_rank) for seeder in seeders]
-        when_imported("torch.utils.data.dataloader", functools.partial(_seed_workers, place.rank))
 
 
-def _if_unseeded(
+def worker_seed(loader: Any) -> int:
+    """Return a number of this rank for its loaders' workers, whose generator may be the same on all ranks."""
+    # A prepared loader knows this rank's place among those that read different samples.
+    return int(getattr(getattr(loader, "shard", None), "process_index", _rank))
+
+
+@functools.cache
+def install() -> Sequence[tuple[Callable[[int], object], Callable[[int], object]]]:
+    """Watch the global generators. Return a function that seeds each, and one that does unless the program has."""
+    found = [_watched((random, random._inst), "seed", "setstate", random.getstate)]
+    numpy = sys.modules.get("numpy")  # a kernel that forks need not have it
+    if numpy is not None:
+        found.append(_watched((numpy.random,), "seed", "set_state", numpy.random.get_state))
+    return found
+
+
+def _watched(
     holders: Sequence[Any], seed: str, set_state: str, get_state: Callable[[], Any]
-) -> Callable[[int], object]:
-    """Return a function that seeds a generator, unless the program has changed its state by then.
+) -> tuple[Callable[[int], object], Callable[[int], object]]:
+    """Return a function that seeds a generator, and one that does unless the program has changed its state by then.
 
     ``holders`` are the module, and the object that notebook functions such as ``random.seed`` are methods of.
     ``torch.compile`` restores a state that hasn't changed, which doesn't count.
@@ -71,25 +85,15 @@ def _if_unseeded(
     for holder in holders:
         vars(holder).update(replaced)
 
+    def begin(value: int) -> None:
+        nonlocal is_seeded
+        originals[seed](value)
+        is_seeded = False
+
     def reseed(by_rank: int) -> None:
         for holder in holders:
             vars(holder).update({name: originals[name] for name in replaced if getattr(holder, name) is replaced[name]})
         if not is_seeded:
             originals[seed](by_rank)
 
-    return reseed
-
-
-def _seed_workers(rank: int, module: types.ModuleType) -> None:
-    """Give the workers of each rank seeds of their own, also where the loader's generator is the same on all ranks."""
-    iterator_class = module._BaseDataLoaderIter
-    original = iterator_class.__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        original(self, loader, *args, **kwargs)
-        if self._dataset_kind != _STREAM:
-            # A prepared loader knows this rank's place among those that read different samples.
-            self._base_seed += getattr(getattr(loader, "shard", None), "process_index", rank) * self._num_workers
-
-    iterator_class.__init__ = __init__
+    return begin, reseed

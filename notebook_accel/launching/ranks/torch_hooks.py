@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from notebook_accel import code_places, environment, reporting
-from notebook_accel.launching.ranks import loops, profiling
+from notebook_accel.launching.ranks import loops, profiling, random_numbers
 from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.launching.ranks.phases import StepClock
 
@@ -26,20 +26,29 @@ _STREAM = 1  # torch's ``_DatasetKind.Iterable``
 _main = threading.main_thread().ident
 _loops = loops.LOOPS
 _profiler = profiling.PROFILER
+_place = environment.RankPlace()
 
 
+@functools.cache
 def install() -> None:
-    """Place the hooks now, or when torch is imported. Phases are measured unless the launch has ``profile="off"``."""
-    reporting.reporter().before_sample.append(_loops.refresh)
-    if os.environ.get(environment.PROFILE) != "off":
-        _loops.clock = StepClock()
-        _loops.clock.start()
-        when_imported("torch.nn.parallel.distributed", functools.partial(_patch_models, _loops.clock))
+    """Place the hooks now, or when torch is imported."""
+    when_imported("torch.nn.parallel.distributed", _patch_models)
     when_imported("torch.utils.data.dataloader", _patch_loaders)
     when_imported("torch.autograd", _patch_backward)
     when_imported("torch.optim.optimizer", _hook_optimizers)
     when_imported("torch.amp.grad_scaler", _patch_scaler)
     when_imported("accelerate.accelerator", _patch_accelerator)
+
+
+def begin() -> None:
+    """Count this rank's steps, and measure their phases unless the launch has ``profile="off"``."""
+    global _place
+    _place = environment.RankPlace.from_environment()  # the program may change the variables
+    reporting.reporter().before_sample.append(_loops.refresh)
+    if os.environ.get(environment.PROFILE) != "off":
+        _loops.clock = StepClock()
+        _loops.clock.start()
+    install()
 
 
 def _measuring_clock() -> StepClock | None:
@@ -65,6 +74,8 @@ def _patch_loaders(module: types.ModuleType) -> None:
     @functools.wraps(original_init)
     def __init__(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original_init(self, loader, *args, **kwargs)
+        if self._dataset_kind != _STREAM:
+            self._base_seed += random_numbers.worker_seed(loader) * self._num_workers
         if not isinstance(loader, loader_class):  # fastai's: a shell around the loader `d`, which isn't torch's
             _loops.begin(getattr(loader, "d", loader), self)
 
@@ -200,14 +211,14 @@ def _hook_optimizers(module: types.ModuleType) -> None:
         if (clock := _measuring_clock()) is not None:
             clock.enter("optimizer")
 
-    place, is_first = environment.RankPlace.from_environment(), True
+    is_first = True
 
     def end(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         nonlocal is_first
         if is_first and not _is_of_shapes(optimizer):
             is_first = False
             reporting.reporter().begin_training()
-            _warn_of_unconnected_ranks(place)
+            _warn_of_unconnected_ranks(_place)
         is_step = _loops.step_optimizer(optimizer)
         if is_step and _profiler.is_due and threading.get_ident() == _main:
             _profiler.begin_step()
@@ -236,13 +247,14 @@ def _warn_of_unconnected_ranks(place: environment.RankPlace) -> None:
         )
 
 
-def _patch_models(clock: StepClock, module: types.ModuleType) -> None:
+def _patch_models(module: types.ModuleType) -> None:
     model_class = module.DistributedDataParallel
     original = model_class.__init__
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        clock.add_model(self)
+        if _loops.clock is not None:
+            _loops.clock.add_model(self)
 
     model_class.__init__ = __init__

@@ -16,9 +16,16 @@ Filter = tuple[str, str, tuple[str, str], str, int]
 
 def settings() -> list[Filter]:
     """Return this process's filters. Of those that fit a warning, the first counts."""
+    return [described for described, _ in _rows()]
+
+
+def _rows() -> list[tuple[Filter, Any]]:
     filters: Any = warnings.filters
     return [
-        (action, _text(message), (category.__module__, category.__qualname__), _text(module), line)
+        (
+            (action, _text(message), (category.__module__, category.__qualname__), _text(module), line),
+            (action, message, category, module, line),
+        )
         for action, message, given, module, line in filters
         for category in (given if isinstance(given, tuple) else (given,))  # ``simplefilter`` takes several
     ]
@@ -30,7 +37,8 @@ def _text(pattern: Any) -> str:
 
 def take_over(found: Sequence[Filter]) -> None:
     """Set this process's filters. A filter for a class whose module isn't imported follows when it is."""
-    own = [each for each in settings() if each not in found]
+    present = dict(_rows())  # with compiled patterns: to compile one takes long in a fork
+    own = [each for each in present if each not in found]
     # Those of libraries that only this process has imported count first, as if the notebook imported them now. Python's
     # own count last, since the notebook lacks them only if it has removed them.
     of_libraries = [each for each in own if each[1] or each[3] not in ("", "__main__")]
@@ -38,7 +46,10 @@ def take_over(found: Sequence[Filter]) -> None:
     warnings.resetwarnings()
     for each in reversed([*of_libraries, *found, *of_python]):
         _, _, (defined_in, _), _, _ = each
-        when_imported(defined_in, functools.partial(_add, each))
+        if each in present:
+            warnings.filters.insert(0, present[each])  # type: ignore[attr-defined]  # a list
+        else:
+            when_imported(defined_in, functools.partial(_add, each))
 
 
 def _add(new: Filter, defined_in: types.ModuleType) -> None:

@@ -98,6 +98,7 @@ def run(order: messages.Fork, descriptors: list[int], inherited: Inherited | Non
     """Run one rank and return its exit status. ``descriptors`` are those of the order."""
     files = messages.RankFiles(*descriptors)
     inherited_modules = len(sys.modules)
+    leaving.begin()
     streams.redirect(files.log)
     arm_stacks(files.dump)
     _reset_process()
@@ -347,7 +348,7 @@ def _share_processors(ranks: int) -> None:
     variables are for libraries that the rank imports itself, such as scipy, and for programs that it starts. A rank
     that has the whole machine keeps the settings of a process without a launch.
     """
-    each = max(1, host_memory.cores() // ranks)
+    each = max(1, _cores() // ranks)
     importlib.import_module("torch").set_num_threads(each)
     if each >= (os.cpu_count() or 1):
         return
@@ -356,6 +357,17 @@ def _share_processors(ranks: int) -> None:
             count.value = min(count.value, each)
     for name in _THREADS:
         os.environ.setdefault(name, str(each))
+
+
+def prepare_for_forks() -> None:
+    """Do in the template what every rank would do, and what needs nothing of the rank's."""
+    openblas_counts()
+    _cores()
+    torch_hooks.install()
+    random_numbers.install()
+
+
+_cores = functools.cache(host_memory.cores)
 
 
 @functools.cache
@@ -405,7 +417,7 @@ def _install_hooks(namespace: dict[str, Any], rank: int) -> None:
     ipython_shims.install(namespace)
     displays.install(rank)
     bars.install()
-    torch_hooks.install()
+    torch_hooks.begin()
     when_imported("multiprocessing.resource_tracker", track_what_is_made_here)
 
 

@@ -11,12 +11,12 @@ import contextlib
 import errno
 import gc
 import importlib
+import logging
 import os
 import selectors
 import signal
 import sys
 import traceback
-import weakref
 from collections.abc import Iterator
 
 from notebook_accel.launching.processes import die_with_parent, end_with_parent, kill_group, pidfd_open
@@ -48,7 +48,6 @@ class Template:
 
     def serve(self) -> None:
         """Fork and reap ranks until the agent has gone."""
-        _leave_nothing_to_undo()
         gc.disable()
         try:
             self._send_ready()
@@ -82,6 +81,7 @@ class Template:
             kill_group(pid)
 
     def _send_ready(self) -> None:
+        logging._handlerList.clear()  # type: ignore[attr-defined]  # none has anything to write when a rank exits
         gc.freeze()  # a collection in a rank must not write to every page that it shares with the template
         # A fork of the kernel serves one run only, so its imports can't become outdated.
         files = preloading.files() if self._inherited is None else {}
@@ -92,7 +92,6 @@ class Template:
         if next(self._later, self._later) is self._later:  # no step is left
             self._later = None
             self._send_ready()
-        _leave_nothing_to_undo()
         gc.freeze()
 
     def _fork(self, message: Message) -> None:
@@ -169,12 +168,6 @@ class Template:
         self._agent.send(messages.encode(exited))
 
 
-def _leave_nothing_to_undo() -> None:
-    """Disable the libraries' exit finalizers, so that no rank runs them: torch's alone take 40 ms."""
-    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
-        finalizer.atexit = False
-
-
 def come_under(parent_pid: int) -> None:
     """Make this process end with its parent, and ignore SIGINT and SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -204,7 +197,7 @@ def main(agent_descriptor: str, agent_pid: str, *preload: str) -> None:
     gc.disable()  # collections while torch is imported free next to nothing, and take a tenth of the time
     preloading.import_needed()
     preloading.import_welcome()
-    worker.openblas_counts()
+    worker.prepare_for_forks()
     try:
         preloading.import_named(preload)
     except preloading.PreloadError as error:
