@@ -26,6 +26,7 @@ import time
 
 from tests import kernels, processes
 
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
 _READING_S = 5.0  # between the first launch and the later ones, as if the user read the result
 _DEADLINE_S = 180.0
 _LAUNCH = "import time\nstarted = time.monotonic_ns()\nlaunch()\nreturned = time.monotonic_ns()"
@@ -134,7 +135,7 @@ from notebook_accel import notebook_launcher
 def launch(): return notebook_launcher(work, num_processes=2, start_method="{method}", use_cpu=True, view="panel")
 """
 
-_METHODS = (
+METHODS = (
     _LaunchMethod("os.fork", "torch", _FORK),
     _LaunchMethod("ours, spawn", "notebook_accel", _OURS.format(method="spawn"), typing_s=3.0),
     _LaunchMethod("ours, fork", "notebook_accel", _OURS.format(method="fork"), typing_s=3.0),
@@ -164,7 +165,7 @@ def main() -> int:
             chosen[number % len(chosen) :] + chosen[: number % len(chosen)]
         ):  # each method comes first in some round
             try:
-                launches, memory_now = _measure(method)
+                launches, memory_now = measure(method)
             except AssertionError as error:
                 print(f"!!! {method.name} FAILED in this round: {error}", file=sys.stderr)
                 continue
@@ -190,21 +191,22 @@ def _read_arguments() -> tuple[list[_LaunchMethod], int]:
     parser.add_argument("--methods", default="", help="parts of their names, with commas between; default: all")
     given = parser.parse_args()
     parts = [part.strip() for part in given.methods.split(",") if part.strip()]
-    chosen = [method for method in _METHODS if not parts or any(part in method.name for part in parts)]
+    chosen = [method for method in METHODS if not parts or any(part in method.name for part in parts)]
     for method in [method for method in chosen if importlib.util.find_spec(method.needs) is None]:
         print(f"!!! {method.name} is NOT measured: {method.needs} can't be imported.", file=sys.stderr)
         chosen.remove(method)
     if not chosen:
-        parser.error("nothing to measure; there are: " + ", ".join(method.name for method in _METHODS))
+        parser.error("nothing to measure; there are: " + ", ".join(method.name for method in METHODS))
     return chosen, given.rounds
 
 
-def _measure(method: _LaunchMethod) -> tuple[list[Times], dict[str, int]]:
+def measure(method: _LaunchMethod, root: pathlib.Path = _ROOT) -> tuple[list[Times], dict[str, int]]:
+    """Return the times of a kernel's launches with the package in ``root``, the first of all first, and memory."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="benchmark-launch-"))
     said = folder / "said"
     said.mkdir()
     try:
-        with kernels.running(folder, _environment(said)) as kernel:
+        with kernels.running(folder, _environment(said, root)) as kernel:
             prepared = kernel.run(_code(method), _DEADLINE_S)
             assert prepared.status == "ok", prepared.traceback
             time.sleep(method.typing_s)
@@ -216,9 +218,8 @@ def _measure(method: _LaunchMethod) -> tuple[list[Times], dict[str, int]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _environment(said: pathlib.Path) -> dict[str, str]:
-    root = str(pathlib.Path(__file__).parents[1])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+def _environment(said: pathlib.Path, root: pathlib.Path) -> dict[str, str]:
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"BENCHMARK_FOLDER": str(said), "PYTHONPATH": path}
 
 
@@ -253,7 +254,7 @@ def _in_words(times: Times) -> str:
 
 
 def _print_table(title: str, chosen: list[_LaunchMethod], times: dict[str, list[Times]]) -> None:
-    floor = _medians(times[_METHODS[0].name]) if times[_METHODS[0].name] else None
+    floor = _medians(times[METHODS[0].name]) if times[METHODS[0].name] else None
     print(f"\n{title}, {_RANKS} ranks, medians of {max(map(len, times.values()), default=0)} kernels")
     print(f"{'':30} {'first line':>12} {'x floor':>8} {'returned':>12} {'x floor':>8}")
     for method in chosen:

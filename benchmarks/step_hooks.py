@@ -58,13 +58,13 @@ def hooks(*, measures: bool) -> Iterator[None]:
                  if name in vars(each)]  # fmt: skip
     originals.append((torch.autograd, "backward", torch.autograd.backward))
     handles: list[Any] = []
-    clock = StepClock() if measures else None
+    clock = torch_hooks._loops.clock = StepClock() if measures else None
     if clock is not None:
         clock.start()
     reporter.before_sample.append(torch_hooks._loops.refresh)
-    torch_hooks._patch_loaders(loaders, clock)
-    torch_hooks._patch_backward(torch.autograd, clock)
-    torch_hooks._hook_optimizers(_Registering(handles), clock)
+    torch_hooks._patch_loaders(loaders)
+    torch_hooks._patch_backward(torch.autograd)
+    torch_hooks._hook_optimizers(_Registering(handles))
     try:
         yield
     finally:

@@ -58,9 +58,9 @@ def settings() -> dict[str, LoggerSettings]:
     kernels_own = getattr(getattr(shell, "kernel", None), "log", None)
     loggers = {"": logging.getLogger(), **logging.Logger.manager.loggerDict}
     for name, logger in loggers.items():
-        if not isinstance(logger, logging.Logger):  # a placeholder for the parent of others
+        if not isinstance(logger, logging.Logger) or (name and logger is kernels_own):  # or a placeholder for a parent
             continue
-        if name and logger is kernels_own:
+        if not logger.handlers and logger.level == (logging.NOTSET if name else logging.WARNING):  # nearly all
             continue
         is_package = name.partition(".")[0] in sys.modules and not name.startswith("__main__")
         handlers = () if is_package else tuple(filter(None, map(_described, logger.handlers)))

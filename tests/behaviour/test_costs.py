@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from notebook_accel.launching.kernel.job import Job
+from tests.training.test_costs import calls_of_a_step
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -95,6 +96,12 @@ def test_launch_calls_few_functions_and_touches_little_memory(tmp_path: pathlib.
     for rank in found["ranks"]:
         assert 0 < rank["calls"] <= 360
         assert 0 < rank["faults"] <= 1.15 * 2190  # counting costs some of them
+
+
+def test_step_of_a_rank_that_is_watched_calls_few_functions(launch: Callable[..., Job]) -> None:
+    for calls in launch(calls_of_a_step, 1, True, profile="off").results(timeout_s=60):
+        print(sum(calls.values()), sorted(calls.items(), key=lambda item: -item[1]))
+        assert 0 < sum(calls.values()) <= 45
 
 
 def io_bytes(kind: str) -> int:
