@@ -31,10 +31,7 @@ class Started(_Event, frozen=True, kw_only=True):
 
 
 _MOST_LINES = 100  # of several merged events
-SUMMED = (
-    "evaluations", "collecting_s", "compilations", "compiling_s", "starting_s", "queued_s", "stolen_s",
-    "throttled_s", "thrashing_s", "disk_s",
-)  # fmt: skip
+SUMMED = ("evaluations", "collecting_s", "compilations", "compiling_s", "starting_s", "queued_s")
 """The fields of ``StepTimes`` whose values are added up over several events, besides steps, seconds and samples."""
 
 REBUILDING = "the rebuilding of"
@@ -97,13 +94,7 @@ class StepTimes(_Event, frozen=True, kw_only=True):
     cores: int = 0  # number of processor cores that this rank's processes can use, together with other ranks'
     gradient_bytes: int = 0  # size of the gradients that ``DistributedDataParallel`` exchanges, 0 if unknown
     is_on_device: bool = False  # CUDA has measured the phases
-    # Times of waiting, in whichever phase they were.
-    queued_s: float = 0.0  # of a thread of this rank for a core
-    stolen_s: float = 0.0  # of this, while the host of a virtual machine gave the core to others
-    throttled_s: float = 0.0  # in periods in which a control group has used up its quota of CPU time
-    thrashing_s: float = 0.0  # of some thread of this rank's container or machine for memory
-    disk_s: float = 0.0  # of the same threads for a disk
-    swapped_bytes: int = 0  # size of this rank's memory that is in swap
+    queued_s: float = 0.0  # time in which a thread of this rank waited for a core, in whichever phase it was
     samples: int = 0  # of the main thread
     lines: list[SampledLine] = []  # sampled most often
 

@@ -83,7 +83,7 @@ class StepClock:
         self._counts = _Counts()
         self._device = _DeviceClock()
         self._sent_s = self._since_s
-        self._delays: host_memory.DelayWatch | None = None  # from the first sample on: it reads a dozen files
+        self._cores: host_memory.CoreWatch | None = None  # from the first sample on
         self._times_sent: Mapping[str, float] = {}
         self._sending = threading.Lock()
         self._is_examination_due = True  # the main thread is to read values that only it can read
@@ -224,7 +224,7 @@ class StepClock:
             False during a pause, when samples are pointless.
         """
         self._is_examination_due = self._counts.is_reading_due = True
-        self._delays = self._delays or host_memory.DelayWatch()
+        self._cores = self._cores or host_memory.CoreWatch()
         now_s = time.perf_counter()
         if self._paused_until_s:
             if now_s >= self._paused_until_s:
@@ -267,8 +267,8 @@ class StepClock:
         counts.split_backward(seconds)
         _split_by_samples(seconds, lines)
         counts.add_unmeasured_steps(seconds)
-        delays = host_memory.NO_DELAYS if self._delays is None else self._delays.take()
-        reporting.reporter().post(counts.event(seconds, lines, delays, is_on_device=self._device.has_measured))
+        queued = 0.0 if self._cores is None else self._cores.take()
+        reporting.reporter().post(counts.event(seconds, lines, queued, is_on_device=self._device.has_measured))
 
 
 class _Counts:
@@ -377,14 +377,9 @@ class _Counts:
                 seconds[phase] *= factor
 
     def event(
-        self,
-        seconds: dict[str, float],
-        lines: collections.Counter[Line],
-        delays: host_memory.Delays,
-        *,
-        is_on_device: bool,
+        self, seconds: dict[str, float], lines: collections.Counter[Line], queued: float, *, is_on_device: bool
     ) -> events.StepTimes:
-        """Return the counts as an event."""
+        """Return the counts as an event; ``queued`` is the share of the time in which a thread waited for a core."""
         wall_s, (xla, xla_s) = sum(seconds.values()), _xla_compilations()
         graphs, xla = max(0, compiled_graphs() - self.graphs_before), xla - self.xla_before
         recompiled = _last_recompilation() if graphs else ""
@@ -411,12 +406,7 @@ class _Counts:
             cores=host_memory.cores(),
             gradient_bytes=self.gradient_bytes,
             is_on_device=is_on_device,
-            queued_s=min(delays.core + delays.stolen, 1.0) * wall_s,
-            stolen_s=delays.stolen * wall_s,
-            throttled_s=delays.quota * wall_s,
-            thrashing_s=delays.memory * wall_s,
-            disk_s=delays.disk * wall_s,
-            swapped_bytes=host_memory.swapped_bytes() if delays.memory else 0,
+            queued_s=queued * wall_s,
             samples=sum(lines.values()),
             lines=[events.SampledLine(*line, samples=count) for line, count in lines.most_common(_MOST_LINES)],
         )

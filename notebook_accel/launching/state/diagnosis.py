@@ -39,7 +39,6 @@ _LARGE_BYTES = 1 << 20
 _SLOW_S = 0.05  # for fewer than _LARGE_BYTES
 _TINY_ROWS, _TINY_STEP_S = 4, 0.005  # of a batch whose steps are mostly overhead
 _FULL_CLOCK = 90.0  # per cent of a device's highest
-_FULL_DEVICE = 95.0  # per cent of the time in which a device that waits for nothing computes
 _UNEVEN = 2.0  # largest batch to smallest
 _COMMONLY_UNEVEN = 0.8  # mean batch to largest; with more, only few are smaller, such as the last one of a stream
 _MOST_WORKERS = 4  # in the advice
@@ -311,19 +310,9 @@ class _Rank:
         return self.times.compiling_s / self.wall_s
 
     @property
-    def disk_share(self) -> float:
-        """The share of the time, from 0 to 1, in which the rank or a program beside it waits for a disk."""
-        return self.times.disk_s / self.wall_s
-
-    @property
     def queued_share(self) -> float:
         """The share of the time, from 0 to 1, in which a thread of the rank waits for a core."""
         return self.times.queued_s / self.wall_s
-
-    @property
-    def is_robbed(self) -> bool:
-        """True if the rank waits for a core mostly while the host of a virtual machine gives it to others."""
-        return self.times.stolen_s > self.times.queued_s / 2
 
     def line(self, *phases: str, activity: str | None = None) -> tuple[str, str]:
         """Return place and text of the line sampled most in these phases, or in all; empty if there is none."""
@@ -352,10 +341,6 @@ class _Run:
     def ranks_beside(self, rank: _Rank) -> list[_Rank]:
         """Return the ranks on a rank's machine, which share its cores."""
         return [each for each in self.ranks if each.state.node == rank.state.node]
-
-    def numbers_beside(self, rank: _Rank) -> tuple[int, ...]:
-        """Return the numbers of the ranks on a rank's machine."""
-        return tuple(each.number for each in self.ranks_beside(rank))
 
     def cores_each(self, rank: _Rank) -> int:
         """Return the number of cores for each rank on a rank's machine, at least 1."""
@@ -456,12 +441,7 @@ def _circumstances(slow: _Rank) -> str:
     if memory is not None and memory.clock and memory.clock < _FULL_CLOCK:
         found += f" Its device runs at {memory.clock:.0f} % of its highest clock."
     if slow.queued_share >= _WORTH:
-        why = "other work uses it"
-        if slow.times.throttled_s >= _WORTH * slow.wall_s:
-            why = "its container's quota of CPU time is used up"
-        elif slow.is_robbed:
-            why = "the host of this virtual machine gives it to others"
-        found += f" It waits for a core {_percent(slow.queued_share)} of the time, since {why}."
+        found += f" It waits for a core {_percent(slow.queued_share)} of the time, since other work uses it."
     return found
 
 
@@ -469,11 +449,8 @@ def _data(run: _Run) -> Verdict:
     """Find ranks that all wait for their loader."""
     share, slow = run.common_share("data"), run.longest_in("data")
     place, _ = slow.line("data")
-    disk = f" A disk is waited for {_percent(slow.disk_share)} of the time." if slow.disk_share >= share / 2 else ""
-    what = (
-        f"{run.everyone} waits {_percent(share)} of the time for data: `num_workers={slow.times.workers or 0}`"
-        f"{_at(place)}.{disk}"
-    )
+    workers = f"`num_workers={slow.times.workers or 0}`"
+    what = f"{run.everyone} waits {_percent(share)} of the time for data: {workers}{_at(place)}."
     return Verdict("data", share, what, _data_fix(run, slow), run.numbers, place)
 
 
@@ -482,8 +459,6 @@ def _data_fix(run: _Run, slow: _Rank) -> str:
     workers = slow.times.workers or 0
     if slow.times.starting_s > slow.times.seconds.get("data", 0.0) / 2:
         return "Its workers start anew in each epoch. Try `persistent_workers=True`, or fewer and longer epochs."
-    if slow.disk_share >= slow.share("data") / 2:
-        return "Copy the data to a faster disk or into memory, or pack many small files into few large ones."
     more = min(_MOST_WORKERS, run.cores_each(slow))
     fix = f"`num_workers={max(2 * workers, more)}`" if workers else f"`num_workers={more}, persistent_workers=True`"
     if slow.per_step_s("data") < _SHORT_WAIT_S:
@@ -618,50 +593,6 @@ def _communication(run: _Run) -> Verdict | None:
     return Verdict("communication", share, what, "Communicate less often, or less.", run.numbers, place)
 
 
-def _thrashing(run: _Run) -> Verdict:
-    """Find a lack of memory, because of which pages are read again that were swapped out or dropped."""
-    rank = max(run.ranks, key=lambda rank: rank.times.thrashing_s / rank.wall_s)
-    share = rank.times.thrashing_s / rank.wall_s
-    swapped = rank.times.swapped_bytes
-    swap = f", and {format_size(swapped)} of rank {rank.number} are in swap" if swapped else ""
-    what = f"Memory is short: programs wait for it {_percent(share)} of the time{swap}."
-    fix = "Use a smaller batch, fewer workers or ranks, or end other programs."
-    return Verdict("memory", share, what, fix, run.numbers_beside(rank))
-
-
-def _quota(run: _Run) -> Verdict:
-    """Find a container whose quota of CPU time is used up, after which its threads wait for the next period."""
-    rank = max(run.ranks, key=lambda rank: rank.times.throttled_s / rank.wall_s)
-    periods = rank.times.throttled_s / rank.wall_s
-    what = (
-        f"The container uses up its quota of CPU time, {format_count(rank.times.cores, 'core')}, in "
-        f"{_percent(periods)} of the periods, and rank {rank.number} waits {_percent(rank.queued_share)} of the time."
-    )
-    fix = "Give it a larger quota, or use fewer ranks, workers or threads."
-    return Verdict("quota", min(periods, rank.queued_share), what, fix, run.numbers_beside(rank))
-
-
-def _busy_cores(run: _Run) -> Verdict | None:
-    """Find ranks whose threads wait for cores that other threads or programs use."""
-    rank = max(run.ranks, key=lambda rank: rank.queued_share)
-    if rank.queued_share < _WORTH_QUEUED or _threads(run) is not None:  # too many threads are the better reason
-        return None
-    memory = rank.state.memory
-    if run.is_on_device and memory is not None and (memory.utilisation or 0.0) >= _FULL_DEVICE:
-        return None  # its threads queue work for the device early enough
-    waits = f"Rank {rank.number} waits for a core {_percent(rank.queued_share)} of the time"
-    if rank.is_robbed:
-        what = f"{waits}: the host of this virtual machine gives its cores to others (steal)."
-        fix = "No program or setting in it changes that. Use a machine with cores of its own."
-        return Verdict("busy cores", rank.queued_share, what, fix, (rank.number,))
-    cores = format_count(rank.times.cores, "core")
-    what = f"{waits}: more threads or programs are busy than the {cores} here can run."
-    fix = "End other programs, or use fewer ranks, workers or threads."
-    if rank.times.threads > 1 and not run.is_on_device:  # they wait for each other in busy loops
-        fix += ' Or set os.environ["OMP_WAIT_POLICY"] = "PASSIVE" before the launch.'
-    return Verdict("busy cores", rank.queued_share, what, fix, (rank.number,))
-
-
 def _threads(run: _Run) -> Verdict | None:
     """Find more threads than cores, or one thread where there are many cores."""
     first = run.ranks[0]
@@ -723,10 +654,8 @@ _MEASURED: Iterable[Callable[[_Run], Verdict | None]] = (
     _device_waits,
     _communication,
     _garbage,
-    _thrashing,
-    _quota,
     _tiny_batch,  # its share is all computing, and loader and code around the training are mostly overhead too
     _other,
 )
-# The first has all computing as its share, since the part that it wastes isn't known.
-_LIKELY: Iterable[Callable[[_Run], Verdict | None]] = (_threads, _busy_cores)
+# It has all computing as its share, since the part that it wastes isn't known.
+_LIKELY: Iterable[Callable[[_Run], Verdict | None]] = (_threads,)
