@@ -66,7 +66,6 @@ def test_rank_that_the_others_wait_for(
     assert said.place == f"{slow_programs.__file__}, line {slow_programs.line_of(mark)}"
 
 
-@pytest.mark.parametrize("is_prepared", [_PREPARED[0], pytest.param(True, marks=_QUIET, id="prepared")])
 @pytest.mark.parametrize(
     ("cause", "program", "mark"),
     [
@@ -74,18 +73,13 @@ def test_rank_that_the_others_wait_for(
         ("evaluation", slow_programs.evaluates_each_step_with_a_new_loader, ""),
         ("other code", slow_programs.slow_line_between_the_steps, "other"),
         ("communication", slow_programs.large_gradients, ""),
-        ("uneven batches", slow_programs.uneven_batches, ""),
         ("checkpoint", slow_programs.saves_each_step, "checkpoint"),
         ("compilation", slow_programs.compiles_for_changing_shapes, "compilation"),
-        pytest.param("too many threads", slow_programs.computes_with_too_many_threads, "", marks=_QUIET),
-        pytest.param("tiny batch", slow_programs.tiny_batch, "", marks=_QUIET),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_planted_cause(
-    verdict: Callable[..., Verdict], cause: str, program: Callable[[bool], None], mark: str, is_prepared: bool
-) -> None:
-    said = verdict(cause, program, is_prepared)
+def test_planted_cause(verdict: Callable[..., Verdict], cause: str, program: Callable[[bool], None], mark: str) -> None:
+    said = verdict(cause, program)
     if mark:
         assert said.place == f"{slow_programs.__file__}, line {slow_programs.line_of(mark)}"
 

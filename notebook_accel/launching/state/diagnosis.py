@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.formatting import format_count, format_duration, format_milliseconds, format_size
@@ -37,14 +37,8 @@ _COMPUTING = ("forward", "backward", "optimizer")
 _STEPS_PER_EVALUATION = 10  # with more, an evaluation isn't too frequent
 _LARGE_BYTES = 1 << 20
 _SLOW_S = 0.05  # for fewer than _LARGE_BYTES
-_TINY_ROWS, _TINY_STEP_S = 4, 0.005  # of a batch whose steps are mostly overhead
 _FULL_CLOCK = 90.0  # per cent of a device's highest
-_UNEVEN = 2.0  # largest batch to smallest
-_COMMONLY_UNEVEN = 0.8  # mean batch to largest; with more, only few are smaller, such as the last one of a stream
 _MOST_WORKERS = 4  # in the advice
-_WORTH_QUEUED = 0.2  # short waits for a core are usual where the ranks use all cores
-_MOSTLY_IN_TURNS = 2.0  # waiting to communication; exchanges over a busy network also take unequal times
-_WORTH_IN_TURNS = 0.2  # steps never take quite the same time, least of all on a virtual machine
 _SHORT_WAIT_S = 0.002  # for a batch; a worker takes up to this to pass one
 _MOST_TEXT = 60
 _SAVE_LESS = "Save less often, or in the background: accelerator.save_state(async_=True)."
@@ -57,7 +51,7 @@ class Verdict:
     """A reason why steps are slow.
 
     Attributes:
-        cause: The cause in one or two words, such as ``data`` or ``busy cores``.
+        cause: The cause in one or two words, such as ``data`` or ``device wait``.
         share: Its share of the step, from 0 to 1.
         what: The reason in a sentence, with its figures.
         fix: What to do.
@@ -166,27 +160,7 @@ def diagnose(state: RunState) -> Diagnosis:
     phases = split_waiting({rank.number: rank.phases for rank in measured})
     points = {rank.number: rank.state.step_history.sums.points for rank in measured}
     moments = over_time(points, shown_ranks(phases))
-    return Diagnosis(tuple(_dated(verdict, moments) for verdict in found), phases, moments, sum(costs), run_s)
-
-
-def _dated(verdict: Verdict, moments: Sequence[Moment]) -> Verdict:
-    """Add to the verdict on a rank that is late the step since which it is, unless it always was."""
-    if verdict.cause != "straggler":
-        return verdict
-    [late] = verdict.ranks
-    since = None
-    for moment in reversed(moments):
-        if moment.mean is None or late not in moment.ranks:
-            continue  # no step was done
-        waiting_s = moment.mean[events.WAITING]
-        if waiting_s < _WORTH * sum(moment.mean.values()) or moment.ranks[late][events.WAITING] > waiting_s / 2:
-            break
-        since = moment
-    else:
-        since = None  # it always was late
-    if since is None:
-        return verdict
-    return dataclasses.replace(verdict, what=f"{verdict.what} It has been so since about step {since.first_step:,}.")
+    return Diagnosis(tuple(found), phases, moments, sum(costs), run_s)
 
 
 def _recurring(ranks: Sequence[_Rank], in_run: Sequence[_Rank], whole: Mapping[str, Verdict]) -> list[Verdict]:
@@ -248,16 +222,12 @@ def _costliest(run: _Run, is_one_late: bool = True) -> dict[str, Verdict]:
         run: The ranks.
         is_one_late: False if it is known that no single rank is late.
     """
-    measured = [find for find in _MEASURED if is_one_late or find is not _straggler]
-    found = _verdicts(run, measured) or _verdicts(run, _LIKELY)
+    finders = [find for find in _FINDERS if is_one_late or find is not _straggler]
+    found = [verdict for find in finders if (verdict := find(run)) is not None and verdict.share >= _WORTH]
     by_cause: dict[str, Verdict] = {}
     for verdict in sorted(found, key=lambda verdict: -verdict.share):
         by_cause.setdefault(verdict.cause, verdict)  # a late rank and the time of all ranks may have one cause
     return by_cause
-
-
-def _verdicts(run: _Run, finders: Iterable[Callable[[_Run], Verdict | None]]) -> list[Verdict]:
-    return [verdict for find in finders if (verdict := find(run)) is not None and verdict.share >= _WORTH]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,13 +308,10 @@ class _Run:
         self.step_s = statistics.fmean(rank.step_s for rank in ranks)
         self.is_on_device = ranks[0].times.is_on_device
 
-    def ranks_beside(self, rank: _Rank) -> list[_Rank]:
-        """Return the ranks on a rank's machine, which share its cores."""
-        return [each for each in self.ranks if each.state.node == rank.state.node]
-
     def cores_each(self, rank: _Rank) -> int:
         """Return the number of cores for each rank on a rank's machine, at least 1."""
-        return max(1, rank.times.cores // len(self.ranks_beside(rank)))
+        beside = [each for each in self.ranks if each.state.node == rank.state.node]
+        return max(1, rank.times.cores // len(beside))
 
     def share(self, phase: str) -> float:
         """Return a phase's mean share of the step."""
@@ -383,7 +350,7 @@ class _Run:
         return tuple(rank.number for rank in self.ranks)
 
 
-# The functions that find one cause each; ``_verdicts`` leaves out causes with a small share ---------------------------
+# The functions that find one cause each; ``_costliest`` leaves out causes with a small share --------------------------
 
 
 def _percent(share: float) -> str:
@@ -542,34 +509,14 @@ def _device_waits(run: _Run) -> Verdict | None:
 
 
 def _communication(run: _Run) -> Verdict | None:
-    """Find communication that takes long although no rank is late; or ranks that are late in turns."""
+    """Find communication that takes long although no rank is late."""
     if len(run.ranks) < 2:
         return None
     least = min(run.ranks, key=lambda rank: rank.per_step_s("communication"))
     share, size = run.communication_s / run.step_s, run.ranks[0].times.gradient_bytes
     exposed_share = min(rank.exposed_s for rank in run.ranks) / run.step_s
-    in_turns_share = exposed_share - share
-    smallest = min(rank.times.smallest_batch for rank in run.ranks)
-    largest = max(rank.times.largest_batch for rank in run.ranks)
-    mean = statistics.fmean(rank.times.mean_batch for rank in run.ranks)
-    are_uneven = smallest and largest >= _UNEVEN * smallest and mean <= _COMMONLY_UNEVEN * largest
-    if are_uneven and (in_turns_share >= share or not size):  # only the exchange of gradients tells the two apart
-        waiting_share = in_turns_share if size else exposed_share
-        what = (
-            f"The ranks wait for each other {_percent(waiting_share)} of the time: their batches have between "
-            f"{smallest:,} and {largest:,} elements, and each step takes as long as its largest."
-        )
-        fix = "Sort samples by length, so that batches of one step are about as long."
-        return Verdict("uneven batches", waiting_share, what, fix, run.numbers)
     if run.queued_share >= exposed_share:
         return None  # the ranks wait for cores more than for each other, and so exchange slowly
-    if in_turns_share >= max(_MOSTLY_IN_TURNS * share, _WORTH_IN_TURNS):
-        what = (
-            f"The ranks wait for each other {_percent(in_turns_share)} of the time, now for one and now for "
-            "another: their steps take unequal times."
-        )
-        fix = "Give all ranks batches of equal work, or look for what else runs on their devices or cores."
-        return Verdict("uneven steps", in_turns_share, what, fix, run.numbers)
     if size < _LARGE_BYTES and run.communication_s < _SLOW_S:
         return None  # latency, which a longer step hides
     others, _ = _Run([least]).sampled_share(
@@ -593,47 +540,6 @@ def _communication(run: _Run) -> Verdict | None:
     return Verdict("communication", share, what, "Communicate less often, or less.", run.numbers, place)
 
 
-def _threads(run: _Run) -> Verdict | None:
-    """Find more threads than cores, or one thread where there are many cores."""
-    first = run.ranks[0]
-    last = first.times
-    share = sum(run.share(name) for name in _COMPUTING)
-    threads = sum(rank.times.threads for rank in run.ranks_beside(first))
-    ranks = len(run.ranks_beside(first))
-    if run.is_on_device or not last.threads or not last.cores or share < 0.5:
-        return None
-    each = run.cores_each(first)
-    fix = f"Leave OMP_NUM_THREADS unset, or torch.set_num_threads({each})."
-    if threads >= 2 * max(last.cores, ranks):
-        what = f"{ranks} ranks compute with {threads} threads on {last.cores} cores, {_percent(share)} of the time."
-        return Verdict("too many threads", share, what, fix, run.numbers)
-    is_waiting = any(rank.queued_share >= _WORTH_QUEUED for rank in run.ranks)
-    if last.threads == 1 and each >= 4 and not is_waiting:  # other programs use the other cores
-        what = f"Each rank computes with one thread, {_percent(share)} of the time, and could have {each}."
-        return Verdict("one thread", share, what, fix, run.numbers)
-    return None
-
-
-def _garbage(run: _Run) -> Verdict | None:
-    """Find long garbage collections."""
-    rank = max(run.ranks, key=lambda rank: rank.times.collecting_s / rank.wall_s)
-    share = rank.times.collecting_s / rank.wall_s
-    what = f"Python's garbage collection takes {_percent(share)} of the time on rank {rank.number}."
-    fix = "gc.freeze() after the setup, or gc.disable() and gc.collect() every thousand steps."
-    return Verdict("garbage collection", share, what, fix, (rank.number,))
-
-
-def _tiny_batch(run: _Run) -> Verdict | None:
-    """Find batches that are too small for a step's fixed costs."""
-    rows = statistics.fmean(rank.times.rows for rank in run.ranks)
-    share = sum(run.share(name) for name in _COMPUTING)
-    if not 0 < rows <= _TINY_ROWS or run.step_s > _TINY_STEP_S or share < 0.5:
-        return None
-    size, took = f"{rows:.0f} row{'s' if rows > 1 else ''}", format_milliseconds(run.step_s)
-    what = f"A step has {size} a rank and takes {took}, most of it overhead."
-    return Verdict("tiny batch", share, what, "Try a batch of 32 or more.", run.numbers)
-
-
 def _other(run: _Run) -> Verdict | None:
     """Find a line between the steps that takes long."""
     share = run.common_share("other")
@@ -645,7 +551,7 @@ def _other(run: _Run) -> Verdict | None:
     return Verdict("other code", share, what, "Do it less often.", run.numbers, place)
 
 
-_MEASURED: Iterable[Callable[[_Run], Verdict | None]] = (
+_FINDERS: tuple[Callable[[_Run], Verdict | None], ...] = (
     _straggler,
     _data,
     _evaluation,
@@ -653,9 +559,5 @@ _MEASURED: Iterable[Callable[[_Run], Verdict | None]] = (
     _compilation,
     _device_waits,
     _communication,
-    _garbage,
-    _tiny_batch,  # its share is all computing, and loader and code around the training are mostly overhead too
     _other,
 )
-# It has all computing as its share, since the part that it wastes isn't known.
-_LIKELY: Iterable[Callable[[_Run], Verdict | None]] = (_threads,)
