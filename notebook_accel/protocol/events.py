@@ -135,14 +135,6 @@ class OperatorTime(msgspec.Struct, frozen=True, array_like=True):
     is_kernel: bool = False
 
 
-class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that the tensors made by one line held when a profile's memory was at its peak."""
-
-    place: str  # the user's line, such as ``In[7], line 12``; empty for tensors made before the profile
-    text: str
-    size_bytes: int
-
-
 class Profiled(_Event, frozen=True, kw_only=True):
     """The rank's answer to a request for a profile of its next steps."""
 
@@ -154,9 +146,7 @@ class Profiled(_Event, frozen=True, kw_only=True):
     operators: list[OperatorTime] = []  # the operators and kernels that took most time
     lines: list[SampledLine] = []  # sampled most often
     samples: int = 0  # of the main thread
-    trace: str = ""  # path of the trace on the rank's machine; empty if there is none
-    peak_bytes: int = 0  # peak memory of all tensors, if memory was asked for
-    held: list[HeldMemory] = []  # the lines whose tensors held most memory at the peak
+    file: str = ""  # path of the trace, or of the memory's snapshot, on the rank's machine; empty if there is none
 
 
 MOST_METRICS = 32

@@ -451,16 +451,12 @@ def place_of(frame: types.FrameType) -> tuple[str, str, str]:
         current = current.f_back
     if current is None:
         return activity, "", ""
-    place, text = line_of(current.f_code.co_filename, current.f_lineno or 0)
+    filename, line = current.f_code.co_filename, current.f_lineno or 0
+    text = linecache.getline(filename, line).strip()[:_MOST_TEXT]
     # In `net(x.to(device))` the line copies until the network runs. The methods of tensors aren't Python functions.
     if not activity and called in _COPYING and any(part in text for part in _COPIES):
         activity = "copy"
-    return activity, place, text
-
-
-def line_of(filename: str, line: int) -> tuple[str, str]:
-    """Return the place of a line, such as ``In[7], line 12``, and its text."""
-    return f"{code_places.label(filename)}, line {line}", linecache.getline(filename, line).strip()[:_MOST_TEXT]
+    return activity, f"{code_places.label(filename)}, line {line}", text
 
 
 def _activity(code: types.CodeType) -> str:
