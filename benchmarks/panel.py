@@ -39,7 +39,7 @@ while (elapsed_s := time.monotonic() - began_s) < {seconds}:
         for _ in range(100): counter.step += 1
     report(loss=1 / (1 + elapsed_s), accuracy=elapsed_s)
     for phase in ("data", "forward", "backward", "optimizer"): LOOPS.clock.enter(phase)
-    LOOPS.clock.begin_step(None, None)
+    LOOPS.clock.begin_step(None)
     time.sleep(0.05)
 sampling = (time.clock_gettime(clock) - sampled_s) / elapsed_s
 

@@ -46,8 +46,8 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
 
     The first seven, and detach, take --run NAME (or its number), to choose among several runs or an earlier one.
     status, why, runs and doctor take --json, which prints data for programs; profile takes --steps, the number of steps
-    (5 by default), and --memory, which shows what holds memory at its peak; runs takes --clean, which removes the runs
-    that have ended.
+    (5 by default), and --memory, which writes a snapshot of each GPU's memory; runs takes --clean, which removes the
+    runs that have ended.
 
     Examples:
       %distributed                       the same as %distributed status
@@ -56,7 +56,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
       %distributed stacks --run 3        print the stacks of the third run's ranks
       %distributed why --json            the reason and the phases of a step, as JSON
       %distributed profile --steps 3     a timeline of the next three steps of all ranks; the value is the Profile
-      %distributed profile --memory      the lines that hold most memory, on each rank
+      %distributed profile --memory      what holds the memory of each GPU, for pytorch.org/memory_viz
       %distributed stop --run long       stop the run named "long"
       %distributed attach night          attach to the run that %%distributed --detach --name night has started
 

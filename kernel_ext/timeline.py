@@ -47,12 +47,15 @@ def latest_html(profile: Profile | None, said: str) -> str:
 
 
 def body_html(profile: Profile) -> str:
-    """Return the timeline, the tables and the path of the trace, for an element of class ``nba-panel``."""
+    """Return the timeline, the tables and the paths of the files, for an element of class ``nba-panel``."""
     notes = "".join(f'<p class="nba-said">{html.escape(note)}</p>' for note in profile.notes)
     trace = ""
     if profile.trace is not None:
         path = f"<code>{html.escape(str(profile.trace))}</code>"
         trace = f'<p class="nba-said">All of it: open {path} at ui.perfetto.dev or chrome://tracing.</p>'
+    if profile.snapshots:
+        paths = f"<code>{html.escape(profile.snapshots)}</code>"
+        trace += f'<p class="nba-said">What holds memory: open {paths} at pytorch.org/memory_viz.</p>'
     return f'<div class="nba-profile">{notes}{_timeline_html(profile)}{_tables_html(profile)}{trace}</div>'
 
 
@@ -131,17 +134,14 @@ def _tables_html(profile: Profile) -> str:
         tables.append(_table_html(("a step", "calls", head), rows))
     lines = [(f"{line.share:.0%}", line.place, line.text) for line in profile.lines]
     tables.append(_table_html(("of the time", "line", ""), lines))
-    if profile.memory:
-        heads, *held = profile.memory
-        tables.append(_table_html(heads, held, numbers=len(heads) - 2))
     return f'<div class="nba-costliest">{"".join(tables)}</div>'
 
 
-def _table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int = 1) -> str:
-    """Return a table whose first ``numbers`` columns have numbers; empty without rows."""
+def _table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table whose first column has numbers; empty without rows."""
     if not rows:
         return ""
-    kinds = [' class="nba-number"' if index < numbers else "" for index in range(len(heads))]
+    kinds = [' class="nba-number"' if index == 0 else "" for index in range(len(heads))]
     head = "".join(f'<th scope="col"{kind}>{name}</th>' for kind, name in zip(kinds, heads, strict=True))
     body = "".join(
         f"<tr>{''.join(f'<td{kind}>{html.escape(cell)}</td>' for kind, cell in zip(kinds, row, strict=True))}</tr>"

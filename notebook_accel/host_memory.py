@@ -1,7 +1,7 @@
-"""The memory and the processors of this machine and of this process's control groups, and the waiting for them.
+"""The memory and the processors of this machine and of this process's control groups, and the waiting for a core.
 
 A container's limit is that of a control group. See cgroups(7), and Linux's cgroup-v1/memory.rst, cgroup-v2.rst,
-scheduler/sched-bwc.rst, scheduler/sched-stats.rst, accounting/psi.rst and proc_stat(5) for the files.
+scheduler/sched-bwc.rst and scheduler/sched-stats.rst for the files.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 _MEMBERSHIP = pathlib.Path("/proc/self/cgroup")
 _MEMINFO = pathlib.Path("/proc/meminfo")
 _VMSTAT = pathlib.Path("/proc/vmstat")
-_PRESSURE = pathlib.Path("/proc/pressure")
-_STAT = pathlib.Path("/proc/stat")
 _THREADS = pathlib.Path("/proc/self/task")
 
 
@@ -41,12 +39,10 @@ class _Files:
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file")
 _V2 = _Files("memory.max", "memory.current", "memory.events", "inactive_file")
 
-# By controller and the version of control groups: a file that only groups with this controller have. All groups of
-# version 2 have files of pressure, where Linux measures it.
+# By controller and the version of control groups: a file that only groups with this controller have.
 _MARKS = {
     "memory": {1: _V1.limit, 2: _V2.limit},
     "cpu": {1: "cpu.cfs_quota_us", 2: "cpu.max"},
-    "pressure": {2: "memory.pressure"},
 }
 
 
@@ -119,69 +115,21 @@ def _quota(folder: pathlib.Path, version: int) -> int | None:
     return None
 
 
-class Delays(NamedTuple):
-    """Shares of a time, from 0 to 1, in which something was waited for; 0 where Linux doesn't measure it."""
-
-    core: float  # a thread of the program was ready to run, and had no core: the one that waited longest
-    stolen: float  # the host of this virtual machine gave a core to others while this program used it
-    quota: float  # periods in which a control group has used up its quota of CPU time
-    # Some thread of this process's control group waited; of the machine, where the group isn't known or measured.
-    memory: float  # for memory, such as for pages in swap
-    disk: float
-
-
-NO_DELAYS = Delays(0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-class _Counts(NamedTuple):
-    """The counts of waiting up to some time."""
-
-    time_s: float
-    threads_ns: dict[str, int]
-    stolen: tuple[int, int]
-    used_s: float  # CPU time of this process
-    periods: dict[pathlib.Path, tuple[int, int]]
-    stalled_us: tuple[int, int]  # by memory and by disks
-
-
-class DelayWatch:
-    """Measures what this process and those beside it wait for between two calls of ``take``."""
+class CoreWatch:
+    """Measures how long this process waits for cores between two calls of ``take``."""
 
     def __init__(self) -> None:
-        self._before = self._look()
+        self._looked_s, self._waits_ns = time.monotonic(), _waits_for_cores()
 
-    def take(self) -> Delays:
-        """Return the delays since the last call."""
-        before, self._before = self._before, self._look()
-        now = self._before
-        took_s = max(now.time_s - before.time_s, 1e-3)
-        waits_ns = (wait_ns - before.threads_ns.get(thread, 0) for thread, wait_ns in now.threads_ns.items())
-        core = max(waits_ns, default=0) / 1e9 / took_s
-        stolen, used = (later - earlier for earlier, later in zip(before.stolen, now.stolen, strict=True))
-        # Linux counts a stolen time as used by nobody.
-        stolen_share = min((now.used_s - before.used_s) / took_s, 1.0) * stolen / max(used, 1)
-        passed = {
-            group: (count - before.periods[group][0], throttled - before.periods[group][1])
-            for group, (count, throttled) in now.periods.items()
-            if group in before.periods
-        }
-        quota = max((throttled / count for count, throttled in passed.values() if count > 0), default=0.0)
-        memory, disk = (
-            (now_us - then_us) / 1e6 / took_s for then_us, now_us in zip(before.stalled_us, now.stalled_us, strict=True)
-        )
-        # Counts are lower than before where this process was moved to another control group.
-        return Delays(*(min(max(share, 0.0), 1.0) for share in (core, stolen_share, quota, memory, disk)))
+    def take(self) -> float:
+        """Return the share of the time since the last call in which a thread was ready to run and had no core.
 
-    @staticmethod
-    def _look() -> _Counts:
-        stalled_us = (_stalled_us("memory"), _stalled_us("io"))
-        used_s = time.process_time()
-        return _Counts(time.monotonic(), _waits_for_cores(), _stolen_and_used(), used_s, _quota_periods(), stalled_us)
-
-
-def swapped_bytes() -> int:
-    """Return the size of this process's memory that is in swap."""
-    return 1024 * _rows(_THREADS.parent / "status").get("VmSwap:", 0)
+        It is from 0 to 1, that of the thread that waited longest, and 0 where Linux doesn't measure it.
+        """
+        before_s, before_ns = self._looked_s, self._waits_ns
+        self._looked_s, self._waits_ns = time.monotonic(), _waits_for_cores()
+        waits_ns = (wait_ns - before_ns.get(thread, 0) for thread, wait_ns in self._waits_ns.items())
+        return min(max(waits_ns, default=0) / 1e9 / max(self._looked_s - before_s, 1e-3), 1.0)
 
 
 def _waits_for_cores() -> dict[str, int]:
@@ -196,33 +144,6 @@ def _waits_for_cores() -> dict[str, int]:
             with contextlib.suppress(OSError, ValueError, IndexError):  # it may have just ended
                 found[thread] = int(_text(f"{_THREADS}/{thread}/schedstat").split()[1])
     return found
-
-
-def _stolen_and_used() -> tuple[int, int]:
-    """Return the clock ticks for which this process's cores were stolen by a host, and those for which they worked."""
-    stolen = used = 0
-    with contextlib.suppress(OSError, AttributeError, IndexError, ValueError):
-        own = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-        for name, *numbers in (row.split() for row in _text(_STAT).splitlines() if row.startswith("cpu")):
-            if name in own:
-                user, nice, system, _, _, irq, softirq, steal = map(int, numbers[:8])
-                stolen, used = stolen + steal, used + user + nice + system + irq + softirq
-    return stolen, used
-
-
-def _quota_periods() -> dict[pathlib.Path, tuple[int, int]]:
-    """Return for each control group with a quota its periods, and those in which the quota was used up."""
-    rows = {folder: _rows(folder / "cpu.stat") for folder, _ in _groups("cpu")}
-    return {folder: (row.get("nr_periods", 0), row.get("nr_throttled", 0)) for folder, row in rows.items()}
-
-
-def _stalled_us(resource: str) -> int:
-    """Return the microseconds for which some thread of this control group, or of the machine, waited for a resource."""
-    own = [folder / f"{resource}.pressure" for folder, _ in _groups("pressure")]
-    with contextlib.suppress(OSError, ValueError):
-        some = _text([*own, _PRESSURE / resource][0]).partition("\n")[0]
-        return int(some.rpartition("total=")[2])
-    return 0
 
 
 def _memory_groups() -> Sequence[tuple[pathlib.Path, _Files]]:

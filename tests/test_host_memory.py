@@ -81,61 +81,20 @@ def test_group_without_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: pathli
     assert host_memory.available_bytes() > 100_000_000
 
 
-@pytest.mark.parametrize(("line", "folder"), [("0::/job", "job"), ("3:cpu,cpuacct:/job", "cpu/job")])
-def test_delays_between_two_looks(
-    line: str, folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    def write(name: str, text: str) -> None:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-
-    def pass_time(now_s: float, core_ns: int, throttled: int, stalled_us: int, used_ticks: int) -> None:
+def test_waiting_for_cores_between_two_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    def pass_time(now_s: float, first_ns: int, second_ns: int) -> None:
         monkeypatch.setattr(host_memory.time, "monotonic", lambda: now_s)
-        monkeypatch.setattr(host_memory.time, "process_time", lambda: used_ticks / 100)
-        own = " ".join(["0", f"{used_ticks}", "0", "50", "0", "0", "0", f"{used_ticks // 3}", "0"])
-        write("stat", f"cpu  9 9 9 9 9 9 9 9\ncpu{min(os.sched_getaffinity(0))} {own}\ncpu999 9 9 9 9 9 9 9 9\n")
-        write("task/1/schedstat", "5 70 9\n")
-        write("task/2/schedstat", f"5 {core_ns} 9\n")
-        write(f"{folder}/cpu.stat", f"nr_periods {now_s * 10:.0f}\nnr_throttled {throttled}\n")
-        for resource in ("memory", "io"):
-            write(f"pressure/{resource}", f"some avg10=0.00 total={stalled_us}\nfull avg10=0.00 total=9\n")
-            stalled_us *= 2
+        for thread, waited_ns in (("1", first_ns), ("2", second_ns)):
+            (tmp_path / thread).mkdir(exist_ok=True)
+            (tmp_path / thread / "schedstat").write_text(f"5 {waited_ns} 9\n")
 
-    marks = {"job/cpu.max": "max 100000", "cpu/job/cpu.cfs_quota_us": "-1"}
-    for name, text in marks.items():
-        write(name, text)
-    write("cgroup", f"{line}\n")
-    paths = {"_CGROUPS": "", "_MEMBERSHIP": "cgroup", "_PRESSURE": "pressure", "_THREADS": "task", "_STAT": "stat"}
-    for name, path in paths.items():
-        monkeypatch.setattr(host_memory, name, tmp_path / path)
-    pass_time(100, core_ns=10**9, throttled=3, stalled_us=1_000_000, used_ticks=300)
-    watch = host_memory.DelayWatch()
-    pass_time(102, core_ns=2 * 10**9, throttled=8, stalled_us=1_200_000, used_ticks=450)
-    assert watch.take() == pytest.approx((0.5, 0.25, 0.25, 0.1, 0.2))
-    pass_time(103, core_ns=2 * 10**9, throttled=8, stalled_us=9_000_000, used_ticks=450)
-    assert watch.take() == (0, 0, 0, 1, 1)
-
-
-def test_memory_and_disks_that_other_containers_wait_for_do_not_count(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    def pass_time(now_s: float, own_us: int, machines_us: int) -> None:
-        monkeypatch.setattr(host_memory.time, "monotonic", lambda: now_s)
-        for name in ("memory", "io"):
-            (tmp_path / "job" / f"{name}.pressure").write_text(f"some avg10=0.00 total={own_us}\n")
-            (tmp_path / name).write_text(f"some avg10=0.00 total={machines_us}\n")
-
-    (tmp_path / "job").mkdir()
-    (tmp_path / "cgroup").write_text("0::/job\n")
-    paths = {"_CGROUPS": "", "_MEMBERSHIP": "cgroup", "_PRESSURE": "", "_THREADS": "task", "_STAT": "task"}
-    for name, path in paths.items():
-        monkeypatch.setattr(host_memory, name, tmp_path / path)
-    pass_time(100, own_us=0, machines_us=0)
-    watch = host_memory.DelayWatch()
-    pass_time(101, own_us=250_000, machines_us=900_000)
-    assert watch.take() == (0, 0, 0, 0.25, 0.25)
-    pass_time(102, own_us=0, machines_us=950_000)  # in another group
-    assert watch.take() == (0, 0, 0, 0, 0)
+    monkeypatch.setattr(host_memory, "_THREADS", tmp_path)
+    pass_time(100, first_ns=70, second_ns=10**9)
+    watch = host_memory.CoreWatch()
+    pass_time(102, first_ns=70, second_ns=2 * 10**9)
+    assert watch.take() == 0.5
+    pass_time(103, first_ns=70, second_ns=2 * 10**9)
+    assert watch.take() == 0
 
 
 def test_waiting_of_the_packages_own_threads_does_not_count(
@@ -154,10 +113,9 @@ def test_waiting_of_the_packages_own_threads_does_not_count(
     assert waits == {found[1]: 70}
 
 
-def test_delays_where_linux_measures_none(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    for name in ("_MEMBERSHIP", "_PRESSURE", "_THREADS", "_STAT"):
-        monkeypatch.setattr(host_memory, name, tmp_path / "missing")
-    assert host_memory.DelayWatch().take() == (0, 0, 0, 0, 0)
+def test_waiting_for_cores_where_linux_measures_none(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setattr(host_memory, "_THREADS", tmp_path / "missing")
+    assert host_memory.CoreWatch().take() == 0
 
 
 def test_busy_threads_on_one_core_wait_for_it() -> None:
@@ -165,9 +123,9 @@ def test_busy_threads_on_one_core_wait_for_it() -> None:
         "import os, subprocess, sys, time; core = {min(os.sched_getaffinity(0))}; os.sched_setaffinity(0, core)\n"
         "from notebook_accel import host_memory\n"
         "other = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
-        "watch, ends_s = host_memory.DelayWatch(), time.monotonic() + 1\n"
+        "watch, ends_s = host_memory.CoreWatch(), time.monotonic() + 1\n"
         "while time.monotonic() < ends_s: pass\n"
-        "print(watch.take().core); other.kill(); other.wait()"
+        "print(watch.take()); other.kill(); other.wait()"
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert 0.2 < float(run.stdout) <= 1

@@ -76,9 +76,10 @@ def log_file(folder: str | pathlib.Path, rank: int) -> pathlib.Path:
     return pathlib.Path(folder, f"rank_{rank}.log")
 
 
-def trace_file(folder: str | pathlib.Path, number: str, rank: int | None) -> pathlib.Path:
-    """Return the path of a rank's profile trace in its run's folder; without a rank, of the merged trace."""
-    return pathlib.Path(folder, f"profile_{number}_{'all_ranks' if rank is None else f'rank_{rank}'}.json")
+def profile_file(folder: str | pathlib.Path, number: str, rank: int | None, *, memory: bool = False) -> pathlib.Path:
+    """Return the path of a rank's trace or memory snapshot in its run's folder; without a rank, of the merged trace."""
+    name = "all_ranks" if rank is None else f"rank_{rank}"
+    return pathlib.Path(folder, f"profile_{number}_{name}.{'pickle' if memory else 'json'}")
 
 
 def read(path: pathlib.Path, tail: int | None = None) -> str:

@@ -150,8 +150,8 @@ class Profile(_OfRun, frozen=True, kw_only=True):
     # Ranks on another machine than the sender's, with another clock, begin soon.
     begin_s: float
     deadline_s: float  # seconds after which a rank that has not done these steps gives up
-    trace: str = ""  # path of the rank's trace file, filled in by the agent; empty for none
-    memory: bool = False  # profile memory instead of time, without a trace
+    file: str = ""  # path of the rank's trace or snapshot, filled in by the agent; empty for none
+    memory: bool = False  # take a snapshot of the memory instead of a trace
 
 
 class PeersFinished(_AgentMessage, frozen=True, kw_only=True):

@@ -31,10 +31,7 @@ class Started(_Event, frozen=True, kw_only=True):
 
 
 _MOST_LINES = 100  # of several merged events
-SUMMED = (
-    "evaluations", "collecting_s", "compilations", "compiling_s", "starting_s", "queued_s", "stolen_s",
-    "throttled_s", "thrashing_s", "disk_s",
-)  # fmt: skip
+SUMMED = ("evaluations", "compilations", "compiling_s", "starting_s", "queued_s")
 """The fields of ``StepTimes`` whose values are added up over several events, besides steps, seconds and samples."""
 
 REBUILDING = "the rebuilding of"
@@ -80,39 +77,24 @@ class StepTimes(_Event, frozen=True, kw_only=True):
     steps: int  # number of training steps, at least one
     seconds: dict[str, float]  # of each phase in ``PHASES``; they add up to the wall time since the last event
     evaluations: int = 0
-    collecting_s: float = 0.0  # time of Python's garbage collections, in whichever phase they were
     compilations: int = 0  # number of graphs that ``torch.compile`` or XLA has compiled
     compiling_s: float = 0.0  # time that this took
     recompiled: str = ""  # why the last of these was compiled anew, such as torch's words on another shape
-    rows: float = 0.0  # mean number of rows of a batch, 0 if unknown
-    smallest_batch: int = 0  # fewest elements of a batch's first tensor, 0 if unknown
-    largest_batch: int = 0  # most elements of a batch's first tensor
-    mean_batch: float = 0.0  # mean number of elements of a batch's first tensor
     workers: int | None = None  # number of the loader's worker processes, ``None`` without a loader
     is_stream: bool = False  # the loader's dataset is an ``IterableDataset``, of which each worker yields everything
     starting_s: float = (
         0.0  # time in the phase ``data`` for workers that start anew in each epoch, to their first batch
     )
-    threads: int = 0  # number of threads that torch computes with
     cores: int = 0  # number of processor cores that this rank's processes can use, together with other ranks'
     gradient_bytes: int = 0  # size of the gradients that ``DistributedDataParallel`` exchanges, 0 if unknown
     is_on_device: bool = False  # CUDA has measured the phases
-    # Times of waiting, in whichever phase they were.
-    queued_s: float = 0.0  # of a thread of this rank for a core
-    stolen_s: float = 0.0  # of this, while the host of a virtual machine gave the core to others
-    throttled_s: float = 0.0  # in periods in which a control group has used up its quota of CPU time
-    thrashing_s: float = 0.0  # of some thread of this rank's container or machine for memory
-    disk_s: float = 0.0  # of the same threads for a disk
-    swapped_bytes: int = 0  # size of this rank's memory that is in swap
+    queued_s: float = 0.0  # time in which a thread of this rank waited for a core, in whichever phase it was
     samples: int = 0  # of the main thread
     lines: list[SampledLine] = []  # sampled most often
 
     def followed_by(self, *later: StepTimes) -> StepTimes:
         """Return one event for the steps of this one and of later ones."""
         parts = (self, *later)
-        steps = sum(part.steps for part in parts)
-        known = [part for part in parts if part.rows]
-        known_steps = max(sum(part.steps for part in known), 1)
         seconds: dict[str, float] = {}
         seen: collections.Counter[tuple[str, str, str, str]] = collections.Counter()
         for part in parts:
@@ -122,14 +104,10 @@ class StepTimes(_Event, frozen=True, kw_only=True):
                 seen[line.phase, line.activity, line.place, line.text] += line.samples
         return msgspec.structs.replace(
             parts[-1],  # fields that can't be added keep the last event's value
-            steps=steps,
+            steps=sum(part.steps for part in parts),
             seconds=seconds,
             **{name: sum(getattr(part, name) for part in parts) for name in SUMMED},
             recompiled=next((part.recompiled for part in reversed(parts) if part.recompiled), ""),
-            rows=sum(part.rows * part.steps for part in known) / known_steps,
-            mean_batch=sum(part.mean_batch * part.steps for part in known) / known_steps,
-            smallest_batch=min((part.smallest_batch for part in parts if part.smallest_batch), default=0),
-            largest_batch=max(part.largest_batch for part in parts),
             samples=sum(part.samples for part in parts),
             lines=[SampledLine(*line, samples) for line, samples in seen.most_common(_MOST_LINES)],
         )
@@ -157,14 +135,6 @@ class OperatorTime(msgspec.Struct, frozen=True, array_like=True):
     is_kernel: bool = False
 
 
-class HeldMemory(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that the tensors made by one line held when a profile's memory was at its peak."""
-
-    place: str  # the user's line, such as ``In[7], line 12``; empty for tensors made before the profile
-    text: str
-    size_bytes: int
-
-
 class Profiled(_Event, frozen=True, kw_only=True):
     """The rank's answer to a request for a profile of its next steps."""
 
@@ -176,9 +146,7 @@ class Profiled(_Event, frozen=True, kw_only=True):
     operators: list[OperatorTime] = []  # the operators and kernels that took most time
     lines: list[SampledLine] = []  # sampled most often
     samples: int = 0  # of the main thread
-    trace: str = ""  # path of the trace on the rank's machine; empty if there is none
-    peak_bytes: int = 0  # peak memory of all tensors, if memory was asked for
-    held: list[HeldMemory] = []  # the lines whose tensors held most memory at the peak
+    file: str = ""  # path of the trace, or of the memory's snapshot, on the rank's machine; empty if there is none
 
 
 MOST_METRICS = 32

@@ -38,41 +38,14 @@ def dense() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 512), *[shared, nn.ReLU()] * 12, nn.Linear(512, 10))
 
 
-def convolutions() -> nn.Sequential:
-    """Three layers of convolutions for the digits."""
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(),
-        nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
-    )  # fmt: skip
-
-
-class Rows(nn.Module):
-    """Reads an image row by row, by a recurrent network or a transformer."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.embed, self.classify, self.kind = nn.Linear(8, 64), nn.Linear(64, 10), kind
-        if kind == "lstm":
-            self.body: nn.Module = nn.LSTM(64, 64, num_layers=3, batch_first=True)
-        else:
-            layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-            self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return logits of shape (batch, 10)."""
-        read = self.body(self.embed(x.squeeze(1)))
-        logits: torch.Tensor = self.classify((read[0] if self.kind == "lstm" else read).mean(1))
-        return logits
-
-
 class Plain:
     """A loop as PyTorch's documentation has it, with DistributedDataParallel."""
 
-    def __init__(self, model: nn.Module, optimizer: type[Any] = torch.optim.AdamW, **loader: Any) -> None:
+    def __init__(self, model: nn.Module, **loader: Any) -> None:
         dist.init_process_group("gloo")
         self.module = model
         self.model = DistributedDataParallel(model)
-        self.optimizer = optimizer(model.parameters(), lr=1e-3)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         data = digits()
         self.loader = DataLoader(data, _BATCH, sampler=DistributedSampler(data), drop_last=True, **loader)
 
@@ -94,22 +67,6 @@ def run(steps: Iterator[Any]) -> None:
 
 def layers() -> None:
     run(Plain(dense()).epochs())
-
-
-def layers_with_sgd() -> None:
-    run(Plain(dense(), torch.optim.SGD).epochs())
-
-
-def images() -> None:
-    run(Plain(convolutions()).epochs())
-
-
-def recurrent() -> None:
-    run(Plain(Rows("lstm")).epochs())
-
-
-def transformer() -> None:
-    run(Plain(Rows("transformer")).epochs())
 
 
 def accumulates() -> None:
@@ -172,17 +129,6 @@ def distils() -> None:
             made.optimizer.zero_grad()
 
 
-def one_rank_each() -> None:
-    """Each rank trains a model of its own."""
-    model = dense()
-    optimizer = torch.optim.Adam(model.parameters())
-    while True:
-        for x, y in DataLoader(digits(), batch_size=_BATCH, shuffle=True):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-
-
 def prepared(model: nn.Module, data: Any = None, **options: Any) -> Iterator[Any]:
     """Train with an ``Accelerator``, and yield it after each step."""
     accelerator = notebook_accel.Accelerator(cpu=True, **options)
@@ -215,10 +161,6 @@ def prepares_and_gathers() -> None:
             accelerator.gather(torch.ones(1))
 
 
-def prepares_for_bf16() -> None:
-    run(prepared(dense(), mixed_precision="bf16"))
-
-
 class _Stream(IterableDataset[Any]):
     """Samples without an end, made in no time."""
 
@@ -239,7 +181,6 @@ def shards() -> None:
 
 
 PROGRAMS: tuple[Callable[[], None], ...] = (
-    layers, layers_with_sgd, images, recurrent, transformer, accumulates, workers, compiles_once,
-    evaluates_after_each_epoch, saves_after_each_epoch, logs_and_reports, averages_weights, distils, one_rank_each,
-    prepares, prepares_and_accumulates, prepares_and_gathers, prepares_for_bf16, prepares_a_stream, shards,
+    layers, accumulates, workers, compiles_once, evaluates_after_each_epoch, saves_after_each_epoch, logs_and_reports,
+    averages_weights, distils, prepares, prepares_and_accumulates, prepares_and_gathers, prepares_a_stream, shards,
 )  # fmt: skip

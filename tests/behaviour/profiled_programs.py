@@ -8,7 +8,6 @@ import time
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.flop_counter import FlopCounterMode
 
 import notebook_accel
 
@@ -65,43 +64,29 @@ def profiles_itself() -> None:
             time.sleep(0.01)
 
 
-MIB_OF_FLOATS = 1 << 18
-
-
 def line_of(mark: str) -> str:
-    """The place of the line with this mark, as a profile names it."""
+    """The file and the number of the line with this mark."""
     lines = pathlib.Path(__file__).read_text().splitlines()
     number = next(number for number, line in enumerate(lines, 1) if line.endswith(f"# planted: {mark}"))
     return f"{__file__}, line {number}"
 
 
-def holds_memory(device: str, compiles: bool) -> None:
-    """Holds 8 MiB that were made before, 16 MiB of inputs (on rank 1, 32 MiB), and outputs of twice their size."""
-    model = torch.nn.Linear(8, 16).to(device)
+def holds_memory(compiles: bool) -> None:
+    """Makes 16 MiB of inputs on the GPU in each step, and outputs of twice their size."""
+    model = torch.nn.Linear(8, 16).cuda()
     run = torch.compile(model, backend="eager") if compiles else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    before = torch.ones(8 * MIB_OF_FLOATS, device=device)
-    rows = 2 * MIB_OF_FLOATS * (1 + int(os.environ["RANK"]))
 
     def step() -> None:
-        x = torch.ones(rows, 8, device=device)  # planted: inputs
+        x = torch.ones(1 << 19, 8, device="cuda")  # planted: inputs
         y = run(x)  # planted: outputs
-        torch.ones(64 * MIB_OF_FLOATS, device="meta").sum()  # takes no memory
-        (y.sum() + before.sum()).backward()
+        y.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
     while True:
         step()
         time.sleep(0.1)
-
-
-def counts_flops() -> None:
-    model, optimizer = _model()
-    with FlopCounterMode(display=False):
-        while True:
-            _step(model, optimizer, torch.ones(4, 8))
-            time.sleep(0.01)
 
 
 def does_no_step() -> None:

@@ -128,31 +128,6 @@ def large_gradients(is_prepared: bool) -> None:
     Program(is_prepared, model=torch.nn.Sequential(torch.nn.Linear(16, 400_000), torch.nn.AdaptiveAvgPool1d(4))).train()
 
 
-class Lengths(Dataset[Any]):
-    """Sequences that are long on one rank and short on the other, in turns, whichever samples a rank gets."""
-
-    def __init__(self) -> None:
-        self.taken = 0
-
-    def __len__(self) -> int:
-        return 4096
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        batch, self.taken = self.taken // 8, self.taken + 1
-        return torch.ones(1 if (batch + rank()) % 2 else 100, 16), index % 4
-
-
-class ByLength(Model):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(SLOW_S * 2 * x.shape[1] / 100)
-        logits: torch.Tensor = self.layer(x).mean(1)
-        return logits
-
-
-def uneven_batches(is_prepared: bool) -> None:
-    Program(is_prepared, data=Lengths(), model=ByLength()).train()
-
-
 class Computing(Model):
     """Computes for some milliseconds in each step, on one thread."""
 
@@ -202,20 +177,3 @@ class Compiled(Model):
 
 def compiles_for_changing_shapes(is_prepared: bool) -> None:
     Program(is_prepared, model=Compiled()).train()
-
-
-def computes_with_too_many_threads(is_prepared: bool) -> None:
-    made = Program(is_prepared, model=Computing())
-    torch.set_num_threads(4 * len(os.sched_getaffinity(0)))
-    made.train()
-
-
-def tiny_batch(_: bool) -> None:
-    """Each rank trains a model of its own: an exchange of gradients would take most of so short a step."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    while True:
-        for x, _y in DataLoader(Samples(), batch_size=1):
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import re
 
 import pytest
 
 from kernel_ext import timeline
 from notebook_accel.launching.state.profiles import Profile, RankProfile
-from notebook_accel.protocol.events import HeldMemory, Span
+from notebook_accel.protocol.events import Span
 from tests.kernel_ext import fake_runs
 
 
@@ -77,11 +78,8 @@ def test_profile_without_phases_has_its_other_strips() -> None:
     assert rectangles(document, "nba-k-operator")
 
 
-def test_profile_of_memory_is_a_table() -> None:
-    held = (HeldMemory("In[7], line 2", fake_runs.ATTACK, 3 << 20),)
-    ranks = tuple(RankProfile(rank, 1, peak_bytes=4 << 20, held=held) for rank in range(2))
+def test_profile_of_memory_names_the_snapshots() -> None:
+    ranks = tuple(RankProfile(rank, 1, snapshot=pathlib.Path(f"<{rank}>.pickle")) for rank in range(2))
     document = drawn(Profile("train", 1, ranks))
-    assert "svg" not in {tag for tag, _ in document.elements}
-    cells = [attributes for tag, attributes in document.elements if tag == "td"]
-    assert [attributes.get("class") == "nba-number" for attributes in cells] == [True, True, False, False] * 2
-    assert fake_runs.ATTACK in document.text
+    assert not {tag for tag, _ in document.elements} & {"svg", "table"}
+    assert "open <0>.pickle and 1 more beside it at pytorch.org/memory_viz" in document.text

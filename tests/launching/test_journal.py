@@ -145,11 +145,7 @@ def test_times_of_steps_are_added_up_where_they_are_thinned(book: Book) -> None:
             steps=2,
             seconds={"forward": 0.5, "data": 0.25 * (number % 3)},
             evaluations=number % 2,
-            collecting_s=0.125,
             compilations=1,
-            rows=1.0 + number,
-            smallest_batch=3 + number % 7,
-            largest_batch=10 + number % 5,
             samples=3,
             lines=[line("a", 1), line(f"b{number % 4}", 2)],
         )
@@ -164,10 +160,7 @@ def test_times_of_steps_are_added_up_where_they_are_thinned(book: Book) -> None:
         replayed.add(event)
     assert replayed.total is not None
     assert whole.total is not None
-    assert replayed.total.rows == pytest.approx(whole.total.rows) == pytest.approx((told + 1) / 2)
-    assert msgspec.structs.replace(replayed.total, rows=0, lines=[]) == msgspec.structs.replace(
-        whole.total, rows=0, lines=[]
-    )
+    assert msgspec.structs.replace(replayed.total, lines=[]) == msgspec.structs.replace(whole.total, lines=[])
     assert sorted(map(str, replayed.total.lines)) == sorted(map(str, whole.total.lines))
 
 

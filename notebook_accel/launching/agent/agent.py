@@ -446,8 +446,8 @@ class Agent:
         if run is not None:
             folder = run.launch.log_folder
             for rank in run.alive:
-                trace = str(logs.trace_file(folder, told.number, rank.number)) if folder else ""
-                rank.tell(msgspec.structs.replace(told, trace=trace))
+                file = str(logs.profile_file(folder, told.number, rank.number, memory=told.memory)) if folder else ""
+                rank.tell(msgspec.structs.replace(told, file=file))
 
     # Events and output of ranks ------------------------------------------------------------------------------------
 

@@ -371,11 +371,12 @@ class Job(Handle):
         Args:
             steps: Number of steps, from 1 to 100.
             timeout_s: Seconds that the ranks have for these steps.
-            memory: Profile memory instead of time: which lines allocated the tensors that exist at the peak.
+            memory: Take a snapshot of each GPU's memory instead, for https://pytorch.org/memory_viz.
 
         Raises:
             ConfigError: ``steps`` is out of range.
-            RunError: The run isn't going on, is being profiled already, or no rank has done a step in time.
+            RunError: The run isn't going on, is being profiled already, or no rank has done a step in time; or
+                ``memory`` is asked for and no rank uses CUDA.
         """
         profiles.check_steps(steps)
         request = self._begin_profile(steps, timeout_s, memory=memory)
@@ -389,7 +390,7 @@ class Job(Handle):
             raise RunError(
                 f"No step of {self.name!r} could be profiled.",
                 why="\n".join(found.notes),
-                fix="profile while the run trains: steps are batches of a DataLoader, or else steps of an optimizer",
+                fix=profiles.MEMORY_ADVICE if memory else profiles.ADVICE,
             )
         return self._with_trace(found, request.number)
 
@@ -413,7 +414,7 @@ class Job(Handle):
         paths = {rank.rank: rank.trace for rank in profile.ranks if rank.trace is not None}
         if len(paths) < 2 or self.log_folder is None:
             return dataclasses.replace(profile, trace=next(iter(paths.values()), None))
-        merged = logs.trace_file(self.log_folder, number, None)
+        merged = logs.profile_file(self.log_folder, number, None)
         try:
             traces.merge(paths, merged)
         except (OSError, ValueError) as error:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import collections
 import copy
-import gc
 import linecache
-import math
 import statistics
 import sys
 import threading
@@ -35,7 +33,6 @@ _MOST_LINES = 12
 # Exchanges whose duration is known. DDP measures only each hundredth on CUDA, so the last ones may be minutes old.
 _FEWEST_EXPOSED, _MOST_EXPOSED = 10, 64
 _EXPOSED_S = 30.0  # since one of more than the fewest
-_MOST_NESTED = 4
 _MOST_TEXT = 120
 _COPIES = (".to(", ".cuda(")
 _COPYING = ("", "to", "cuda")  # functions called by such a line while it copies
@@ -83,14 +80,13 @@ class StepClock:
         self._counts = _Counts()
         self._device = _DeviceClock()
         self._sent_s = self._since_s
-        self._delays: host_memory.DelayWatch | None = None  # from the first sample on: it reads a dozen files
+        self._cores: host_memory.CoreWatch | None = None  # from the first sample on
         self._times_sent: Mapping[str, float] = {}
         self._sending = threading.Lock()
-        self._is_examination_due = True  # the main thread is to read values that only it can read
+        self._is_examination_due = True  # the main thread is to look at its loader, and to pause if that is due
         self._model: weakref.ref[Any] | None = None  # the latest DistributedDataParallel model
         self._seen_comm: Any = None
         self._lines: collections.Counter[Line] = collections.Counter()
-        self._collecting_since_s = 0.0
         self._trail: list[tuple[float, str]] | None = None
 
     def start(self) -> None:
@@ -98,7 +94,6 @@ class StepClock:
         reporter = reporting.reporter()
         reporter.at_tick = self.sample
         reporter.at_close.append(self.stop)
-        gc.callbacks.append(self._collect)
 
     # In the main thread -----------------------------------------------------------------------------------------------
 
@@ -124,30 +119,26 @@ class StepClock:
         else:
             self._times["other"] += gap_s
 
-    def begin_step(self, batch: Any, workers: int | None, is_stream: bool = False) -> None:
+    def begin_step(self, workers: int | None, is_stream: bool = False) -> None:
         """Begin a step. Only some steps are examined closely.
 
         Args:
-            batch: The batch, ``None`` where no loader runs and for a last batch, which may be smaller.
             workers: Number of the loader's worker processes, ``None`` without a loader.
             is_stream: The loader's dataset is an ``IterableDataset``.
         """
         self._counts.steps += 1
         if self._is_examination_due or self.is_marking:
-            self._examine_step(batch, workers, is_stream)
+            self._examine_step(workers, is_stream)
 
-    def _examine_step(self, batch: Any, workers: int | None, is_stream: bool) -> None:
-        counts, torch = self._counts, sys.modules["torch"]
+    def _examine_step(self, workers: int | None, is_stream: bool) -> None:
         if self._is_pause_due and not self.is_marking and self._trail is None:
             self._paused_since_s = self.enter("")
             self._is_pause_due = self.is_on = False
             return
         if self._is_examination_due:
             self._is_examination_due = False
-            counts.workers, counts.is_stream = workers, is_stream
-            counts.threads = torch.get_num_threads()
-            counts.add_batch(batch)
-        self.is_marking = torch.cuda.is_initialized() and self._device.begin_step(self.phase)
+            self._counts.workers, self._counts.is_stream = workers, is_stream
+        self.is_marking = sys.modules["torch"].cuda.is_initialized() and self._device.begin_step(self.phase)
 
     def begin_trail(self) -> None:
         """Record each phase with its start time, until ``end_trail``."""
@@ -207,14 +198,6 @@ class StepClock:
         exposed_ns = numbers.get("backward_comm_time", 0) - numbers.get("backward_compute_comm_overlap_time", 0)
         self._counts.add_exchange(max(exposed_ns, 0) / 1e9)
 
-    def _collect(self, phase: str, _: dict[str, int]) -> None:
-        """Measure a garbage collection."""
-        now_s = time.perf_counter()
-        if phase == "start":
-            self._collecting_since_s = now_s
-        else:
-            self._counts.collecting_s += now_s - self._collecting_since_s
-
     # In the reporter's thread -----------------------------------------------------------------------------------------
 
     def sample(self) -> bool:
@@ -224,7 +207,7 @@ class StepClock:
             False during a pause, when samples are pointless.
         """
         self._is_examination_due = self._counts.is_reading_due = True
-        self._delays = self._delays or host_memory.DelayWatch()
+        self._cores = self._cores or host_memory.CoreWatch()
         now_s = time.perf_counter()
         if self._paused_until_s:
             if now_s >= self._paused_until_s:
@@ -267,8 +250,8 @@ class StepClock:
         counts.split_backward(seconds)
         _split_by_samples(seconds, lines)
         counts.add_unmeasured_steps(seconds)
-        delays = host_memory.NO_DELAYS if self._delays is None else self._delays.take()
-        reporting.reporter().post(counts.event(seconds, lines, delays, is_on_device=self._device.has_measured))
+        queued = 0.0 if self._cores is None else self._cores.take()
+        reporting.reporter().post(counts.event(seconds, lines, queued, is_on_device=self._device.has_measured))
 
 
 class _Counts:
@@ -286,7 +269,7 @@ class _Counts:
         # These values carry over from one send to the next.
         self.workers: int | None = None
         self.is_stream = False
-        self.threads = self.gradient_bytes = 0
+        self.gradient_bytes = 0
         self.recent_exposed: collections.deque[tuple[float, float]] = collections.deque(maxlen=_MOST_EXPOSED)
         self._exposed_before_s = 0.0
         self.exposed_s: list[float] = []
@@ -302,30 +285,10 @@ class _Counts:
         """Set all other values to those of the beginning."""
         self._exposed_before_s, self.exposed_s = self._mean_exposed_s, []
         self.is_reading_due = True
-        self.steps = self.evaluations = self.rows = self.batches = self.largest = self.elements = self.exchanges = 0
-        self.smallest = sys.maxsize
-        self.collecting_s = self.paused_s = self.starting_s = self.backward_s = 0.0
+        self.steps = self.evaluations = self.exchanges = 0
+        self.paused_s = self.starting_s = self.backward_s = 0.0
         self._measured_from = (0, time.perf_counter())  # steps and time at the end of the last pause
         self.graphs_before, (self.xla_before, self.xla_before_s) = compiled_graphs(), _xla_compilations()
-
-    def add_batch(self, batch: Any) -> None:
-        """Add the number of rows and the size of a batch, read from its first tensor."""
-        for _ in range(_MOST_NESTED):
-            shape = getattr(batch, "shape", None)
-            if shape is not None:
-                size = math.prod(shape)
-                if shape and size:
-                    self.batches += 1
-                    self.rows += shape[0]
-                    self.elements += size
-                    self.smallest, self.largest = min(self.smallest, size), max(self.largest, size)
-                return
-            if isinstance(batch, (list, tuple)):
-                batch = batch[0] if batch else None
-            elif isinstance(batch, Mapping):
-                batch = next(iter(batch.values()), None)
-            else:
-                return
 
     def end_pause(self, began_s: float) -> float:
         """Count a pause that ends now, and return the time."""
@@ -377,14 +340,9 @@ class _Counts:
                 seconds[phase] *= factor
 
     def event(
-        self,
-        seconds: dict[str, float],
-        lines: collections.Counter[Line],
-        delays: host_memory.Delays,
-        *,
-        is_on_device: bool,
+        self, seconds: dict[str, float], lines: collections.Counter[Line], queued: float, *, is_on_device: bool
     ) -> events.StepTimes:
-        """Return the counts as an event."""
+        """Return the counts as an event; ``queued`` is the share of the time in which a thread waited for a core."""
         wall_s, (xla, xla_s) = sum(seconds.values()), _xla_compilations()
         graphs, xla = max(0, compiled_graphs() - self.graphs_before), xla - self.xla_before
         recompiled = _last_recompilation() if graphs else ""
@@ -395,28 +353,17 @@ class _Counts:
             steps=self.steps,
             seconds=seconds,
             evaluations=self.evaluations,
-            collecting_s=self.collecting_s,
             compilations=graphs + xla,
             # XLA may also have compiled before the first step, or between two loops.
             compiling_s=min(compiling * wall_s + xla_s - self.xla_before_s, wall_s),
             recompiled=plain_text(recompiled.partition("\n")[0])[:_MOST_TEXT].rstrip("."),
-            rows=self.rows / self.batches if self.batches else 0.0,
-            smallest_batch=self.smallest if self.batches else 0,
-            largest_batch=self.largest,
-            mean_batch=self.elements / self.batches if self.batches else 0.0,
             workers=self.workers,
             is_stream=self.is_stream,
             starting_s=self.starting_s,
-            threads=self.threads,
             cores=host_memory.cores(),
             gradient_bytes=self.gradient_bytes,
             is_on_device=is_on_device,
-            queued_s=min(delays.core + delays.stolen, 1.0) * wall_s,
-            stolen_s=delays.stolen * wall_s,
-            throttled_s=delays.quota * wall_s,
-            thrashing_s=delays.memory * wall_s,
-            disk_s=delays.disk * wall_s,
-            swapped_bytes=host_memory.swapped_bytes() if delays.memory else 0,
+            queued_s=queued * wall_s,
             samples=sum(lines.values()),
             lines=[events.SampledLine(*line, samples=count) for line, count in lines.most_common(_MOST_LINES)],
         )
@@ -504,16 +451,12 @@ def place_of(frame: types.FrameType) -> tuple[str, str, str]:
         current = current.f_back
     if current is None:
         return activity, "", ""
-    place, text = line_of(current.f_code.co_filename, current.f_lineno or 0)
+    filename, line = current.f_code.co_filename, current.f_lineno or 0
+    text = linecache.getline(filename, line).strip()[:_MOST_TEXT]
     # In `net(x.to(device))` the line copies until the network runs. The methods of tensors aren't Python functions.
     if not activity and called in _COPYING and any(part in text for part in _COPIES):
         activity = "copy"
-    return activity, place, text
-
-
-def line_of(filename: str, line: int) -> tuple[str, str]:
-    """Return the place of a line, such as ``In[7], line 12``, and its text."""
-    return f"{code_places.label(filename)}, line {line}", linecache.getline(filename, line).strip()[:_MOST_TEXT]
+    return activity, f"{code_places.label(filename)}, line {line}", text
 
 
 def _activity(code: types.CodeType) -> str:

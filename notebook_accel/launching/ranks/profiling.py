@@ -14,7 +14,7 @@ import time
 
 from notebook_accel import reporting
 from notebook_accel.launching.ranks import loops
-from notebook_accel.launching.ranks.recorders import Recorder, StepRecorder, memory_recorder
+from notebook_accel.launching.ranks.recorders import MemoryRecorder, Recorder, StepRecorder
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 
@@ -79,7 +79,7 @@ class StepProfiler:
     # In the main thread -----------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Start or stop torch's profiler where that is due, or count a step."""
+        """Start or stop recording where that is due, or count a step."""
         with self._lock:
             current = self._current
             if current is None or current.reader is not None:
@@ -150,7 +150,9 @@ class _Profiling:
         self.is_given_up = False
         self.has_begun = False
         self.reader: threading.Thread | None = None
-        self.recorder: Recorder = memory_recorder() if request.memory else StepRecorder(request.steps, request.trace)
+        self.recorder: Recorder = (
+            MemoryRecorder(request.file) if request.memory else StepRecorder(request.steps, request.file)
+        )
 
     @property
     def progress(self) -> str:

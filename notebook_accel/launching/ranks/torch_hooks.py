@@ -103,7 +103,7 @@ def _patch_loaders(module: types.ModuleType) -> None:
         if _profiler.is_due and loop is _loops.current and not is_evaluation and threading.get_ident() == _main:
             _profiler.begin_step()
         if clock is not None:
-            _begin_step(clock, loop, batch, self, began_s, is_evaluation)
+            _begin_step(clock, loop, self, began_s, is_evaluation)
         return batch
 
     loader_class.__iter__, iterator_class.__next__, iterator_class.__init__ = __iter__, __next__, __init__
@@ -128,10 +128,8 @@ def _measured_start(loader: Any, *, has_gradients: bool) -> Iterator[None]:
             clock.add_start(ended_s - began_s)
 
 
-def _begin_step(
-    clock: StepClock, loop: loops.LoopCounter, batch: Any, iterator: Any, began_s: float, is_evaluation: bool
-) -> None:
-    """Tell the clock that a training step or an evaluation begins with this batch, awaited since ``began_s``."""
+def _begin_step(clock: StepClock, loop: loops.LoopCounter, iterator: Any, began_s: float, is_evaluation: bool) -> None:
+    """Tell the clock that a training step or an evaluation begins with a batch, awaited since ``began_s``."""
     if is_evaluation:
         if loop.step == 1:
             clock.begin_evaluation()
@@ -140,9 +138,7 @@ def _begin_step(
     if loop.step == 1 and iterator._num_workers and not iterator._persistent_workers:
         clock.add_start(now_s - began_s)
     if loop is _loops.current:
-        is_last = 1 < loop.step == loop.total  # it may be smaller than the others
-        is_stream = iterator._dataset_kind == _STREAM
-        clock.begin_step(None if is_last else batch, iterator._num_workers, is_stream)
+        clock.begin_step(iterator._num_workers, iterator._dataset_kind == _STREAM)
 
 
 def _patch_backward(module: types.ModuleType) -> None:
@@ -225,7 +221,7 @@ def _hook_optimizers(module: types.ModuleType) -> None:
         if (clock := _measuring_clock()) is not None:
             clock.enter("forward" if _loops.is_alone else "other")
             if is_step:
-                clock.begin_step(None, None)
+                clock.begin_step(None)
 
     module.register_optimizer_step_pre_hook(begin)
     module.register_optimizer_step_post_hook(end)

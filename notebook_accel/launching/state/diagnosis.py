@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.formatting import format_count, format_duration, format_milliseconds, format_size
@@ -37,15 +37,8 @@ _COMPUTING = ("forward", "backward", "optimizer")
 _STEPS_PER_EVALUATION = 10  # with more, an evaluation isn't too frequent
 _LARGE_BYTES = 1 << 20
 _SLOW_S = 0.05  # for fewer than _LARGE_BYTES
-_TINY_ROWS, _TINY_STEP_S = 4, 0.005  # of a batch whose steps are mostly overhead
 _FULL_CLOCK = 90.0  # per cent of a device's highest
-_FULL_DEVICE = 95.0  # per cent of the time in which a device that waits for nothing computes
-_UNEVEN = 2.0  # largest batch to smallest
-_COMMONLY_UNEVEN = 0.8  # mean batch to largest; with more, only few are smaller, such as the last one of a stream
 _MOST_WORKERS = 4  # in the advice
-_WORTH_QUEUED = 0.2  # short waits for a core are usual where the ranks use all cores
-_MOSTLY_IN_TURNS = 2.0  # waiting to communication; exchanges over a busy network also take unequal times
-_WORTH_IN_TURNS = 0.2  # steps never take quite the same time, least of all on a virtual machine
 _SHORT_WAIT_S = 0.002  # for a batch; a worker takes up to this to pass one
 _MOST_TEXT = 60
 _SAVE_LESS = "Save less often, or in the background: accelerator.save_state(async_=True)."
@@ -58,7 +51,7 @@ class Verdict:
     """A reason why steps are slow.
 
     Attributes:
-        cause: The cause in one or two words, such as ``data`` or ``busy cores``.
+        cause: The cause in one or two words, such as ``data`` or ``device wait``.
         share: Its share of the step, from 0 to 1.
         what: The reason in a sentence, with its figures.
         fix: What to do.
@@ -167,27 +160,7 @@ def diagnose(state: RunState) -> Diagnosis:
     phases = split_waiting({rank.number: rank.phases for rank in measured})
     points = {rank.number: rank.state.step_history.sums.points for rank in measured}
     moments = over_time(points, shown_ranks(phases))
-    return Diagnosis(tuple(_dated(verdict, moments) for verdict in found), phases, moments, sum(costs), run_s)
-
-
-def _dated(verdict: Verdict, moments: Sequence[Moment]) -> Verdict:
-    """Add to the verdict on a rank that is late the step since which it is, unless it always was."""
-    if verdict.cause != "straggler":
-        return verdict
-    [late] = verdict.ranks
-    since = None
-    for moment in reversed(moments):
-        if moment.mean is None or late not in moment.ranks:
-            continue  # no step was done
-        waiting_s = moment.mean[events.WAITING]
-        if waiting_s < _WORTH * sum(moment.mean.values()) or moment.ranks[late][events.WAITING] > waiting_s / 2:
-            break
-        since = moment
-    else:
-        since = None  # it always was late
-    if since is None:
-        return verdict
-    return dataclasses.replace(verdict, what=f"{verdict.what} It has been so since about step {since.first_step:,}.")
+    return Diagnosis(tuple(found), phases, moments, sum(costs), run_s)
 
 
 def _recurring(ranks: Sequence[_Rank], in_run: Sequence[_Rank], whole: Mapping[str, Verdict]) -> list[Verdict]:
@@ -249,16 +222,12 @@ def _costliest(run: _Run, is_one_late: bool = True) -> dict[str, Verdict]:
         run: The ranks.
         is_one_late: False if it is known that no single rank is late.
     """
-    measured = [find for find in _MEASURED if is_one_late or find is not _straggler]
-    found = _verdicts(run, measured) or _verdicts(run, _LIKELY)
+    finders = [find for find in _FINDERS if is_one_late or find is not _straggler]
+    found = [verdict for find in finders if (verdict := find(run)) is not None and verdict.share >= _WORTH]
     by_cause: dict[str, Verdict] = {}
     for verdict in sorted(found, key=lambda verdict: -verdict.share):
         by_cause.setdefault(verdict.cause, verdict)  # a late rank and the time of all ranks may have one cause
     return by_cause
-
-
-def _verdicts(run: _Run, finders: Iterable[Callable[[_Run], Verdict | None]]) -> list[Verdict]:
-    return [verdict for find in finders if (verdict := find(run)) is not None and verdict.share >= _WORTH]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,19 +280,9 @@ class _Rank:
         return self.times.compiling_s / self.wall_s
 
     @property
-    def disk_share(self) -> float:
-        """The share of the time, from 0 to 1, in which the rank or a program beside it waits for a disk."""
-        return self.times.disk_s / self.wall_s
-
-    @property
     def queued_share(self) -> float:
         """The share of the time, from 0 to 1, in which a thread of the rank waits for a core."""
         return self.times.queued_s / self.wall_s
-
-    @property
-    def is_robbed(self) -> bool:
-        """True if the rank waits for a core mostly while the host of a virtual machine gives it to others."""
-        return self.times.stolen_s > self.times.queued_s / 2
 
     def line(self, *phases: str, activity: str | None = None) -> tuple[str, str]:
         """Return place and text of the line sampled most in these phases, or in all; empty if there is none."""
@@ -349,17 +308,10 @@ class _Run:
         self.step_s = statistics.fmean(rank.step_s for rank in ranks)
         self.is_on_device = ranks[0].times.is_on_device
 
-    def ranks_beside(self, rank: _Rank) -> list[_Rank]:
-        """Return the ranks on a rank's machine, which share its cores."""
-        return [each for each in self.ranks if each.state.node == rank.state.node]
-
-    def numbers_beside(self, rank: _Rank) -> tuple[int, ...]:
-        """Return the numbers of the ranks on a rank's machine."""
-        return tuple(each.number for each in self.ranks_beside(rank))
-
     def cores_each(self, rank: _Rank) -> int:
         """Return the number of cores for each rank on a rank's machine, at least 1."""
-        return max(1, rank.times.cores // len(self.ranks_beside(rank)))
+        beside = [each for each in self.ranks if each.state.node == rank.state.node]
+        return max(1, rank.times.cores // len(beside))
 
     def share(self, phase: str) -> float:
         """Return a phase's mean share of the step."""
@@ -398,7 +350,7 @@ class _Run:
         return tuple(rank.number for rank in self.ranks)
 
 
-# The functions that find one cause each; ``_verdicts`` leaves out causes with a small share ---------------------------
+# The functions that find one cause each; ``_costliest`` leaves out causes with a small share --------------------------
 
 
 def _percent(share: float) -> str:
@@ -456,12 +408,7 @@ def _circumstances(slow: _Rank) -> str:
     if memory is not None and memory.clock and memory.clock < _FULL_CLOCK:
         found += f" Its device runs at {memory.clock:.0f} % of its highest clock."
     if slow.queued_share >= _WORTH:
-        why = "other work uses it"
-        if slow.times.throttled_s >= _WORTH * slow.wall_s:
-            why = "its container's quota of CPU time is used up"
-        elif slow.is_robbed:
-            why = "the host of this virtual machine gives it to others"
-        found += f" It waits for a core {_percent(slow.queued_share)} of the time, since {why}."
+        found += f" It waits for a core {_percent(slow.queued_share)} of the time, since other work uses it."
     return found
 
 
@@ -469,11 +416,8 @@ def _data(run: _Run) -> Verdict:
     """Find ranks that all wait for their loader."""
     share, slow = run.common_share("data"), run.longest_in("data")
     place, _ = slow.line("data")
-    disk = f" A disk is waited for {_percent(slow.disk_share)} of the time." if slow.disk_share >= share / 2 else ""
-    what = (
-        f"{run.everyone} waits {_percent(share)} of the time for data: `num_workers={slow.times.workers or 0}`"
-        f"{_at(place)}.{disk}"
-    )
+    workers = f"`num_workers={slow.times.workers or 0}`"
+    what = f"{run.everyone} waits {_percent(share)} of the time for data: {workers}{_at(place)}."
     return Verdict("data", share, what, _data_fix(run, slow), run.numbers, place)
 
 
@@ -482,8 +426,6 @@ def _data_fix(run: _Run, slow: _Rank) -> str:
     workers = slow.times.workers or 0
     if slow.times.starting_s > slow.times.seconds.get("data", 0.0) / 2:
         return "Its workers start anew in each epoch. Try `persistent_workers=True`, or fewer and longer epochs."
-    if slow.disk_share >= slow.share("data") / 2:
-        return "Copy the data to a faster disk or into memory, or pack many small files into few large ones."
     more = min(_MOST_WORKERS, run.cores_each(slow))
     fix = f"`num_workers={max(2 * workers, more)}`" if workers else f"`num_workers={more}, persistent_workers=True`"
     if slow.per_step_s("data") < _SHORT_WAIT_S:
@@ -567,34 +509,14 @@ def _device_waits(run: _Run) -> Verdict | None:
 
 
 def _communication(run: _Run) -> Verdict | None:
-    """Find communication that takes long although no rank is late; or ranks that are late in turns."""
+    """Find communication that takes long although no rank is late."""
     if len(run.ranks) < 2:
         return None
     least = min(run.ranks, key=lambda rank: rank.per_step_s("communication"))
     share, size = run.communication_s / run.step_s, run.ranks[0].times.gradient_bytes
     exposed_share = min(rank.exposed_s for rank in run.ranks) / run.step_s
-    in_turns_share = exposed_share - share
-    smallest = min(rank.times.smallest_batch for rank in run.ranks)
-    largest = max(rank.times.largest_batch for rank in run.ranks)
-    mean = statistics.fmean(rank.times.mean_batch for rank in run.ranks)
-    are_uneven = smallest and largest >= _UNEVEN * smallest and mean <= _COMMONLY_UNEVEN * largest
-    if are_uneven and (in_turns_share >= share or not size):  # only the exchange of gradients tells the two apart
-        waiting_share = in_turns_share if size else exposed_share
-        what = (
-            f"The ranks wait for each other {_percent(waiting_share)} of the time: their batches have between "
-            f"{smallest:,} and {largest:,} elements, and each step takes as long as its largest."
-        )
-        fix = "Sort samples by length, so that batches of one step are about as long."
-        return Verdict("uneven batches", waiting_share, what, fix, run.numbers)
     if run.queued_share >= exposed_share:
         return None  # the ranks wait for cores more than for each other, and so exchange slowly
-    if in_turns_share >= max(_MOSTLY_IN_TURNS * share, _WORTH_IN_TURNS):
-        what = (
-            f"The ranks wait for each other {_percent(in_turns_share)} of the time, now for one and now for "
-            "another: their steps take unequal times."
-        )
-        fix = "Give all ranks batches of equal work, or look for what else runs on their devices or cores."
-        return Verdict("uneven steps", in_turns_share, what, fix, run.numbers)
     if size < _LARGE_BYTES and run.communication_s < _SLOW_S:
         return None  # latency, which a longer step hides
     others, _ = _Run([least]).sampled_share(
@@ -618,91 +540,6 @@ def _communication(run: _Run) -> Verdict | None:
     return Verdict("communication", share, what, "Communicate less often, or less.", run.numbers, place)
 
 
-def _thrashing(run: _Run) -> Verdict:
-    """Find a lack of memory, because of which pages are read again that were swapped out or dropped."""
-    rank = max(run.ranks, key=lambda rank: rank.times.thrashing_s / rank.wall_s)
-    share = rank.times.thrashing_s / rank.wall_s
-    swapped = rank.times.swapped_bytes
-    swap = f", and {format_size(swapped)} of rank {rank.number} are in swap" if swapped else ""
-    what = f"Memory is short: programs wait for it {_percent(share)} of the time{swap}."
-    fix = "Use a smaller batch, fewer workers or ranks, or end other programs."
-    return Verdict("memory", share, what, fix, run.numbers_beside(rank))
-
-
-def _quota(run: _Run) -> Verdict:
-    """Find a container whose quota of CPU time is used up, after which its threads wait for the next period."""
-    rank = max(run.ranks, key=lambda rank: rank.times.throttled_s / rank.wall_s)
-    periods = rank.times.throttled_s / rank.wall_s
-    what = (
-        f"The container uses up its quota of CPU time, {format_count(rank.times.cores, 'core')}, in "
-        f"{_percent(periods)} of the periods, and rank {rank.number} waits {_percent(rank.queued_share)} of the time."
-    )
-    fix = "Give it a larger quota, or use fewer ranks, workers or threads."
-    return Verdict("quota", min(periods, rank.queued_share), what, fix, run.numbers_beside(rank))
-
-
-def _busy_cores(run: _Run) -> Verdict | None:
-    """Find ranks whose threads wait for cores that other threads or programs use."""
-    rank = max(run.ranks, key=lambda rank: rank.queued_share)
-    if rank.queued_share < _WORTH_QUEUED or _threads(run) is not None:  # too many threads are the better reason
-        return None
-    memory = rank.state.memory
-    if run.is_on_device and memory is not None and (memory.utilisation or 0.0) >= _FULL_DEVICE:
-        return None  # its threads queue work for the device early enough
-    waits = f"Rank {rank.number} waits for a core {_percent(rank.queued_share)} of the time"
-    if rank.is_robbed:
-        what = f"{waits}: the host of this virtual machine gives its cores to others (steal)."
-        fix = "No program or setting in it changes that. Use a machine with cores of its own."
-        return Verdict("busy cores", rank.queued_share, what, fix, (rank.number,))
-    cores = format_count(rank.times.cores, "core")
-    what = f"{waits}: more threads or programs are busy than the {cores} here can run."
-    fix = "End other programs, or use fewer ranks, workers or threads."
-    if rank.times.threads > 1 and not run.is_on_device:  # they wait for each other in busy loops
-        fix += ' Or set os.environ["OMP_WAIT_POLICY"] = "PASSIVE" before the launch.'
-    return Verdict("busy cores", rank.queued_share, what, fix, (rank.number,))
-
-
-def _threads(run: _Run) -> Verdict | None:
-    """Find more threads than cores, or one thread where there are many cores."""
-    first = run.ranks[0]
-    last = first.times
-    share = sum(run.share(name) for name in _COMPUTING)
-    threads = sum(rank.times.threads for rank in run.ranks_beside(first))
-    ranks = len(run.ranks_beside(first))
-    if run.is_on_device or not last.threads or not last.cores or share < 0.5:
-        return None
-    each = run.cores_each(first)
-    fix = f"Leave OMP_NUM_THREADS unset, or torch.set_num_threads({each})."
-    if threads >= 2 * max(last.cores, ranks):
-        what = f"{ranks} ranks compute with {threads} threads on {last.cores} cores, {_percent(share)} of the time."
-        return Verdict("too many threads", share, what, fix, run.numbers)
-    is_waiting = any(rank.queued_share >= _WORTH_QUEUED for rank in run.ranks)
-    if last.threads == 1 and each >= 4 and not is_waiting:  # other programs use the other cores
-        what = f"Each rank computes with one thread, {_percent(share)} of the time, and could have {each}."
-        return Verdict("one thread", share, what, fix, run.numbers)
-    return None
-
-
-def _garbage(run: _Run) -> Verdict | None:
-    """Find long garbage collections."""
-    rank = max(run.ranks, key=lambda rank: rank.times.collecting_s / rank.wall_s)
-    share = rank.times.collecting_s / rank.wall_s
-    what = f"Python's garbage collection takes {_percent(share)} of the time on rank {rank.number}."
-    fix = "gc.freeze() after the setup, or gc.disable() and gc.collect() every thousand steps."
-    return Verdict("garbage collection", share, what, fix, (rank.number,))
-
-
-def _tiny_batch(run: _Run) -> Verdict | None:
-    """Find batches that are too small for a step's fixed costs."""
-    rows = statistics.fmean(rank.times.rows for rank in run.ranks)
-    share = sum(run.share(name) for name in _COMPUTING)
-    if not 0 < rows <= _TINY_ROWS or run.step_s > _TINY_STEP_S or share < 0.5:
-        return None
-    size, took = f"{rows:.0f} row{'s' if rows > 1 else ''}", format_milliseconds(run.step_s)
-    what = f"A step has {size} a rank and takes {took}, most of it overhead."
-    return Verdict("tiny batch", share, what, "Try a batch of 32 or more.", run.numbers)
-
-
 def _other(run: _Run) -> Verdict | None:
     """Find a line between the steps that takes long."""
     share = run.common_share("other")
@@ -714,7 +551,7 @@ def _other(run: _Run) -> Verdict | None:
     return Verdict("other code", share, what, "Do it less often.", run.numbers, place)
 
 
-_MEASURED: Iterable[Callable[[_Run], Verdict | None]] = (
+_FINDERS: tuple[Callable[[_Run], Verdict | None], ...] = (
     _straggler,
     _data,
     _evaluation,
@@ -722,11 +559,5 @@ _MEASURED: Iterable[Callable[[_Run], Verdict | None]] = (
     _compilation,
     _device_waits,
     _communication,
-    _garbage,
-    _thrashing,
-    _quota,
-    _tiny_batch,  # its share is all computing, and loader and code around the training are mostly overhead too
     _other,
 )
-# The first has all computing as its share, since the part that it wastes isn't known.
-_LIKELY: Iterable[Callable[[_Run], Verdict | None]] = (_threads, _busy_cores)

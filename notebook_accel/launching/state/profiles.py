@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from notebook_accel.errors import ConfigError
-from notebook_accel.formatting import aligned, format_count, format_size, plain_text, ranks_in_words
+from notebook_accel.formatting import aligned, format_count, plain_text, ranks_in_words
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
@@ -22,12 +22,19 @@ from notebook_accel.uninterruptible import Latch
 
 DEFAULT_STEPS = 5
 MOST_STEPS = 100
+ADVICE = "profile while the run trains: steps are batches of a DataLoader, or else steps of an optimizer"
+"""What to do where no step could be profiled."""
+MEMORY_ADVICE = (
+    "profile memory while a run trains on a GPU. On a CPU, put `with torch.profiler.profile(profile_memory=True) as "
+    "profiler:` around some steps of the code, and print(profiler.key_averages()) after them"
+)
+"""What to do where the memory of no step could be profiled."""
+
 _LEAD_S = 1.0  # until every rank has the request, so that all begin at the same step
 _SHOWN = 10
 _COLUMNS = 64  # of the timeline in text
 _MOST_TEXT_RANKS = 16
 _MOST_NAME = 60
-_MOST_COLUMNS = 8  # ranks side by side in the table of memory
 _NO_ANSWER = "it has not answered"
 _LETTERS = {"data": "d", "forward": "f", "backward": "b", "optimizer": "o", "evaluation": "e", "other": "."}
 
@@ -44,8 +51,7 @@ class RankProfile:
         operators: The operators and the device's kernels that took most time.
         lines: The lines of the user's code sampled most often.
         trace: The trace file; ``None`` if there is none on this machine.
-        peak_bytes: Peak memory of all tensors, in a profile of memory.
-        held: The lines whose tensors held most memory at the peak.
+        snapshot: The snapshot of its memory, in a profile of memory; ``None`` if there is none on this machine.
         why: The reason why there are fewer steps than were asked for; empty if there is none.
     """
 
@@ -56,8 +62,7 @@ class RankProfile:
     operators: tuple[events.OperatorTime, ...] = ()
     lines: tuple[events.SampledLine, ...] = ()
     trace: pathlib.Path | None = None
-    peak_bytes: int = 0
-    held: tuple[events.HeldMemory, ...] = ()
+    snapshot: pathlib.Path | None = None
     why: str = ""
 
     def of_kind(self, *kinds: events.SpanKind) -> list[events.Span]:
@@ -149,28 +154,11 @@ class Profile:
         ][:_SHOWN]
 
     @property
-    def memory(self) -> list[tuple[str, ...]]:
-        """A table of the peak and the lines that held most of it, headings first. Empty in a profile of time.
-
-        It has a column for each rank or, if there are many, for the rank with the highest peak.
-        """
-        ranks = [rank for rank in self.measured if rank.peak_bytes]
-        if not ranks:
-            return []
-        held = [{(held.place, held.text): held.size_bytes for held in rank.held} for rank in ranks]
-        most: collections.Counter[tuple[str, str]] = collections.Counter()
-        for of_rank in held:
-            most |= collections.Counter(of_rank)
-        if len(ranks) > _MOST_COLUMNS:
-            fullest = max(range(len(ranks)), key=lambda index: ranks[index].peak_bytes)
-            ranks, held = [ranks[fullest]], [held[fullest]]
-        rows = [(*(f"rank {rank.rank}" for rank in ranks), "held at the peak by", "")]
-        rows += [(*(format_size(rank.peak_bytes) for rank in ranks), "all tensors", "")]
-        for line, _ in most.most_common(_SHOWN):
-            place, text = line
-            sizes = [format_size(of_rank.get(line, 0)) for of_rank in held]
-            rows.append((*sizes, place or "what was made before the profile", text[:_MOST_NAME]))
-        return rows
+    def snapshots(self) -> str:
+        """The path of the first rank's memory snapshot, and how many others there are; empty without one."""
+        paths = [rank.snapshot for rank in self.ranks if rank.snapshot is not None]
+        more = f" and {len(paths) - 1} more beside it" if len(paths) > 1 else ""
+        return f"{paths[0]}{more}" if paths else ""
 
     @property
     def notes(self) -> list[str]:
@@ -192,7 +180,6 @@ class Profile:
             self.title + (f", {_ms(self.step_s * 1e6)} each" if self.step_s else ""),
             *self.notes,
             *self._timeline(),
-            *aligned(self.memory),
         ]
         for kernels in (False, True):
             costliest = self.costliest(kernels=kernels)
@@ -203,6 +190,7 @@ class Profile:
         rows += [(f"{line.share:.0%}", line.place, line.text[:_MOST_NAME]) for line in self.lines]
         lines += ["", *aligned(rows)] if self.lines else []
         lines += ["", f"trace for https://ui.perfetto.dev: {self.trace}"] if self.trace is not None else []
+        lines += [f"memory snapshots for https://pytorch.org/memory_viz: {self.snapshots}"] if self.snapshots else []
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -322,7 +310,8 @@ class ProfileRequest:
     def _of_rank(self, rank: RankState, said: events.Profiled | None, begin_s: float) -> RankProfile:
         if said is None:
             return RankProfile(rank.number, why="it ended meanwhile" if rank.rank in self._gone else _NO_ANSWER)
-        trace = pathlib.Path(said.trace) if said.trace else None
+        file = pathlib.Path(said.file) if said.file else None
+        found = file if file is not None and file.is_file() else None
         return RankProfile(
             rank.number,
             said.steps,
@@ -330,8 +319,7 @@ class ProfileRequest:
             tuple(said.spans),
             tuple(said.operators),
             tuple(said.lines),
-            trace if trace is not None and trace.is_file() else None,
-            said.peak_bytes,
-            tuple(said.held),
+            None if self._memory else found,
+            found if self._memory else None,
             said.why,
         )

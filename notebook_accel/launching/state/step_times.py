@@ -137,7 +137,6 @@ class Moment:
     end_s: float
     mean: Phases | None  # over all ranks; ``None`` if no rank has done a step
     ranks: Mapping[int, Phases]  # of each rank that is shown by itself and has done a step
-    first_step: int = 0  # number of steps that a rank had done before the interval
 
 
 def split_waiting(steps: Mapping[int, Phases]) -> dict[int, Phases]:
@@ -206,8 +205,7 @@ def over_time(sums: Mapping[int, list[tuple[int, Sums]]], shown: Collection[int]
         steps = _side_by_side({rank: rows[number : number + 2] for rank, rows in at_edges.items()})
         begin_s, end_s = ((edge_ms - begin_ms) / 1000 for edge_ms in edges_ms[number : number + 2])
         of_shown = {rank: steps[rank] for rank in shown if rank in steps}
-        first_step = int(max(rows[number][0] for rows in at_edges.values()))
-        moments.append(Moment(begin_s, end_s, mean_of(steps.values()), of_shown, first_step))
+        moments.append(Moment(begin_s, end_s, mean_of(steps.values()), of_shown))
     return tuple(moments)
 
 

@@ -7,7 +7,6 @@ import builtins
 import collections
 import contextvars
 import dataclasses
-import itertools
 import operator
 import string
 import sys
@@ -105,10 +104,6 @@ def _place(rank: RankState) -> tuple[int, int]:
 
 
 _MOST_UNSETTLED = 500  # lines that other ranks may still join
-_MOST_PASSED = 64  # lines that one line may be moved past, so that a flood stays cheap
-# The agent reads one log after the other, about ten times a second. So lines of different ranks that arrive within this
-# time have no meaningful order.
-_TOGETHER_S = 0.1
 _MOST_SPANS = 5  # in the margin
 _ROLE = "default_role"  # torch elastic's name of the role
 
@@ -141,24 +136,22 @@ class RankLine:
 
     ranks: set[int]
     text: str
-    came_s: float  # time at which the first rank printed it
     due_s: float  # time after which no other rank can join it
-    number: int  # its position among the unsettled lines
+    number: int  # its position among all lines
 
 
 @dataclasses.dataclass
 class AlikeLines:
-    """Orders the ranks' lines for showing, and joins equal lines of several ranks into one.
+    """Joins equal lines of several ranks into one, in the order in which they arrived.
 
-    A rank's line joins an equal line of other ranks that came a moment before. No line is lost, and each rank's lines
-    keep their order. Otherwise lines of different ranks keep their order of arrival, unless they arrived so close
-    together that this order means nothing.
+    A rank's line joins an equal line of other ranks that came a moment before, if that stands below all lines of this
+    rank. So no line is lost or moved, and each rank's lines keep their order.
     """
 
     _world_size: int  # number of ranks on this node
     _moment_s: float  # in which other ranks may still join a line
     _settle: Callable[[RankLine], object]  # takes each line in order, once no rank can join it any more
-    _unsettled: collections.OrderedDict[int, RankLine] = dataclasses.field(default_factory=collections.OrderedDict)
+    _unsettled: collections.deque[RankLine] = dataclasses.field(default_factory=collections.deque)
     _by_text: dict[str, list[RankLine]] = dataclasses.field(default_factory=dict)  # in order, as the numbers are
     _last: dict[int, int] = dataclasses.field(default_factory=dict)  # the number of each rank's last line
     _next: int = 0
@@ -166,7 +159,7 @@ class AlikeLines:
     @property
     def unsettled(self) -> list[RankLine]:
         """The lines that other ranks may still join, in order."""
-        return list(self._unsettled.values())
+        return list(self._unsettled)
 
     def add(self, rank: int, texts: Sequence[str], now_s: float) -> list[RankLine]:
         """Add the lines that a rank has printed at ``now_s``.
@@ -177,19 +170,16 @@ class AlikeLines:
         self.settle(now_s)
         if len(texts) > _MOST_UNSETTLED:  # nobody reads such a flood line by line
             self.settle()
-            lines = [RankLine({rank}, text, now_s, now_s, 0) for text in texts]
+            lines = [RankLine({rank}, text, now_s, 0) for text in texts]
             for line in lines:
                 self._settle(line)
             return lines
         lines = []
-        for index, text in enumerate(texts):
-            joined = self._joinable(rank, texts, index, now_s) if text in self._by_text else None
-            if joined is None:
-                joined = RankLine(set(), text, now_s, now_s + self._moment_s, 0)
-                self._append(joined)
-            joined.ranks.add(rank)
-            self._last[rank] = joined.number
-            lines.append(joined)
+        for text in texts:
+            line = self._joinable(rank, text) or self._append(text, now_s + self._moment_s)
+            line.ranks.add(rank)
+            self._last[rank] = line.number
+            lines.append(line)
             if len(self._unsettled) > _MOST_UNSETTLED:
                 self._settle_first()
         self.settle(now_s)
@@ -198,69 +188,30 @@ class AlikeLines:
     def settle(self, now_s: float = float("inf")) -> None:
         """Settle the lines that no rank can join any more at ``now_s``; without it, all lines."""
         while self._unsettled:
-            first = next(iter(self._unsettled.values()))
+            first = self._unsettled[0]
             if first.due_s > now_s and len(first.ranks) < self._world_size:
                 break
             self._settle_first()
 
     def _settle_first(self) -> None:
-        _, line = self._unsettled.popitem(last=False)
-        self._forget_text(line)
-        self._settle(line)
-
-    def _append(self, line: RankLine) -> None:
-        line.number, self._next = self._next, self._next + 1
-        self._unsettled[line.number] = line
-        self._by_text.setdefault(line.text, []).append(line)
-
-    def _forget_text(self, line: RankLine) -> None:
+        line = self._unsettled.popleft()
         equal = self._by_text[line.text]
-        equal.remove(line)
+        del equal[0]
         if not equal:
             del self._by_text[line.text]
+        self._settle(line)
 
-    def _joinable(self, rank: int, texts: Sequence[str], index: int, now_s: float) -> RankLine | None:
-        """Return the line that this rank can join with the text at ``index``, moved below the rank's earlier lines."""
-        equal = self._by_text[texts[index]]
+    def _append(self, text: str, due_s: float) -> RankLine:
+        line, self._next = RankLine(set(), text, due_s, self._next), self._next + 1
+        self._unsettled.append(line)
+        self._by_text.setdefault(text, []).append(line)
+        return line
+
+    def _joinable(self, rank: int, text: str) -> RankLine | None:
+        """Return the first line with this text below all lines of the rank."""
+        equal = self._by_text.get(text, [])
         below = bisect.bisect_right(equal, self._last.get(rank, -1), key=operator.attrgetter("number"))
-        if below < len(equal):
-            return equal[below]
-        oldest = self._next - _MOST_PASSED
-        above = itertools.takewhile(lambda line: rank not in line.ranks and line.number >= oldest, reversed(equal))
-        line = next(iter(collections.deque(above, maxlen=1)), None)  # the topmost one
-        if line is not None and self._move_to_end(line, rank, texts[index + 1 : index + _MOST_PASSED], now_s):
-            return line
-        return None
-
-    def _move_to_end(self, line: RankLine, rank: int, coming: Sequence[str], now_s: float) -> bool:
-        """Move a line to the end, with all later lines of its ranks, and return whether that was possible.
-
-        It is possible if this rank joins each of these later lines next, or other ranks have joined it, or it arrived
-        together with the lines that it passes.
-        """
-        from_line = itertools.takewhile(lambda other: other.number >= line.number, reversed(self._unsettled.values()))
-        moved, passed, ranks = [line], [], set(line.ranks)
-        matched = 0
-        for other in list(from_line)[-2::-1]:
-            if ranks.isdisjoint(other.ranks):
-                passed.append(other)
-                continue
-            moved.append(other)
-            ranks |= other.ranks
-            if matched < len(coming) and other.text == coming[matched]:
-                matched += 1
-            elif len(other.ranks) == 1 and now_s - other.came_s > _TOGETHER_S:
-                return False
-        if rank in ranks:
-            return False
-        for other in passed:
-            other.due_s = min(other.due_s, line.due_s)  # so that the moved lines need not wait for the passed ones
-        for other in moved:
-            del self._unsettled[other.number]
-            self._forget_text(other)
-            self._append(other)
-            self._last.update(dict.fromkeys(other.ranks, other.number))
-        return True
+        return equal[below] if below < len(equal) else None
 
 
 class LineLimit(Generic[_Line]):

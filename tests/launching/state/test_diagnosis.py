@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import msgspec
@@ -28,7 +27,7 @@ def run(*ranks: dict[str, Any], seconds: int = 5) -> RunState:
 
 def step_times(*, lines: tuple[tuple[Any, ...], ...] = (), **given: Any) -> events.StepTimes:
     phases = {name: given.pop(name, 0.0) * _STEPS_PER_S / 1000 for name in events.PHASES}
-    fields = {"steps": _STEPS_PER_S, "workers": 0, "threads": 1, "cores": 2, "samples": 20, **given}
+    fields = {"steps": _STEPS_PER_S, "workers": 0, "cores": 2, "samples": 20, **given}
     return events.StepTimes(seconds=phases, lines=[events.SampledLine(*line) for line in lines], **fields)
 
 
@@ -57,8 +56,16 @@ def test_ranks_wait_for_data() -> None:
     ranks = [healthy(data=60.0, lines=(line("data"), line("forward", number=1)))] * 2
     [verdict] = diagnose(run(*ranks)).verdicts
     assert (verdict.cause, verdict.ranks, verdict.place) == ("data", (0, 1), "In[4], line 12")
-    assert verdict.what == "Every rank waits 56 % of the time for data: `num_workers=0` at In[4], line 12."
-    assert verdict.fix == "Try `num_workers=1, persistent_workers=True`."
+    assert verdict.share == pytest.approx(0.556, abs=1e-3)
+
+
+def test_verdict_is_a_sentence_with_its_figures_and_what_to_do() -> None:
+    slow = healthy(forward=74.0, lines=(line("forward", text="time.sleep(1)"),))
+    assert diagnose(run(healthy(communication=62.0), slow)).sentence == (
+        "Rank 1 computes 2.2 times as long as the others, most of it in forward at In[4], line 12: `time.sleep(1)`; "
+        "the others wait for it 55 % of the time. Give this rank less work, or look for what else runs on its device "
+        "or core."
+    )
 
 
 def test_advice_for_data_goes_by_the_workers_and_cores_there_are() -> None:
@@ -93,7 +100,7 @@ def test_straggler_is_the_rank_that_waits_least(phase: str) -> None:
     diagnosis = diagnose(run(waiting, waiting, slow, waiting))
     [verdict] = diagnosis.verdicts
     assert (verdict.cause, verdict.ranks, verdict.place) == ("straggler", (2,), "In[4], line 12")
-    assert "the others wait for it 55 % of the time" in verdict.what
+    assert verdict.share == pytest.approx(0.545, abs=1e-3)
     assert diagnosis.steps[0]["waiting"] == pytest.approx(0.060)
     assert diagnosis.steps[2]["waiting"] == 0
 
@@ -101,17 +108,15 @@ def test_straggler_is_the_rank_that_waits_least(phase: str) -> None:
 def test_gradients_take_long() -> None:
     ranks = [healthy(communication=55.0, gradient_bytes=440 << 20)] * 2
     [verdict] = diagnose(run(*ranks)).verdicts
-    assert verdict.cause == "communication"
-    assert verdict.what == "Gradients take 53 % of the time: 440 MiB for 45 ms of computing."
+    assert (verdict.cause, verdict.ranks, verdict.place) == ("communication", (0, 1), "")
 
 
 def test_collectives_of_the_users_own_are_named() -> None:
     ranks = [healthy(communication=60.0, lines=(line("other", activity="communication", text="dist.barrier()"),))] * 2
     [verdict] = diagnose(run(*ranks)).verdicts
     assert (verdict.cause, verdict.place) == ("communication", "In[4], line 12")
-    assert "`dist.barrier()`" in verdict.what
     [verdict] = diagnose(run(*[ranks[0] | {"gradient_bytes": 2 << 20}] * 2)).verdicts
-    assert "`dist.barrier()`" in verdict.what  # these collectives take longer than the gradients
+    assert verdict.place == "In[4], line 12"  # these collectives take longer than the gradients
 
 
 @pytest.mark.parametrize(("phase", "is_sharded"), [("forward", True), ("forward", False), ("other", True)])
@@ -131,47 +136,26 @@ def test_collectives_of_an_evaluation_or_of_waiting_ranks_do_not_hide_slow_gradi
     gathering = {"lines": (line(phase, activity="communication", text="gather(x)", samples=8),)}
     ranks = [rank | gathering] * 2 if phase == "evaluation" else [rank, rank | gathering | {"communication": 32.0}]
     [verdict] = diagnose(run(*ranks)).verdicts
-    assert verdict.what.startswith("Gradients take")
+    assert (verdict.cause, verdict.place) == ("communication", "")
 
 
-def test_uneven_batches_make_ranks_wait_in_turns() -> None:
-    batches = {"rows": 8.0, "smallest_batch": 100, "largest_batch": 4000}
-    [verdict] = diagnose(run(*[healthy(waiting=20.0, mean_batch=3900.0, **batches)] * 2)).verdicts
-    assert verdict.cause == "uneven steps"  # nearly all batches are large
-    [verdict] = diagnose(run(*[healthy(communication=60.0, mean_batch=2000.0, **batches)] * 2)).verdicts
-    assert verdict.cause == "uneven batches"
-    assert "between 100 and 4,000 elements" in verdict.what
-    batches |= {"mean_batch": 2000.0, "gradient_bytes": 440 << 20}
-    [verdict] = diagnose(run(*[healthy(communication=5.0, waiting=30.0, **batches)] * 2)).verdicts
-    assert verdict.what.startswith("The ranks wait for each other 36 % of the time: their batches")
-    [verdict] = diagnose(run(*[healthy(communication=60.0, waiting=2.0, **batches)] * 2)).verdicts
-    assert verdict.cause == "communication"  # all ranks have long batches at the same time
-
-
-def test_exchanges_that_take_unequal_times_are_no_uneven_steps() -> None:
-    [verdict] = diagnose(run(*[healthy(communication=40.0, waiting=50.0, gradient_bytes=26 << 20)] * 2)).verdicts
-    assert verdict.cause == "communication"
-
-
-@pytest.mark.parametrize(("waiting", "causes"), [(10.0, []), (20.0, ["uneven steps"])])
-def test_ranks_wait_for_each_other_in_turns(waiting: float, causes: list[str]) -> None:
-    """Waiting isn't blamed on the gradients, and a little of it is usual."""
-    diagnosis = diagnose(run(*[healthy(waiting=waiting, gradient_bytes=5 << 20)] * 2))
+@pytest.mark.parametrize(("communication", "causes"), [(2.0, []), (40.0, ["communication"])])
+def test_waiting_in_turns_is_no_communication(communication: float, causes: list[str]) -> None:
+    ranks = [healthy(communication=communication, waiting=50.0, gradient_bytes=26 << 20)] * 2
+    diagnosis = diagnose(run(*ranks))
     assert [verdict.cause for verdict in diagnosis.verdicts] == causes
-    assert [phases["waiting"] for phases in diagnosis.steps.values()] == pytest.approx([waiting / 1000] * 2)
-    if causes:
-        assert "wait for each other 29 % of the time, now for one and now for another" in diagnosis.sentence
+    assert [phases["waiting"] for phases in diagnosis.steps.values()] == pytest.approx([0.050] * 2)
 
 
-def late_in(*seconds: int, queued_s: float = 0.0) -> RunState:
-    """A run of six seconds, in some of which rank 0 waits for rank 1, which may wait for a core all the time."""
+def late_in(*seconds: int) -> RunState:
+    """A run of six seconds, in some of which rank 0 waits for rank 1."""
     state = RunState(2)
     for second in range(6):
         late_ms = 40.0 * (second in seconds)
         for number in range(2):
             state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
         state.apply(0, step_times(**healthy(communication=2.0 + late_ms)))
-        state.apply(1, step_times(**healthy(forward=14.0 + late_ms, queued_s=queued_s)))
+        state.apply(1, step_times(**healthy(forward=14.0 + late_ms)))
     return state
 
 
@@ -196,11 +180,6 @@ def test_rank_that_is_a_little_late_must_have_been_so_for_half_a_minute(
     assert [verdict.cause for verdict in diagnose(state).verdicts] == causes
 
 
-def test_rank_that_is_late_now_and_then_since_it_waits_for_a_core_does_wait() -> None:
-    [verdict] = diagnose(late_in(4, 5, queued_s=0.5)).verdicts
-    assert (verdict.cause, verdict.ranks) == ("busy cores", (1,))
-
-
 def test_late_rank_of_a_long_run_is_named_after_a_replay() -> None:
     state, again = RunState(2), RunState(2)
     for second in range(1000):
@@ -216,7 +195,7 @@ def test_evaluation_every_step() -> None:
     ranks = [healthy(evaluation=50.0, evaluations=20, lines=(line("evaluation", text="test(model)"),))] * 2
     [verdict] = diagnose(run(*ranks)).verdicts
     assert (verdict.cause, verdict.place) == ("evaluation", "In[4], line 12")
-    assert "An evaluation each step takes 50 % of the time" in verdict.what
+    assert verdict.share == pytest.approx(0.5)
 
 
 def test_rare_evaluation_is_no_verdict() -> None:
@@ -236,7 +215,6 @@ def test_checkpoints_of_one_rank_for_which_the_others_wait() -> None:
     assert [(verdict.cause, verdict.ranks, verdict.place) for verdict in verdicts] == [
         ("checkpoint", (0,), "In[4], line 12")
     ]
-    assert "the others wait for it" in verdicts[0].what
 
 
 def test_recompilation() -> None:
@@ -245,8 +223,8 @@ def test_recompilation() -> None:
     ranks = healthy(compilations=3, compiling_s=0.5, recompiled=reason, lines=(compiling,))
     [verdict] = diagnose(run(ranks)).verdicts
     assert (verdict.cause, verdict.place) == ("compilation", "In[4], line 12")
-    assert verdict.what.startswith("torch.compile has compiled 12 graphs in 80 steps, which took 50 % of the time at ")
-    assert verdict.what.endswith(f"The last one's reason: {reason}.")
+    assert verdict.share == pytest.approx(0.5)
+    assert reason in verdict.what
     assert not diagnose(run(healthy(compilations=0, compiling_s=0.5, lines=(compiling,)))).verdicts
 
 
@@ -254,12 +232,11 @@ def test_recompilation_by_xla() -> None:
     state = run(healthy(compilations=1, compiling_s=0.5, recompiled="The batch's shape has changed"))
     state.ranks[0].device = "xla:0"
     [verdict] = diagnose(state).verdicts
-    assert verdict.what.startswith("XLA has compiled 4 graphs in 80 steps")
-    assert verdict.fix == "Give batches one shape (pad them, drop_last=True)."
+    assert "torch.compile" not in str(verdict)
     state = run(healthy(compilations=20, compiling_s=0.5))  # in each step, and the batches have one shape
     state.ranks[0].device = "xla:0"
     [verdict] = diagnose(state).verdicts
-    assert verdict.what == "XLA has compiled 80 graphs in 80 steps, which took 50 % of the time."
+    assert (verdict.cause, verdict.share) == ("compilation", pytest.approx(0.5))
 
 
 @pytest.mark.parametrize(("seconds", "is_named"), [(10, True), (200, False)])
@@ -276,81 +253,23 @@ def test_first_step_that_compiles_counts_as_long_as_it_is_a_tenth_of_the_run(sec
     assert sum(diagnosis.steps[0].values()) == pytest.approx(0.050)
     assert [verdict.cause for verdict in diagnosis.verdicts] == ["compilation"] * is_named
     if is_named:
-        assert diagnosis.verdicts[0].what == (
-            "The first compilation by torch.compile took 50 % of the time at In[4], line 12: `loss = model(x)`."
-        )
+        assert diagnosis.verdicts[0].place == "In[4], line 12"
         assert diagnosis.wasted_s == pytest.approx(10.0)
 
 
-def test_container_uses_up_its_quota() -> None:
-    [verdict] = diagnose(run(*[healthy(throttled_s=0.8, queued_s=0.5)] * 2)).verdicts
-    assert (verdict.cause, verdict.share) == ("quota", 0.5)
-    assert verdict.what == (
-        "The container uses up its quota of CPU time, 2 cores, in 80 % of the periods, and rank 0 waits 50 % of the "
-        "time."
-    )
-    assert not diagnose(run(*[healthy(throttled_s=0.8)] * 2)).verdicts  # none of the ranks was held up
-
-
-def test_machine_is_short_of_memory() -> None:
-    [verdict] = diagnose(run(healthy(), healthy(thrashing_s=0.4, swapped_bytes=3 << 30))).verdicts
-    assert verdict.cause == "memory"
-    assert verdict.what == (
-        "Memory is short: programs wait for it 40 % of the time, and 3.0 GiB of rank 1 are in swap."
-    )
-
-
-@pytest.mark.parametrize("held_up", [{"throttled_s": 0.8, "queued_s": 0.5}, {"thrashing_s": 0.4}])
-def test_lack_on_one_machine_names_its_ranks(held_up: dict[str, float]) -> None:
-    state = run(*[healthy(**held_up)] * 2, *[healthy()] * 2)
-    for number in (2, 3):
-        state.ranks[number].node = 1
-    assert [verdict.ranks for verdict in diagnose(state).verdicts] == [(0, 1)]
-
-
-def test_cores_are_busy() -> None:
-    [verdict] = diagnose(run(healthy(), healthy(queued_s=0.45))).verdicts
-    assert (verdict.cause, verdict.ranks) == ("busy cores", (1,))
-    assert "Rank 1 waits for a core 45 % of the time" in verdict.what
-    assert "OMP_WAIT_POLICY" not in verdict.fix
-    [verdict] = diagnose(run(healthy(queued_s=0.45, threads=2, cores=4))).verdicts
-    assert "OMP_WAIT_POLICY" in verdict.fix
-    [verdict] = diagnose(run(healthy(), healthy(queued_s=0.45, stolen_s=0.4))).verdicts
-    assert (verdict.cause, verdict.ranks) == ("busy cores", (1,))
-    assert verdict.what.endswith(
-        "45 % of the time: the host of this virtual machine gives its cores to others (steal)."
-    )
-    [verdict] = diagnose(run(*[healthy(queued_s=0.45, threads=8)] * 2)).verdicts
-    assert verdict.cause == "too many threads"  # of the ranks themselves
-    [verdict] = diagnose(run(*[healthy(queued_s=0.45, threads=1, cores=16)] * 2)).verdicts
-    assert verdict.cause == "busy cores"  # more threads wouldn't help
-
-
-@pytest.mark.parametrize(("utilisation", "causes"), [(99.0, []), (50.0, ["busy cores"]), (None, ["busy cores"])])
-def test_busy_cores_do_not_matter_to_a_device_that_is_never_idle(utilisation: float | None, causes: list[str]) -> None:
-    state = run(healthy(queued_s=0.45, is_on_device=True))
-    state.apply(0, events.Memory(used_bytes=1, total_bytes=2, kind="device", utilisation=utilisation))
-    assert [verdict.cause for verdict in diagnose(state).verdicts] == causes
-
-
 def test_rank_that_waits_for_a_core_is_late() -> None:
-    slow = healthy(forward=60.0, queued_s=0.5)
-    [verdict] = diagnose(run(slow, healthy(communication=48.0))).verdicts
+    [verdict] = diagnose(run(healthy(forward=60.0, queued_s=0.5), healthy(communication=48.0))).verdicts
     assert (verdict.cause, verdict.ranks) == ("straggler", (0,))
     assert verdict.what.endswith("It waits for a core 26 % of the time, since other work uses it.")
-    verdict = diagnose(run(slow | {"throttled_s": 0.5}, healthy(communication=48.0))).verdicts[0]
-    assert verdict.what.endswith("26 % of the time, since its container's quota of CPU time is used up.")
-    [verdict] = diagnose(run(slow | {"stolen_s": 0.4}, healthy(communication=48.0))).verdicts
-    assert verdict.what.endswith("26 % of the time, since the host of this virtual machine gives it to others.")
-    for threads, cause in ((8, "too many threads"), (1, "busy cores")):
-        common = {"queued_s": 0.5, "threads": threads}
-        state = run(healthy(forward=24.0, **common), healthy(communication=12.0, **common))
-        assert [verdict.cause for verdict in diagnose(state).verdicts] == [cause]
 
 
-def test_exchange_is_slow_where_all_wait_for_cores() -> None:
-    ranks = [healthy(communication=12.0, gradient_bytes=5 << 20, queued_s=0.6)] * 2
-    assert [verdict.cause for verdict in diagnose(run(*ranks)).verdicts] == ["busy cores"]
+@pytest.mark.parametrize("cause", ["straggler", "communication"])
+def test_no_rank_and_no_exchange_is_blamed_where_all_wait_for_cores(cause: str) -> None:
+    exchanging = {"communication": 40.0, "gradient_bytes": 440 << 20}
+    ranks = [{"forward": 52.0}, {"communication": 40.0}] if cause == "straggler" else [exchanging] * 2
+    for queued_s, causes in ((0.3, [cause]), (0.9, [])):
+        found = diagnose(run(*[healthy(queued_s=queued_s, **changes) for changes in ranks])).verdicts
+        assert [verdict.cause for verdict in found] == causes
 
 
 def test_device_of_a_rank_that_is_late() -> None:
@@ -361,85 +280,17 @@ def test_device_of_a_rank_that_is_late() -> None:
     assert verdict.what.endswith(" Its device is busy 99 % of the time. Its device runs at 61 % of its highest clock.")
 
 
-def test_data_are_on_a_slow_disk() -> None:
-    [verdict] = diagnose(run(*[healthy(data=60.0, disk_s=1.0)] * 2)).verdicts
-    assert verdict.cause == "data"
-    assert "A disk is waited for 46 % of the time." in verdict.what
-    assert verdict.fix.startswith("Copy the data to a faster disk")
-
-
-def test_straggler_is_not_dated_from_the_end_of_a_pause() -> None:
-    state = RunState(2)
-    for second in (0, *range(60, 90)):
-        for number in range(2):
-            times = healthy(**{"forward": 74.0} if number else {"communication": 62.0})
-            state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
-            state.apply(number, step_times(time_s=float(second), **times))
-    diagnosis = diagnose(state)
-    assert diagnosis.over_time[0].mean is None
-    assert diagnosis.verdicts[0].cause == "straggler"
-    assert "since" not in diagnosis.verdicts[0].what
-
-
-@pytest.mark.parametrize("before", [0, 20])
-def test_straggler_is_dated_unless_it_always_was_one(before: int) -> None:
-    state = RunState(2)
-    for second in range(before + 20):
-        is_late = second >= before
-        for number in range(2):
-            times = healthy(**({"forward": 74.0} if number else {"communication": 62.0}) if is_late else {})
-            state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
-            state.apply(number, step_times(time_s=float(second), **times))
-    [verdict] = diagnose(state).verdicts
-    assert verdict.cause == "straggler"
-    since = re.search(r" It has been so since about step (\d+)\.$", verdict.what)
-    if not before:
-        assert since is None
-    else:
-        assert since is not None
-        assert int(since[1]) == pytest.approx(20 * before, abs=40)
-
-
 @pytest.mark.parametrize("text", ["total += loss.item()", "print(loss)", "x = out.cpu()", "torch.cuda.empty_cache()"])
 def test_line_that_waits_for_the_device(text: str) -> None:
     waits = line("forward", text=text)
     [verdict] = diagnose(run(healthy(is_on_device=True, lines=(waits,)))).verdicts
     assert (verdict.cause, verdict.place) == ("device wait", "In[4], line 12")
-    assert text in verdict.what
     assert not diagnose(run(healthy(lines=(waits,)))).verdicts  # the CPU has nothing to wait for
 
 
 def test_line_between_the_steps() -> None:
     [verdict] = diagnose(run(healthy(other=50.0, lines=(line("other", text="draw(loss)"),)))).verdicts
     assert (verdict.cause, verdict.place) == ("other code", "In[4], line 12")
-    assert "`draw(loss)`" in verdict.what
-
-
-def test_garbage_collection() -> None:
-    [verdict] = diagnose(run(healthy(), healthy(collecting_s=0.3))).verdicts
-    assert (verdict.cause, verdict.ranks) == ("garbage collection", (1,))
-
-
-def test_threads() -> None:
-    [verdict] = diagnose(run(*[healthy(threads=8, cores=4)] * 2)).verdicts
-    assert verdict.cause == "too many threads"
-    assert "2 ranks compute with 16 threads on 4 cores" in verdict.what
-    [verdict] = diagnose(run(*[healthy(threads=1, cores=32)] * 2)).verdicts
-    assert verdict.cause == "one thread"
-    assert "torch.set_num_threads(16)" in verdict.fix
-    assert not diagnose(run(*[healthy(threads=1, cores=32, is_on_device=True)] * 2)).verdicts
-
-
-def test_tiny_batch() -> None:
-    tiny = {"forward": 0.4, "backward": 0.5, "optimizer": 0.3, "data": 0.05, "rows": 2.0, "steps": 1000}
-    [verdict] = diagnose(
-        run({**tiny, **{name: value * 50 for name, value in tiny.items() if name in events.PHASES}})
-    ).verdicts
-    assert verdict.cause == "tiny batch"
-    phases = {"data": 0.4, "forward": 0.7, "backward": 1.1, "optimizer": 0.4, "other": 0.4}
-    times = {name: value * 50 for name, value in phases.items()}
-    found = diagnose(run({**times, "rows": 1.0, "steps": 1000, "lines": (line("other"),)})).verdicts
-    assert [verdict.cause for verdict in found] == ["tiny batch", "data", "other code"]
 
 
 @pytest.mark.parametrize(
@@ -452,10 +303,7 @@ def test_tiny_batch() -> None:
         {"evaluation": 15.0},
         {"other": 4.0, "lines": (line("other", text="print(loss)"),)},
         {"copy": 3.0, "is_on_device": True},
-        {"threads": 2, "cores": 16},
-        {"rows": 256.0, "smallest_batch": 100, "largest_batch": 5000},
-        {"collecting_s": 0.02},
-        {"queued_s": 0.15, "disk_s": 0.9},
+        {"queued_s": 0.9},
         {"compilations": 1, "compiling_s": 0.02},
         {"lines": (line("forward", text="loss.item()", samples=1),), "is_on_device": True},
         {"lines": (line("other", activity="saving", samples=1),)},

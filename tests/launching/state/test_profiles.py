@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import re
 import threading
 
 import pytest
@@ -58,30 +57,18 @@ def test_of_many_ranks_text_shows_some() -> None:
     assert "… and 48 more ranks" in shown
 
 
-def with_memory(ranks: int) -> Profile:
-    held = tuple(events.HeldMemory(place, text, size) for place, text, size in
-                 (("In[7], line 2", "x = model(x)", 3 << 20), ("", "", 1 << 20)))  # fmt: skip
-    return Profile(
-        "train", 1, tuple(RankProfile(rank, 1, peak_bytes=(4 + rank) << 20, held=held) for rank in range(ranks))
+def test_snapshots_of_memory_are_named(tmp_path: pathlib.Path) -> None:
+    request = ProfileRequest(1, 10.0, [RankState(0), RankState(1)], memory=True)
+    for rank in range(2):
+        (tmp_path / f"{rank}.pickle").touch()
+        request.take(rank, answer(request, steps=1, file=str(tmp_path / f"{rank}.pickle")))
+    found = request.profile("train")
+    assert [(rank.trace, rank.snapshot) for rank in found.ranks] == [
+        (None, tmp_path / f"{rank}.pickle") for rank in range(2)
+    ]
+    assert str(found).splitlines()[-1] == (
+        f"memory snapshots for https://pytorch.org/memory_viz: {tmp_path}/0.pickle and 1 more beside it"
     )
-
-
-def test_memory_is_a_table_of_lines_and_ranks() -> None:
-    shown = str(with_memory(2)).splitlines()
-    assert shown[0] == "1 step of 'train' on 2 ranks"
-    assert [re.split(" {2,}", line) for line in shown[1:]] == [
-        ["rank 0", "rank 1", "held at the peak by"],
-        ["4.0 MiB", "5.0 MiB", "all tensors"],
-        ["3.0 MiB", "3.0 MiB", "In[7], line 2", "x = model(x)"],
-        ["1.0 MiB", "1.0 MiB", "what was made before the profile"],
-    ]
-
-
-def test_of_many_ranks_memory_shows_the_fullest() -> None:
-    assert with_memory(64).memory[:2] == [
-        ("rank 63", "held at the peak by", ""),
-        ("67 MiB", "all tensors", ""),
-    ]
 
 
 def test_data_are_json() -> None:
@@ -118,7 +105,7 @@ def test_wait_ends_when_nobody_can_answer_any_more(tmp_path: pathlib.Path) -> No
     request.take(0, answer(request, why="it did 0 of 2 steps in 10 s"))
     request.take(1, events.Ended(exit_code=1))
     request.take(2, events.Profiled(number="an earlier one", steps=2))
-    request.take(2, answer(request, steps=2, trace=str(tmp_path / "gone.json"), spans=spans(1, 1)))
+    request.take(2, answer(request, steps=2, file=str(tmp_path / "gone.json"), spans=spans(1, 1)))
     assert waiting.is_alive()
     request.take(3, answer(request, why="it did 0 of 2 steps in 10 s"))
     waiting.join(60)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from notebook_accel.launching.state.diagnosis import diagnose
@@ -12,15 +11,11 @@ from notebook_accel.protocol import events
 from tests.launching.state.strategies import replay
 
 
-def times(
-    steps: int, *, seconds: float = 1.0, place: str = "In[1], line 1", size: int = 8, at: float = 0.0
-) -> events.StepTimes:
+def times(steps: int, *, seconds: float = 1.0, place: str = "In[1], line 1", at: float = 0.0) -> events.StepTimes:
     return events.StepTimes(
         time_s=at,
         steps=steps,
         seconds={"data": seconds / 4, "forward": seconds * 3 / 4},
-        smallest_batch=size,
-        largest_batch=2 * size,
         samples=4,
         lines=[events.SampledLine("forward", "", place, "x", 4)],
     )
@@ -44,25 +39,17 @@ def test_first_steps_count_in_the_whole_run_only() -> None:
     assert (recent(history).steps, recent(history).seconds) == (20, {"data": 0.5, "forward": 1.5})
 
 
-def test_recent_steps_are_the_last_ones_with_their_lines_and_sizes() -> None:
+def test_recent_steps_are_the_last_ones_with_their_lines() -> None:
     history = StepHistory()
     history.add(times(10))
     for _ in range(20):
-        history.add(times(10, place="In[1], line 1", size=8))
+        history.add(times(10, place="In[1], line 1"))
     for _ in range(20):
-        history.add(times(10, place="In[1], line 2", size=100))
+        history.add(times(10, place="In[1], line 2"))
     assert recent(history).steps == 100  # ten seconds of them
     assert sum(recent(history).seconds.values()) == pytest.approx(10)
     assert [line.place for line in recent(history).lines] == ["In[1], line 2"]
-    assert (recent(history).smallest_batch, recent(history).largest_batch) == (100, 200)
-    assert (total(history).smallest_batch, total(history).steps) == (8, 410)
-
-
-def test_batches_of_unknown_size_leave_the_mean_of_the_known_ones() -> None:
-    history = StepHistory()
-    for rows in (0.0, 6.0, 0.0, 6.0, 0.0):
-        history.add(msgspec.structs.replace(times(10), rows=rows))
-    assert (recent(history).rows, total(history).rows) == (6.0, 6.0)
+    assert total(history).steps == 410
 
 
 def test_fifty_slow_steps_are_recent_however_long_they_took() -> None:
