@@ -114,7 +114,8 @@ def run(config: LaunchConfig, show: Callable[[str], object] = print) -> Trial:
     """
     machine = Machine.find()
     on_gpus = machine.devices.kind == "GPU" and not config.use_cpu
-    count = config.num_processes or (machine.devices.available if on_gpus else 2)
+    is_cpu = config.use_cpu or machine.devices.kind == "CPU"
+    count = config.num_processes or (2 if is_cpu else machine.devices.available)
     plain = LaunchConfig(
         num_processes=count,
         use_cpu=config.use_cpu,
@@ -127,7 +128,10 @@ def run(config: LaunchConfig, show: Callable[[str], object] = print) -> Trial:
     facts = {**_facts(), **dict(machine.facts())}
     show("\n".join(aligned(list(facts.items()))))
     checks = []
-    for check in _checks(plain, shares_gpu=on_gpus and machine.devices.available == 1):
+    checked = _checks(plain, shares_gpu=on_gpus and machine.devices.available == 1)
+    if machine.devices.platform is not None:  # whose ranks are forks of this process, one for each device
+        checked = _launched(_TOGETHER, device_checks.together, plain)
+    for check in checked:
         checks.append(check if check.passed else dataclasses.replace(check, fix=fix_of(check.name, on_gpus=on_gpus)))
         show(str(checks[-1]))
     return Trial(facts, tuple(checks))
