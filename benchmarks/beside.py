@@ -49,8 +49,11 @@ def main() -> int:
     with _checkout(given.commit) as older:
         trees = {given.commit: older, "now": _ROOT}
         for number in range(given.rounds):
+            floor = _launch_times("os.fork", _ROOT)
             for name, tree in list(trees.items())[:: 1 if number % 2 else -1]:
-                for row, ratio in (_steps(tree, given.blocks) | _launches(tree)).items():
+                times = _launch_times("ours, spawn", tree)
+                launches = {f"launch, {what}": times[what] / floor[what] for what in times}
+                for row, ratio in (_steps(tree, given.blocks) | launches).items():
                     found[row][name].append(ratio)
             print(f"round {number + 1} of {given.rounds}", file=sys.stderr, flush=True)
     print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, medians of {given.rounds} rounds")
@@ -97,16 +100,14 @@ def _answer(process: subprocess.Popen[str]) -> Rows:
     return rows
 
 
-def _launches(tree: pathlib.Path) -> Rows:
-    """Return the ratios of a kernel's later launches with the package of a checkout."""
+def _launch_times(method: str, tree: pathlib.Path) -> Rows:
+    """Return the median times of a kernel's later launches with the package of a checkout, in ms."""
     from benchmarks import launch  # not above: a process that measures steps has another checkout first on its path
 
-    by_name = {method.name: method for method in launch.METHODS}
-    floor, ours = (launch.measure(by_name[name], tree)[0][1:] for name in ("os.fork", "ours, spawn"))
+    by_name = {each.name: each for each in launch.METHODS}
+    times = launch.measure(by_name[method], tree)[0][1:]
     return {
-        f"launch, {what}": statistics.median(times[index] for times in ours)
-        / statistics.median(times[index] for times in floor)
-        for index, what in enumerate(("first line", "returned"))
+        what: statistics.median(time[index] for time in times) for index, what in enumerate(("first line", "returned"))
     }
 
 
