@@ -13,11 +13,11 @@ from IPython.core.getipython import get_ipython
 
 from kernel_ext.arguments import Parser
 from kernel_ext.config_form import ConfigForm
-from notebook_accel import runs_command
+from notebook_accel import runs_command, trial
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.formatting import aligned, format_count, format_duration, format_size, json_text, plain_lines
 from notebook_accel.launching import logs
-from notebook_accel.launching.kernel import detached, launcher, registry
+from notebook_accel.launching.kernel import detached, registry
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.state.profiles import DEFAULT_STEPS, Profile
 from notebook_accel.launching.state.rank import RankState
@@ -47,7 +47,7 @@ def run(line: str, also: Sequence[str] = ()) -> ConfigForm | Job | Profile | Non
     The first seven, and detach, take --run NAME (or its number), to choose among several runs or an earlier one.
     status, why, runs and doctor take --json, which prints data for programs; profile takes --steps, the number of steps
     (5 by default), and --memory, which writes a snapshot of each GPU's memory; runs takes --clean, which removes the
-    runs that have ended.
+    runs that have ended; doctor takes --trial, which checks the devices by launches, and --report, which writes that.
 
     Examples:
       %distributed                       the same as %distributed status
@@ -221,8 +221,7 @@ def _push(variables: dict[str, Any]) -> None:
 
 
 def _doctor(given: argparse.Namespace) -> None:
-    found = launcher.examine({})
-    print(json_text(found.to_dict()) if given.json else found)
+    trial.doctor({}, given)
 
 
 _FUNCTIONS: dict[str, Callable[[argparse.Namespace], ConfigForm | Job | Profile | None]] = {
@@ -248,7 +247,8 @@ def _parsers() -> dict[str, Parser]:
         parsers[name].add_argument("--run", default="", metavar="NAME")
     for name in ("logs", "stacks"):
         parsers[name].add_argument("rank", nargs="?", type=_rank)
-    for name in ("status", "why", "runs", "doctor"):
+    trial.add_arguments(parsers["doctor"])
+    for name in ("status", "why", "runs"):
         parsers[name].add_argument("--json", action="store_true")
     for name in ("attach", "again", "detach"):
         parsers[name].add_argument("name", nargs="?", default="")

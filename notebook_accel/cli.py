@@ -20,11 +20,10 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
-from notebook_accel import VERSION, config, launch_command, runs_command
+from notebook_accel import VERSION, config, launch_command, runs_command, trial
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError, NotebookAccelError, documentation_of
-from notebook_accel.formatting import aligned, json_text
-from notebook_accel.launching.kernel import launcher
+from notebook_accel.formatting import aligned
 from notebook_accel.launching.kernel.config_draft import BASIC, Draft
 from notebook_accel.launching.kernel.devices import Devices, Machine
 
@@ -110,8 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     env = commands.add_parser("env", help="print the facts for a bug report")
     env.set_defaults(run=_env, parser=env)
     doctor = commands.add_parser("doctor", help="print the obstacles to a launch here; exit 1 if it would be refused")
-    doctor.add_argument("--trial", action="store_true", help="also start ranks that meet and use their devices")
-    doctor.add_argument("--json", action="store_true", help="for programs: an object with the findings")
+    trial.add_arguments(doctor)
     config.add_flags(doctor)
     doctor.set_defaults(run=_doctor, parser=doctor)
     asking = commands.add_parser("config", help="ask for options and write the configuration file")
@@ -161,9 +159,7 @@ def _config(parsed: argparse.Namespace) -> int:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    found = launcher.examine(config.given_flags(parsed), tries=parsed.trial)
-    print(json_text(found.to_dict(), indent=2) if parsed.json else found)
-    return int(found.is_refused)
+    return int(not trial.doctor(config.given_flags(parsed), parsed))
 
 
 _USUAL = (*BASIC, "gradient_accumulation_steps", "num_nodes")

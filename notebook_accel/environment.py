@@ -31,6 +31,12 @@ SESSION_FOLDER = "NOTEBOOK_ACCEL_SESSION_FOLDER"  # where ranks wait for a kerne
 STORE = "NOTEBOOK_ACCEL_STORE"  # host:port of the store through which a rank and the processes that it starts meet
 OVERSUBSCRIBE = "NOTEBOOK_ACCEL_OVERSUBSCRIBE"
 PROFILE = "NOTEBOOK_ACCEL_PROFILE"
+# Switches: 0 turns a path off that isn't torch's plain one, in case a device or its driver doesn't bear it.
+COPY_STREAM = "NOTEBOOK_ACCEL_COPY_STREAM"  # loaders copy batches in a CUDA stream of their own
+METRIC_COPIES = "NOTEBOOK_ACCEL_METRIC_COPIES"  # losses and metrics go from a GPU to the panel without waiting
+NVML = "NOTEBOOK_ACCEL_NVML"  # ranks read their GPU's memory, utilisation and clock
+NCCL_ABORT = "NOTEBOOK_ACCEL_NCCL_ABORT"  # an interrupt aborts NCCL's communicators
+SWITCHES = (COPY_STREAM, METRIC_COPIES, NVML, NCCL_ABORT, PROFILE)
 # Settings of sharded models: their names in Accelerate's flags and files, without ``fsdp_``, and the names of their
 # variables, without ``FSDP_``.
 FSDP_OPTIONS = {
@@ -50,6 +56,7 @@ DEBUG = ("NOTEBOOK_ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE")
 # Variables of this package that belong to no option. The last three are for its tests.
 OWN = (
     *(COMPAT, SESSION_FOLDER, CONFIG_FILE, STORE, DEBUG[0], "NOTEBOOK_ACCEL_NAMESPACE", "NOTEBOOK_ACCEL_TIME_LIMIT"),
+    *SWITCHES[:-1],
     *("NOTEBOOK_ACCEL_CHAOS_S", "NOTEBOOK_ACCEL_CHAOS_SEED", "NOTEBOOK_ACCEL_SCREENSHOTS"),
 )
 
@@ -158,6 +165,11 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 def is_true(text: str) -> bool:
     """Return whether an environment variable's text means yes: 1, true, t, yes, y or on, in any case."""
     return text.strip().lower() in {"1", "true", "t", "yes", "y", "on"}
+
+
+def is_switched_off(switch: str) -> bool:
+    """Return whether one of ``SWITCHES`` turns its path off."""
+    return is_false(os.environ.get(switch, ""))
 
 
 def is_false(text: str) -> bool:

@@ -13,6 +13,8 @@ import sys
 import threading
 from typing import Any
 
+from notebook_accel import environment
+
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # How torch 2.13 reacts when a collective has passed its deadline, and when a communicator hangs.
 _SURVIVAL = {
@@ -34,7 +36,8 @@ def let_ranks_survive() -> None:
 
 def can_abort() -> bool:
     """Return whether there are communicators that can be aborted safely."""
-    return os.environ.get(_WATCHDOG) == "0" and bool(_backends())
+    is_off = environment.is_switched_off(environment.NCCL_ABORT)
+    return not is_off and os.environ.get(_WATCHDOG) == "0" and bool(_backends())
 
 
 def abort() -> None:

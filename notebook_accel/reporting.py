@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from notebook_accel import host_memory
+from notebook_accel import environment, host_memory
 from notebook_accel.errors import ConfigError
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError
@@ -145,6 +145,7 @@ class Reporter:
         self._names: set[str] = set()  # of all metrics so far, of a session's cell
         self._has_left_out = False
         self._copies: dict[str, _GpuCopy] = {}
+        self._leaves_out_gpu_metrics = environment.is_switched_off(environment.METRIC_COPIES)
         # Until ``release_metrics``: a dict on devices where values exist only when a step ends.
         self._held: dict[str, tuple[Any, int]] | None = None
         self._last_progress: events.Progress | None = None
@@ -260,6 +261,8 @@ class Reporter:
         return False
 
     def _start_copy(self, name: str, tensor: Any, step: int) -> None:
+        if self._leaves_out_gpu_metrics:
+            return
         with contextlib.suppress(RuntimeError):  # several elements, or no memory: no reason to fail training
             if sys.modules["torch"].cuda.is_current_stream_capturing():
                 return  # a graph would record the copy, and memory can't be allocated during the capture

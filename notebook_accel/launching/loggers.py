@@ -1,57 +1,45 @@
 """The notebook's settings of Python's ``logging``, which the ranks take over: they start without any.
 
-So messages appear as in the notebook, or in the file to which it logs. What goes only to a queue in the notebook, where
-a thread reads it, ranks write to stderr. Filters, and other handlers that write to neither the standard streams nor a
-file, are left out.
+A logger keeps its level. One that has a handler in the notebook writes to the rank's output, in the format of that
+handler. Files, queues and filters stay with the notebook.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import logging.handlers
 import sys
-import weakref
 from typing import Any
 
 import msgspec
 
 _STYLES: dict[type, str] = {logging.PercentStyle: "%", logging.StrFormatStyle: "{", logging.StringTemplateStyle: "$"}
 _PLAIN = logging.Formatter(logging.BASIC_FORMAT)
-_taken_over: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
-
-
-class LogHandler(msgspec.Struct, frozen=True):
-    """A handler that writes lines.
-
-    Attributes:
-        to: ``stdout``, ``stderr``, or the path of a file.
-        level: Its level.
-        format: The arguments of its ``logging.Formatter``; empty for logging's own format.
-        encoding: Encoding of the file, and its handling of errors.
-    """
-
-    to: str
-    level: int
-    format: tuple[str | None, ...] = ()
-    encoding: tuple[str | None, str | None] = (None, None)
 
 
 class LoggerSettings(msgspec.Struct, frozen=True):
-    """The level, ``propagate`` and handlers of a logger."""
+    """The settings of a logger.
+
+    Attributes:
+        level: Its level.
+        propagate: Whether the handlers of its parents get its messages too.
+        format: The arguments of the ``logging.Formatter`` of its handler; empty for logging's own format, and ``None``
+            if it has no handler.
+        handler_level: The level of that handler.
+    """
 
     level: int
     propagate: bool
-    handlers: tuple[LogHandler, ...]
+    format: tuple[str | None, ...] | None = None
+    handler_level: int = logging.NOTSET
 
 
 def settings() -> dict[str, LoggerSettings]:
     """Return the settings of this process's loggers, by name; an empty name for the root.
 
-    Handlers are only those of the root and of loggers that belong to no package: a package adds its handlers itself
-    when a rank imports it. The kernel's own logger is left out: a rank has no kernel, and setting a level there takes
-    1 ms.
+    Of several handlers, the first that writes to the output counts, or else the first. Handlers of packages are left
+    out: a package adds them itself when a rank imports it. The kernel's own logger is left out: a rank has no kernel,
+    and setting a level there takes 1 ms.
     """
     found: dict[str, LoggerSettings] = {}
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
@@ -63,12 +51,12 @@ def settings() -> dict[str, LoggerSettings]:
         if not logger.handlers and logger.level == (logging.NOTSET if name else logging.WARNING):  # nearly all
             continue
         is_package = name.partition(".")[0] in sys.modules and not name.startswith("__main__")
-        handlers = () if is_package else tuple(filter(None, map(_described, logger.handlers)))
-        queues = [] if is_package else _queues_of(logger)
-        if queues and not handlers:
-            handlers = (LogHandler("stderr", min(each.level for each in queues)),)
-        if handlers or logger.level != (logging.NOTSET if name else logging.WARNING):
-            found[name] = LoggerSettings(logger.level, bool(logger.propagate), handlers)
+        handlers = [] if is_package else [each for each in logger.handlers if not isinstance(each, logging.NullHandler)]
+        described: tuple[Any, ...] = ()
+        if handlers:
+            shown = next((each for each in handlers if _is_console(each)), handlers[0])
+            described = _format_of(shown.formatter), shown.level
+        found[name] = LoggerSettings(logger.level, bool(logger.propagate), *described)
     return found
 
 
@@ -79,67 +67,40 @@ def take_over(found: dict[str, LoggerSettings]) -> None:
         if logger.level != each.level:  # setting a level clears the caches of all loggers, which takes 2 ms in a fork
             logger.setLevel(each.level)
         logger.propagate = each.propagate
-        for inherited in _queues_of(logger):  # in a fork of the kernel, without the thread that reads the queue
-            logger.removeHandler(inherited)
-        for described in () if logger.handlers else each.handlers:
-            with contextlib.suppress(OSError):  # another machine may lack the file's folder
-                handler = _made(described)
-                handler.addFilter(functools.partial(_is_alone, logger, described.to))
-                _taken_over.add(handler)
-                logger.addHandler(handler)
+        for inherited in [*logger.handlers]:  # in a fork of the kernel, without the thread that reads the queue
+            if isinstance(inherited, logging.handlers.QueueHandler):
+                logger.removeHandler(inherited)
+        if each.format is not None and not logger.handlers:
+            handler = _ConsoleHandler(logger)
+            handler.setLevel(each.handler_level)
+            handler.setFormatter(_Formatter(*each.format))
+            logger.addHandler(handler)
 
 
-def _queues_of(logger: logging.Logger) -> list[logging.Handler]:
-    return [handler for handler in logger.handlers if isinstance(handler, logging.handlers.QueueHandler)]
+def _is_console(handler: logging.Handler) -> bool:
+    stream = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)  # of rich
+    return stream is not None and stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__)
 
 
-def _is_alone(logger: logging.Logger, to: str, _record: logging.LogRecord) -> bool:
-    """Return whether no code of the rank, such as a module when it is imported, has added such a handler itself."""
-    own = (_described(handler) for handler in logger.handlers if handler not in _taken_over)
-    return all(described is None or described.to != to for described in own)
-
-
-def _described(handler: logging.Handler) -> LogHandler | None:
-    console = getattr(handler, "console", None)  # of rich
-    stream = getattr(handler, "stream", None) or getattr(console, "file", None)
-    encoding: tuple[str | None, str | None] = (None, None)
-    if isinstance(handler, logging.FileHandler):
-        to, encoding = handler.baseFilename, (handler.encoding, handler.errors)
-    elif stream is not None and stream in (sys.stdout, sys.__stdout__):
-        to = "stdout"
-    elif stream is not None and stream in (sys.stderr, sys.__stderr__):
-        to = "stderr"
-    else:
-        return None
+def _format_of(formatter: logging.Formatter | None) -> tuple[str | None, ...]:
     # A formatter of the user's class may lack these attributes, or have values of other types.
-    text, dates = (getattr(handler.formatter, name, None) for name in ("_fmt", "datefmt"))
-    style = _STYLES.get(type(getattr(handler.formatter, "_style", None)))
+    text, dates = (getattr(formatter, name, None) for name in ("_fmt", "datefmt"))
+    style = _STYLES.get(type(getattr(formatter, "_style", None)))
     if style is None or not isinstance(text, str):
-        return LogHandler(to, handler.level, (), encoding)
-    return LogHandler(to, handler.level, (text, dates if isinstance(dates, str) else None, style), encoding)
+        return ()
+    return text, dates if isinstance(dates, str) else None, style
 
 
-def _made(described: LogHandler) -> logging.Handler:
-    streams = {"stdout": sys.stdout, "stderr": sys.stderr}
-    encoding, errors = described.encoding
-    handler = (
-        logging.StreamHandler(streams[described.to])
-        if described.to in streams
-        else _SharedFileHandler(described.to, encoding=encoding, errors=errors)
-    )
-    handler.setLevel(described.level)
-    handler.setFormatter(_Formatter(*described.format))
-    return handler
+class _ConsoleHandler(logging.StreamHandler[Any]):
+    """A handler that is silent once code of the rank, such as a module at its import, has added such a handler."""
 
-
-class _SharedFileHandler(logging.handlers.WatchedFileHandler):
-    """A handler that appends to a file to which other processes write too. The notebook's may rotate it, not this."""
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self._logger = logger
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
+        if not any(_is_console(each) for each in self._logger.handlers if each is not self):
             super().emit(record)
-        except OSError:  # the file's folder has gone: no error for the code that logs
-            self.handleError(record)
 
 
 class _Formatter(logging.Formatter):

@@ -159,6 +159,12 @@ def test_trial_run_uses_the_gpus(notebook: kernels.Kernel) -> None:
     assert outcome.stdout.startswith("The trial run went well")
 
 
+def test_doctors_trial_goes_well(notebook: kernels.Kernel) -> None:
+    outcome = notebook.run("%distributed doctor --trial", 4 * LAUNCH_S)
+    assert "✓ fp16 step" in outcome.stdout and "✓ loader's copies" in outcome.stdout
+    assert "✗" not in outcome.stdout, outcome.stdout
+
+
 def test_everything_listens_on_loopback_only(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
     notebook.run(f"STOP = {str(tmp_path / 'stop')!r}")
     own = hostile.listeners(notebook.pid)

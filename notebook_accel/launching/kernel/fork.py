@@ -10,7 +10,6 @@ ends, and this thread ends only with the kernel or after the child. And a thread
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import gc
@@ -145,9 +144,8 @@ class _Forking:
 
 
 def _detach_from_kernel(keep: set[int], log: int) -> None:
-    """Detach a fork from the kernel's signals, exit functions, resource tracker, output and connections."""
+    """Detach a fork from the kernel's signals, resource tracker, output and connections."""
     signal.set_wakeup_fd(-1)
-    atexit._clear()  # only the kernel must run its exit functions
     os.dup2(log, 1)
     os.dup2(log, 2)
     held = sys.stdout, sys.stderr  # by the handlers of loggers, and others

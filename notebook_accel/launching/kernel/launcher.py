@@ -160,20 +160,13 @@ class Examination:
         return {"is_refused": self.is_refused, **dataclasses.asdict(self)}
 
 
-def examine(given: Mapping[str, Any], *, tries: bool = False) -> Examination:
-    """Check a launch, here or on its cluster, without starting it. ``tries`` adds a trial run if nothing refuses it.
-
-    ``given`` has the options that were given as flags.
-    """
+def examine(given: Mapping[str, Any]) -> Examination:
+    """Check a launch, here or on its cluster, without starting it. ``given`` has options that were given as flags."""
     findings: tuple[Finding, ...] = ()
     notes = []
     try:
         config = configuration.resolve(given, file=configuration.default_path())
         _, _, findings = _checked(config, {})
-        if tries and not any(finding.refuses for finding in findings):
-            notes.append(f"The trial run went well, in {try_out(config):.1f} s.")
-    except PreflightError as error:
-        findings += error.findings
     except NotebookAccelError as error:  # an error that a launch would raise before it starts anything
         return Examination((Finding(error.what, error.why, error.fix),))
     if going := detached_runs.going_in_words():

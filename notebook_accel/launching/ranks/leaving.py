@@ -30,6 +30,20 @@ _finalizers_before = 0  # number of exit finalizers that were made before the fo
 kernels_names: dict[str, Any] = {}  # in a fork of the kernel, whose objects only the kernel destroys; else empty
 
 
+def forget_exits() -> None:
+    """Forget what is registered for the exit of this process, which forks ranks.
+
+    As in any forked process, only what is registered after the fork runs there. A library that has made a temporary
+    folder before, for example, must not remove it at the end of each rank.
+    """
+    atexit._clear()
+    logging._handlerList.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # the next one registers itself
+    atexit.register(logging.shutdown)
+    if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
+        atexit.register(multiprocessing._exit_function)
+
+
 def begin() -> None:
     """Note, right after the fork, which exit finalizers are those of the process that was forked."""
     global _finalizers_before

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import gc
 import importlib
-import logging
 import os
 import selectors
 import signal
@@ -20,7 +19,7 @@ import traceback
 from collections.abc import Iterator
 
 from notebook_accel.launching.processes import die_with_parent, end_with_parent, kill_group, pidfd_open
-from notebook_accel.launching.ranks import interruption, worker
+from notebook_accel.launching.ranks import interruption, leaving, worker
 from notebook_accel.launching.template import preloading
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, Message
@@ -81,7 +80,7 @@ class Template:
             kill_group(pid)
 
     def _send_ready(self) -> None:
-        logging._handlerList.clear()  # type: ignore[attr-defined]  # none has anything to write when a rank exits
+        leaving.forget_exits()
         gc.freeze()  # a collection in a rank must not write to every page that it shares with the template
         # A fork of the kernel serves one run only, so its imports can't become outdated.
         files = preloading.files() if self._inherited is None else {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from notebook_accel import environment
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import TrainingError
 
@@ -23,7 +24,10 @@ class TorchDevice:
     def memory(self) -> Callable[[], tuple[int, int]] | None:
         if self.device.type != "cuda":
             return None
-        return functools.partial(_gpu_memory, self.device, torch.cuda.get_device_properties(self.device).total_memory)
+        total_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        if environment.is_switched_off(environment.NVML):
+            return lambda: (torch.cuda.memory_reserved(self.device), total_bytes)
+        return functools.partial(_gpu_memory, self.device, total_bytes)
 
     def release_memory(self) -> None:
         if self.device.type == "cuda":
@@ -39,7 +43,9 @@ class TorchDevice:
         return state  # torch writes tensors from any device to files
 
     def uploader(self, *, non_blocking: bool) -> CudaUploader | None:
-        return CudaUploader(self.device, non_blocking=non_blocking) if self.device.type == "cuda" else None
+        if self.device.type != "cuda" or environment.is_switched_off(environment.COPY_STREAM):
+            return None
+        return CudaUploader(self.device, non_blocking=non_blocking)
 
     def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:  # noqa: ARG002  # the interface's signature
         return False
@@ -151,7 +157,8 @@ def _asking_nvml(device: torch.device, ask: Callable[[], float]) -> Callable[[],
         except Exception:  # noqa: BLE001 - NVML's error classes can't be imported without NVML
             return None
 
-    return answer if device.type == "cuda" else None
+    is_asked = device.type == "cuda" and not environment.is_switched_off(environment.NVML)
+    return answer if is_asked else None
 
 
 def _gpu_memory(device: torch.device, total_bytes: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from notebook_accel import cli, notebook_launcher
+from notebook_accel import notebook_launcher
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import PreflightError
 from notebook_accel.launching.kernel import launcher
@@ -55,14 +55,6 @@ def test_trial_run_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "_use_device", functools.partial(time.sleep, 60))
     with pytest.raises(PreflightError, match="took longer than its timeout_s of 1 s"):
         launcher.try_out(LaunchConfig(num_processes=2, use_cpu=True))
-
-
-def test_doctor_holds_one_when_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--trial", "--use_cpu", "-n", "2"]) == 0
-    assert capsys.readouterr().out.startswith("Nothing speaks against a launch.\nThe trial run went well, in ")
-    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "NONE")
-    assert cli.main(["doctor", "--trial", "--use_cpu", "-n", "2"]) == 1
-    assert capsys.readouterr().out.startswith("refused: The trial run before the launch has failed")
 
 
 @pytest.mark.parametrize("start_method", ["fork", "inline"])

@@ -149,3 +149,45 @@ started.wait(30)
 end.insert(1, (thread.join, 30))
 """)  # fmt: skip
     assert said == ""
+
+
+_FORKED = """
+import atexit, logging.handlers, os, pathlib, shutil, sys, tempfile, weakref
+from notebook_accel.launching.ranks import leaving
+
+class Kept:
+    pass
+
+def register(name):
+    folder = tempfile.mkdtemp(prefix=f"{name}-by-function-", dir=".")
+    atexit.register(shutil.rmtree, folder)
+    handler = logging.handlers.MemoryHandler(100, target=logging.FileHandler(f"{name}.log"))
+    logging.getLogger(name).addHandler(handler)
+    logging.getLogger(name).warning("buffered")
+    kept = Kept()
+    weakref.finalize(kept, pathlib.Path(f"{name}.finalized").touch)
+    return tempfile.TemporaryDirectory(prefix=f"{name}-by-object-", dir="."), kept
+
+before = register("template")
+leaving.forget_exits()
+pid = os.fork()
+if pid == 0:
+    leaving.begin()
+    sys.modules["json"].kept = register("rank")  # in a module that doesn't go with the user's names
+    leaving.leave(is_waited_for=False, inherited_modules=len(sys.modules))
+    os._exit(0)
+os.waitpid(pid, 0)
+print(sorted(name.rpartition("-")[0] if "-by-" in name else name for name in os.listdir()))
+os._exit(0)
+"""
+
+
+def test_only_what_a_rank_registers_for_the_exit_runs_there(tmp_path: pathlib.Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import json\n{_FORKED}"],
+        capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    found = ["rank.finalized", "rank.log", "template-by-function", "template-by-object", "template.log"]
+    assert done.stdout == f"{found}\n", done.stderr
+    assert (tmp_path / "rank.log").read_text() == "buffered\n"
+    assert (tmp_path / "template.log").read_text() == ""

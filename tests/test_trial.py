@@ -1,0 +1,125 @@
+"""``doctor --trial``: real launches and a real session on the CPU, and the report."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import pathlib
+import socket
+import time
+
+import pytest
+import torch
+
+from notebook_accel import cli, environment, nccl, reporting, trial
+from notebook_accel.config import LaunchConfig
+from notebook_accel.launching.ranks import device_checks
+from notebook_accel.launching.ranks.device_checks import Outcome
+from notebook_accel.training.backends.devices import TorchDevice
+
+ALONE = ["memory", "fp32 step", "bf16 step", "workers", "peak memory"]
+TOGETHER = ["meeting", "all_reduce", "step together"]
+STOP = "stop in a collective"
+
+
+@pytest.mark.usefixtures("engine")
+def test_report_has_every_check_and_no_names(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["doctor", "--trial", "--report", "--use_cpu", "-n", "2"]) == 0
+    shown = capsys.readouterr().out
+    text = (tmp_path / trial.REPORT).read_text()
+    assert text in shown and shown.index("✓ memory") < shown.index(text)
+    report = json.loads(text)
+    assert report["passed"]
+    assert [check["name"] for check in report["checks"]] == [*ALONE, *TOGETHER, STOP]
+    assert all(check["passed"] and check["note"] and not check["fix"] for check in report["checks"])
+    assert report["facts"]["torch"] == torch.__version__
+    for name in (socket.gethostname(), str(pathlib.Path.home()), str(tmp_path), os.sep + getpass.getuser()):
+        assert name not in text.replace("/dev/shm", "")
+
+
+@pytest.mark.usefixtures("engine")
+def test_checks_that_fail_leave_the_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "NONE")  # ranks can't meet
+    assert cli.main(["doctor", "--trial", "--use_cpu", "-n", "2", "--json"]) == 1
+    checks = json.loads(capsys.readouterr().out)["trial"]["checks"]
+    assert {check["name"]: check["passed"] for check in checks} == {
+        **dict.fromkeys(ALONE, True), **dict.fromkeys([*TOGETHER, STOP], False)
+    }  # fmt: skip
+    assert all("unsupported gloo device" in check["note"] and check["fix"] for check in checks if not check["passed"])
+
+
+def nothing() -> list[Outcome]:
+    """Check nothing."""
+    return []
+
+
+def never_together() -> list[Outcome]:
+    """Hang as NCCL may."""
+    time.sleep(600)
+    return []
+
+
+@pytest.mark.usefixtures("engine")
+def test_ranks_that_hang_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_DEADLINE_S", 5.0)
+    monkeypatch.setattr(device_checks, "alone", nothing)
+    monkeypatch.setattr(device_checks, "together", never_together)
+    monkeypatch.setattr(trial, "_stop_in_collective", lambda _: trial.Check(STOP, True, 0.0, ""))
+    tried = trial.run(LaunchConfig(num_processes=2, use_cpu=True), show=len)
+    assert [(check.name, check.passed) for check in tried.checks] == [("all together", False), (STOP, True)]
+    assert "took longer than its timeout_s of 5 s" in tried.checks[0].note
+
+
+def test_check_says_which_ranks_have_failed() -> None:
+    went_well, failed = Outcome("memory", 0.1, "64 MiB"), Outcome("memory", 0.3, "", "RuntimeError: no room in /tmp/a")
+    assert trial.judged([went_well, went_well]) == trial.Check("memory", True, 0.1, "64 MiB")
+    found = trial.judged([went_well, failed, failed])
+    assert found == trial.Check("memory", False, 0.3, "rank 1, 2: RuntimeError: no room in PATH")
+    assert str(found) == "✗ memory (0.3 s): rank 1, 2: RuntimeError: no room in PATH"
+
+
+@pytest.mark.parametrize(
+    ("name", "on_gpus", "said"),
+    [
+        ("all_reduce", True, "NCCL_P2P_DISABLE=1"),
+        ("on one GPU: all_reduce", True, "NCCL_P2P_DISABLE=1"),
+        ("all together", True, "NCCL_P2P_DISABLE=1"),
+        ("all_reduce", False, "--report"),
+        ("loader's copies", True, "NOTEBOOK_ACCEL_COPY_STREAM=0"),
+        (STOP, True, "NOTEBOOK_ACCEL_NCCL_ABORT=0"),
+        ("workers", False, "--shm-size"),
+        ("fp16 step", True, "--report"),
+    ],
+)
+def test_failed_check_says_what_to_try(name: str, on_gpus: bool, said: str) -> None:
+    assert said in trial.fix_of(name, on_gpus=on_gpus)
+
+
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        ("no file ~/data/a.csv, nor '/srv/b'", "no file PATH, nor 'PATH'"),
+        (f"{socket.gethostname()}:29500 refused it", "HOST:29500 refused it"),
+        ("ratio 1/2 of 3.5 GiB", "ratio 1/2 of 3.5 GiB"),
+    ],
+)
+def test_report_hides_paths_and_names(text: str, hidden: str) -> None:
+    assert trial.anonymous(text) == hidden
+
+
+def test_switches_turn_paths_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for switch in environment.SWITCHES:
+        assert not environment.is_switched_off(switch)
+        monkeypatch.setenv(switch, "0")
+        assert environment.is_switched_off(switch)
+    device = TorchDevice()
+    device.device = torch.device("cuda")
+    assert device.uploader(non_blocking=True) is None
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    monkeypatch.setattr(nccl, "_backends", lambda: ["a backend"])
+    assert not nccl.can_abort()
+    assert reporting.Reporter()._leaves_out_gpu_metrics
