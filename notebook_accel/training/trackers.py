@@ -1,4 +1,4 @@
-"""Trackers, which write a run's metrics: base classes, one that needs no library, and one for each library.
+"""Trackers, which write a run's metrics: what all of them do, and what is each library's own.
 
 A tracker's constructor starts nothing, so every rank can call it. ``init_trackers`` starts trackers on rank 0; on other
 ranks their methods do nothing.
@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
+import operator
 import os
 import pathlib
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
+from notebook_accel import code_places
 from notebook_accel.formatting import json_text
 
-_METHODS = ("start", "store_init_configuration", "log", "log_images", "_write_table", "finish")
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 Images = Mapping[str, Sequence[Any]]
 
 
@@ -58,30 +56,18 @@ class NotOnThisRank:
         return False
 
 
-def guarded(method: _Call) -> _Call:
-    """Decorate a tracker's method so that errors don't end training: the first one is a warning."""
-
-    @functools.wraps(method)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001  whatever the library raises, it is no reason to end training
-            warn_once(self, method.__name__.replace("_write", "log"), error)
-            return None
-
-    return wrapper  # type: ignore[return-value]
-
-
-def warn_once(tracker: Any, action: str, error: Exception) -> None:
-    """Warn that a tracker has failed, unless it has failed before."""
-    if not getattr(tracker, "has_failed", False):
-        with contextlib.suppress(AttributeError):  # an object with slots warns each time
-            tracker.has_failed = True
-        warnings.warn(
-            f"The tracker {tracker.name!r} failed in {action}, and training goes on without what it doesn't write: "
-            f"{type(error).__name__}: {error}",
-            stacklevel=3,
-        )
+def attempt(tracker: Any, action: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    """Call a function so that errors don't end training: the first one of a tracker is a warning."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001  whatever the library raises, it is no reason to end training
+        if not getattr(tracker, "has_failed", False):
+            with contextlib.suppress(AttributeError):  # an object with slots warns each time
+                tracker.has_failed = True
+            code_places.warn(
+                f"The tracker {tracker.name!r} failed in {action}, and training goes on without what it doesn't write: "
+                f"{type(error).__name__}: {error}"
+            )
 
 
 class GeneralTracker:
@@ -125,10 +111,49 @@ class Table:
     step: int | None
 
 
-class _TableTracker(GeneralTracker):
-    """A tracker with the methods for images and tables, which warn unless a subclass can write them."""
+class LibraryTracker(GeneralTracker):
+    """A tracker that writes through a library, which ``start`` imports. The library's errors become warnings.
 
-    def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:  # noqa: ARG002
+    The public methods are the same for all libraries and write nothing unless the tracker has started. A subclass has
+    the functions with an underscore that its library can do.
+
+    Args:
+        run_name: The project's or run's name.
+        options: Arguments of the library's function that begins a run.
+
+    Attributes:
+        module: The library's name.
+        stores: The function that stores the run's settings, from the tracker on.
+        ends: The function that ends the run, from the tracker on, or nothing.
+        library: The library, idle until the tracker has started.
+        run: The library's own object, idle until the tracker has started.
+    """
+
+    module = ""
+    stores = ""
+    ends = "run.close"
+
+    def __init__(self, run_name: str = "", /, **options: Any) -> None:
+        self.run_name = run_name
+        self.options = options
+        self.library: Any = NotOnThisRank()
+        self.run: Any = NotOnThisRank()
+
+    @property
+    def tracker(self) -> Any:
+        return self.run
+
+    def start(self) -> None:
+        self.library = importlib.import_module(self.module)
+        self.run = self._begin()
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._write("store_init_configuration", self._store, values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self._write("log", self._log, values, step, **kwargs)
+
+    def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:
         """Write lists of images, as arrays of shape ``(height, width, channels)`` or as PIL's images.
 
         Args:
@@ -136,7 +161,7 @@ class _TableTracker(GeneralTracker):
             step: The step.
             kwargs: Further arguments of the library's function.
         """
-        self._lacks("images")
+        self._write("log_images", self._log_images, values, step, **kwargs)
 
     def log_table(
         self,
@@ -157,281 +182,44 @@ class _TableTracker(GeneralTracker):
             step: The step.
             kwargs: Further arguments of the library's function.
         """
-        self._write_table(Table(table_name, columns, data, dataframe, step), **kwargs)
+        self._write("log_table", self._log_table, Table(table_name, columns, data, dataframe, step), **kwargs)
 
-    def _write_table(self, table: Table, **kwargs: Any) -> None:  # noqa: ARG002
-        self._lacks("tables")
+    def finish(self) -> None:
+        if self.ends:
+            self._write("finish", self._call, self.ends)
 
-    def _lacks(self, kind: str) -> None:
-        if not isinstance(self.tracker, NotOnThisRank):  # only the rank that writes warns
-            warn_once(self, f"log_{kind}", NotImplementedError(f"it has no {kind}"))
+    def _write(self, action: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(self.run, NotOnThisRank):
+            attempt(self, action, function, *args, **kwargs)
 
-
-class LibraryTracker(_TableTracker):
-    """A tracker that writes through a library, which ``start`` imports. The library's errors become warnings.
-
-    Args:
-        run_name: The project's or run's name.
-        options: Arguments of the library's function that begins a run.
-
-    Attributes:
-        library: The library, idle until the tracker has started.
-        run: The library's own object, idle until the tracker has started.
-        module: The library's name.
-    """
-
-    module = ""
-
-    def __init__(self, run_name: str = "", /, **options: Any) -> None:
-        self.run_name = run_name
-        self.options = options
-        self.library: Any = NotOnThisRank()
-        self.run: Any = NotOnThisRank()
-
-    def __init_subclass__(cls) -> None:
-        for name in _METHODS:
-            if name in vars(cls):
-                setattr(cls, name, guarded(vars(cls)[name]))
-
-    @property
-    def tracker(self) -> Any:
-        return self.run
-
-    @guarded
-    def start(self) -> None:
-        self.library = importlib.import_module(self.module)
-        self.run = self._open()
-
-    def _open(self) -> Any:
-        """Start the run and return the library's object."""
+    def _begin(self) -> Any:
+        """Begin the run and return the library's object."""
         raise NotImplementedError
 
-    def _log_each(self, values: Mapping[str, Any], log_one: Callable[[str, Any], Any]) -> None:
+    def _store(self, values: dict[str, Any]) -> None:
+        self._call(self.stores, values)
+
+    def _log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         """Log each value by itself, so that the others aren't lost if the library refuses one."""
         for name, value in values.items():
-            try:
-                log_one(name, value)
-            except Exception as error:  # noqa: BLE001  whatever the library raises, it is no reason to end training
-                warn_once(self, f"log({{{name!r}: ...}})", error)
+            attempt(self, f"log({{{name!r}: ...}})", self._log_value, name, value, step, **kwargs)
 
+    def _log_value(self, name: str, value: Any, step: int | None, **kwargs: Any) -> None:
+        raise NotImplementedError
 
-class JSONLinesTracker(_TableTracker):
-    """A tracker that writes one line of JSON to ``metrics.jsonl`` for each ``log``. It needs no other package.
-
-    Args:
-        run_name: A folder below ``logging_dir``.
-        logging_dir: The folder of all runs.
-    """
-
-    name = "jsonl"
-    requires_logging_directory = True
-
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
-        self._folder = pathlib.Path(logging_dir) / run_name
-        self.path = self._folder / "metrics.jsonl"
-
-    @property
-    def tracker(self) -> Any:
-        return self.path
-
-    def start(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        text = json_text(values, indent=2, default=plain)
-        (self._folder / "hparams.json").write_text(text + "\n", encoding="utf-8")
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write a line. Values named ``time_s`` or, beside a step, ``step`` become ``time_s_`` and ``step_``."""
-        line: dict[str, Any] = {"time_s": time.time(), "step": step}
-        for name, value in {**values, **kwargs}.items():
-            line[name if line.get(name) is None else f"{name}_"] = value
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json_text(line, default=plain) + "\n")
-
-    def _write_table(self, table: Table, **kwargs: Any) -> None:
-        columns, data = table.columns, table.rows
-        if table.dataframe is not None:
-            columns, data = list(table.dataframe.columns), table.dataframe.to_numpy().tolist()
-        self.log({table.name: {"columns": columns, "data": data}}, table.step, **kwargs)
-
-
-def plain(value: Any) -> Any:
-    """Return a tensor or array as numbers, and other objects as text."""
-    if not hasattr(value, "tolist"):
-        return value if isinstance(value, (int, float, bool)) else str(value)
-    numbers = value.tolist()
-    while isinstance(numbers, list) and len(numbers) == 1:
-        numbers = numbers[0]
-    return numbers
-
-
-class WandBTracker(LibraryTracker):
-    """Weights & Biases; ``options`` are those of ``wandb.init``."""
-
-    name = module = "wandb"
-
-    def _open(self) -> Any:
-        return self.library.init(project=self.run_name, **self.options)
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.config.update(values, allow_val_change=True)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.run.log(values, step=step, **kwargs)
-
-    def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:
-        self.run.log(
-            {name: [self.library.Image(image) for image in images] for name, images in values.items()},
-            step=step,
-            **kwargs,
-        )
-
-    def _write_table(self, table: Table, **kwargs: Any) -> None:
-        given = {"columns": table.columns, "data": table.rows, "dataframe": table.dataframe}
-        made = self.library.Table(**{name: value for name, value in given.items() if value is not None})
-        self.run.log({table.name: made}, step=table.step, **kwargs)
-
-    def finish(self) -> None:
-        self.run.finish()
-
-
-class TrackioTracker(WandBTracker):
-    """Trackio; ``options`` are those of ``trackio.init``."""
-
-    name = module = "trackio"
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.config.update(values)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.run.log({name: plain(value) for name, value in values.items()}, step=step, **kwargs)
-
-    def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:
-        """Write images under names of their own, since Trackio takes no lists: ``digit``, ``digit/1`` and so on."""
+    def _log_images(self, values: Images, step: int | None, **kwargs: Any) -> None:
         for name, images in values.items():
-            named = {f"{name}/{number}" if number else name: image for number, image in enumerate(images)}
-            self.run.log({key: self.library.Image(image) for key, image in named.items()}, step=step, **kwargs)
+            for number, image in enumerate(images):
+                self._log_image(name, number, image, step, **kwargs)
 
+    def _log_image(self, name: str, number: int, image: Any, step: int | None, **kwargs: Any) -> None:
+        raise NotImplementedError("it has no images")
 
-class SwanLabTracker(WandBTracker):
-    """SwanLab; ``options`` are those of ``swanlab.init``."""
+    def _log_table(self, table: Table, **kwargs: Any) -> None:
+        raise NotImplementedError("it has no tables")
 
-    name = module = "swanlab"
-    store_init_configuration = TrackioTracker.store_init_configuration
-    log = TrackioTracker.log
-    _write_table = LibraryTracker._write_table
-
-
-class CometMLTracker(LibraryTracker):
-    """Comet; ``options`` are those of ``comet_ml.start``, such as ``online=False``."""
-
-    name = module = "comet_ml"
-
-    def _open(self) -> Any:
-        return self.library.start(project_name=self.run_name, **self.options)
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.log_parameters(values)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        def log_one(name: str, value: Any) -> None:
-            if isinstance(value, Mapping):
-                self.run.log_metrics(value, step=step, **kwargs)
-            elif isinstance(value, str):
-                self.run.log_other(name, value, **kwargs)
-            else:
-                self.run.log_metric(name, plain(value), step=step, **kwargs)
-
-        self._log_each(values, log_one)
-
-    def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:
-        for name, images in values.items():
-            for image in images:
-                self.run.log_image(image, name=name, step=step, **kwargs)
-
-    def _write_table(self, table: Table, **kwargs: Any) -> None:
-        rows, headers = (table.rows, table.columns or False) if table.dataframe is None else (table.dataframe, True)
-        self.run.log_table(f"{table.name}.csv", tabular_data=rows, headers=headers, **kwargs)
-
-    def finish(self) -> None:
-        self.run.end()
-
-
-class MLflowTracker(LibraryTracker):
-    """MLflow. The run is in the experiment ``MLFLOW_EXPERIMENT_NAME``, or else in one with the project's name.
-
-    Args:
-        experiment_name: The experiment, which is created if there is none of that name.
-        logging_dir: The folder of a new experiment's artifacts, by default the server's or the store's.
-        nested_run: Nest the run in the active one.
-        options: Arguments of ``mlflow.start_run``, such as ``run_name``.
-    """
-
-    name = module = "mlflow"
-    _PARAMETERS = 100  # the most that a store takes at once
-    _CHARACTERS = 6000  # the longest parameter
-
-    def __init__(
-        self,
-        experiment_name: str = "",
-        logging_dir: str | os.PathLike[str] | None = None,
-        nested_run: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(experiment_name, nested=nested_run, **options)
-        self._artifacts = None if logging_dir is None else str(logging_dir)
-
-    def _open(self) -> Any:
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.run_name
-        experiment = self.library.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else self.library.create_experiment(name, self._artifacts)
-        return self.library.start_run(experiment_id=number, **self.options)
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        texts = [(name, str(value)[: self._CHARACTERS]) for name, value in values.items()]
-        for start in range(0, len(texts), self._PARAMETERS):
-            self.library.log_params(dict(texts[start : start + self._PARAMETERS]), run_id=self._run_id)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write numbers as metrics, and anything else as tags of the run, since metrics are numbers only."""
-        metrics = {name: plain(value) for name, value in values.items()}
-        tags = {name: str(metrics.pop(name)) for name in list(metrics) if not isinstance(metrics[name], (int, float))}
-        self.library.log_metrics(metrics, step=step, run_id=self._run_id, **kwargs)
-        if tags:
-            self.library.set_tags(tags)
-
-    @property
-    def _run_id(self) -> Any:
-        return self.run.info.run_id
-
-    def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:
-        for name, images in values.items():
-            for image in images:
-                self.library.log_image(image, key=name, step=step, **kwargs)
-
-    def _write_table(self, table: Table, **kwargs: Any) -> None:
-        by_column = dict(zip(table.columns or (), map(list, zip(*(table.rows or ()), strict=True)), strict=False))
-        made = by_column if table.dataframe is None else table.dataframe
-        self.library.log_table(made, f"{table.name}.json", run_id=self._run_id, **kwargs)
-
-    @guarded
-    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Call ``mlflow.log_figure``."""
-        self.library.log_figure(figure, artifact_file, **save_kwargs)
-
-    @guarded
-    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Call ``mlflow.log_artifact``."""
-        self.library.log_artifact(local_path, artifact_path, run_id=self._run_id)
-
-    @guarded
-    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Call ``mlflow.log_artifacts``."""
-        self.library.log_artifacts(local_dir, artifact_path, run_id=self._run_id)
-
-    def finish(self) -> None:
-        self.library.end_run()
+    def _call(self, path: str, *args: Any) -> None:
+        operator.attrgetter(path)(self)(*args)
 
 
 class FolderTracker(LibraryTracker):
@@ -450,116 +238,282 @@ class FolderTracker(LibraryTracker):
         self.logging_dir = pathlib.Path(logging_dir)
 
 
+class JSONLinesTracker(FolderTracker):
+    """A file ``metrics.jsonl`` with one line of JSON for each ``log``. The run's own object is the file's path."""
+
+    name, module, ends = "jsonl", "json", ""
+
+    def _begin(self) -> Any:
+        folder = self.logging_dir / self.run_name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / "metrics.jsonl"
+
+    def _store(self, values: dict[str, Any]) -> None:
+        text = json_text(values, indent=2, default=plain)
+        self.run.with_name("hparams.json").write_text(text + "\n", encoding="utf-8")
+
+    def _log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        """Write a line. Values named ``time_s`` or, beside a step, ``step`` become ``time_s_`` and ``step_``."""
+        line: dict[str, Any] = {"time_s": time.time(), "step": step}
+        for name, value in {**values, **kwargs}.items():
+            line[name if line.get(name) is None else f"{name}_"] = value
+        with open(self.run, "a", encoding="utf-8") as file:
+            file.write(json_text(line, default=plain) + "\n")
+
+    def _log_table(self, table: Table, **kwargs: Any) -> None:
+        columns, data = table.columns, table.rows
+        if table.dataframe is not None:
+            columns, data = list(table.dataframe.columns), table.dataframe.to_numpy().tolist()
+        self._log({table.name: {"columns": columns, "data": data}}, table.step, **kwargs)
+
+
+def plain(value: Any) -> Any:
+    """Return a tensor or array as numbers, and other objects as text."""
+    if not hasattr(value, "tolist"):
+        return value if isinstance(value, (int, float, bool)) else str(value)
+    numbers = value.tolist()
+    while isinstance(numbers, list) and len(numbers) == 1:
+        numbers = numbers[0]
+    return numbers
+
+
 class AimTracker(FolderTracker):
-    """Aim; ``options`` are those of ``aim.Run``. The folder is the repository."""
+    """Aim; ``options`` are those of ``aim.Run``. The folder is the repository.
+
+    Of images, a value can also be one image, or a pair of an image and its caption.
+    """
 
     name = module = "aim"
 
-    def _open(self) -> Any:
+    def _begin(self) -> Any:
         run = self.library.Run(repo=str(self.logging_dir), **self.options)
         run.name = self.run_name
         return run
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def _store(self, values: dict[str, Any]) -> None:
         self.run["hparams"] = values
 
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        def log_one(name: str, value: Any) -> None:
-            self.run.track(self.library.Text(value) if isinstance(value, str) else plain(value), name, step, **kwargs)
+    def _log_value(self, name: str, value: Any, step: int | None, **kwargs: Any) -> None:
+        self.run.track(self.library.Text(value) if isinstance(value, str) else plain(value), name, step, **kwargs)
 
-        self._log_each(values, log_one)
+    def _log_images(self, values: Images, step: int | None, **kwargs: Any) -> None:
+        super()._log_images({name: i if isinstance(i, list) else [i] for name, i in values.items()}, step, **kwargs)
 
-    def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:
-        """Write images; a value can also be one image, or a pair of an image and its caption."""
-        for name, given in values.items():
-            for item in given if isinstance(given, list) else [given]:
-                image, caption = item if isinstance(item, tuple) else (item, "")
-                self.run.track(self.library.Image(image, caption=caption), name, step, **kwargs)
-
-    def finish(self) -> None:
-        self.run.close()
+    def _log_image(self, name: str, number: int, image: Any, step: int | None, **kwargs: Any) -> None:  # noqa: ARG002
+        image, caption = image if isinstance(image, tuple) else (image, "")
+        self.run.track(self.library.Image(image, caption=caption), name, step, **kwargs)
 
 
 class TensorBoardTracker(FolderTracker):
-    """TensorBoard; ``options`` are those of ``torch.utils.tensorboard.SummaryWriter``."""
+    """TensorBoard; ``options`` are those of ``torch.utils.tensorboard.SummaryWriter``.
 
-    name = "tensorboard"
-    module = "torch.utils.tensorboard"  # needs the package tensorboard
+    Images are batches of shape ``(n, channels, height, width)``, or with ``dataformats="NHWC"``.
+    """
 
-    def _open(self) -> Any:
-        return self.library.SummaryWriter(self.logging_dir / self.run_name, **self.options)
+    name = module = "tensorboard"
+
+    def _begin(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter  # can't be imported without the package tensorboard
+
+        return SummaryWriter(self.logging_dir / self.run_name, **self.options)
 
     @property
     def writer(self) -> Any:
         """The ``SummaryWriter``."""
         return self.run
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def _store(self, values: dict[str, Any]) -> None:
         shown = {name: value if isinstance(value, (int, float, bool)) else str(value) for name, value in values.items()}
         self.run.add_hparams(shown, metric_dict={}, run_name=".")
         self.run.flush()
 
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        def log_one(name: str, value: Any) -> None:
-            if isinstance(value, str):
-                self.run.add_text(name, value, global_step=step, **kwargs)
-            elif isinstance(value, Mapping):
-                self.run.add_scalars(name, value, global_step=step, **kwargs)
-            else:
-                self.run.add_scalar(name, plain(value), global_step=step, **kwargs)
-
-        self._log_each(values, log_one)
+    def _log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        super()._log(values, step, **kwargs)
         self.run.flush()
 
-    def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:
-        """Write batches of images of shape ``(n, channels, height, width)``, or with ``dataformats="NHWC"``."""
+    def _log_value(self, name: str, value: Any, step: int | None, **kwargs: Any) -> None:
+        if isinstance(value, str):
+            self.run.add_text(name, value, global_step=step, **kwargs)
+        elif isinstance(value, Mapping):
+            self.run.add_scalars(name, value, global_step=step, **kwargs)
+        else:
+            self.run.add_scalar(name, plain(value), global_step=step, **kwargs)
+
+    def _log_images(self, values: Images, step: int | None, **kwargs: Any) -> None:
         for name, images in values.items():
             self.run.add_images(name, images, global_step=step, **kwargs)
 
-    def finish(self) -> None:
-        self.run.close()
+
+class WandBTracker(LibraryTracker):
+    """Weights & Biases; ``options`` are those of ``wandb.init``."""
+
+    name = module = "wandb"
+    ends = "run.finish"
+
+    def _begin(self) -> Any:
+        return self.library.init(project=self.run_name, **self.options)
+
+    def _store(self, values: dict[str, Any]) -> None:
+        self.run.config.update(values, allow_val_change=True)
+
+    def _log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        self.run.log(values, step=step, **kwargs)
+
+    def _log_images(self, values: Images, step: int | None, **kwargs: Any) -> None:
+        made = {name: [self.library.Image(image) for image in images] for name, images in values.items()}
+        self.run.log(made, step=step, **kwargs)
+
+    def _log_table(self, table: Table, **kwargs: Any) -> None:
+        given = {"columns": table.columns, "data": table.rows, "dataframe": table.dataframe}
+        made = self.library.Table(**{name: value for name, value in given.items() if value is not None})
+        self.run.log({table.name: made}, step=table.step, **kwargs)
+
+
+class TrackioTracker(WandBTracker):
+    """Trackio; ``options`` are those of ``trackio.init``."""
+
+    name = module = "trackio"
+    stores, _store = "run.config.update", LibraryTracker._store
+
+    def _log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        self.run.log({name: plain(value) for name, value in values.items()}, step=step, **kwargs)
+
+    def _log_images(self, values: Images, step: int | None, **kwargs: Any) -> None:
+        """Write images under names of their own, since Trackio takes no lists: ``digit``, ``digit/1`` and so on."""
+        for name, images in values.items():
+            named = {f"{name}/{number}" if number else name: image for number, image in enumerate(images)}
+            self.run.log({key: self.library.Image(image) for key, image in named.items()}, step=step, **kwargs)
+
+
+class SwanLabTracker(TrackioTracker):
+    """SwanLab; ``options`` are those of ``swanlab.init``."""
+
+    name = module = "swanlab"
+    _log_images = WandBTracker._log_images
+    _log_table = LibraryTracker._log_table
+
+
+class CometMLTracker(LibraryTracker):
+    """Comet; ``options`` are those of ``comet_ml.start``, such as ``online=False``."""
+
+    name = module = "comet_ml"
+    stores, ends = "run.log_parameters", "run.end"
+
+    def _begin(self) -> Any:
+        return self.library.start(project_name=self.run_name, **self.options)
+
+    def _log_value(self, name: str, value: Any, step: int | None, **kwargs: Any) -> None:
+        if isinstance(value, Mapping):
+            self.run.log_metrics(value, step=step, **kwargs)
+        elif isinstance(value, str):
+            self.run.log_other(name, value, **kwargs)
+        else:
+            self.run.log_metric(name, plain(value), step=step, **kwargs)
+
+    def _log_image(self, name: str, number: int, image: Any, step: int | None, **kwargs: Any) -> None:  # noqa: ARG002
+        self.run.log_image(image, name=name, step=step, **kwargs)
+
+    def _log_table(self, table: Table, **kwargs: Any) -> None:
+        rows, headers = (table.rows, table.columns or False) if table.dataframe is None else (table.dataframe, True)
+        self.run.log_table(f"{table.name}.csv", tabular_data=rows, headers=headers, **kwargs)
+
+
+class MLflowTracker(LibraryTracker):
+    """MLflow. The run is in the experiment ``MLFLOW_EXPERIMENT_NAME``, or else in one with the project's name.
+
+    Args:
+        experiment_name: The experiment, which is created if there is none of that name.
+        logging_dir: The folder of a new experiment's artifacts, by default the server's or the store's.
+        nested_run: Nest the run in the active one.
+        options: Arguments of ``mlflow.start_run``, such as ``run_name``.
+    """
+
+    name = module = "mlflow"
+    ends = "library.end_run"
+    _PARAMETERS = 100  # the most that a store takes at once
+    _CHARACTERS = 6000  # the longest parameter
+
+    def __init__(
+        self,
+        experiment_name: str = "",
+        logging_dir: str | os.PathLike[str] | None = None,
+        nested_run: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(experiment_name, nested=nested_run, **options)
+        self._artifacts = None if logging_dir is None else str(logging_dir)
+
+    def _begin(self) -> Any:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.run_name
+        experiment = self.library.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self.library.create_experiment(name, self._artifacts)
+        return self.library.start_run(experiment_id=number, **self.options)
+
+    @property
+    def _run_id(self) -> Any:
+        return self.run.info.run_id
+
+    def _store(self, values: dict[str, Any]) -> None:
+        texts = [(name, str(value)[: self._CHARACTERS]) for name, value in values.items()]
+        for start in range(0, len(texts), self._PARAMETERS):
+            self.library.log_params(dict(texts[start : start + self._PARAMETERS]), run_id=self._run_id)
+
+    def _log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        """Write numbers as metrics, and anything else as tags of the run, since metrics are numbers only."""
+        metrics = {name: plain(value) for name, value in values.items()}
+        tags = {name: str(metrics.pop(name)) for name in list(metrics) if not isinstance(metrics[name], (int, float))}
+        self.library.log_metrics(metrics, step=step, run_id=self._run_id, **kwargs)
+        if tags:
+            self.library.set_tags(tags)
+
+    def _log_image(self, name: str, number: int, image: Any, step: int | None, **kwargs: Any) -> None:  # noqa: ARG002
+        self.library.log_image(image, key=name, step=step, **kwargs)
+
+    def _log_table(self, table: Table, **kwargs: Any) -> None:
+        by_column = dict(zip(table.columns or (), map(list, zip(*(table.rows or ()), strict=True)), strict=False))
+        made = by_column if table.dataframe is None else table.dataframe
+        self.library.log_table(made, f"{table.name}.json", run_id=self._run_id, **kwargs)
+
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """Call ``mlflow.log_figure``."""
+        self._write("log_figure", self.library.log_figure, figure, artifact_file, **save_kwargs)
+
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Call ``mlflow.log_artifact``."""
+        self._write("log_artifact", self.library.log_artifact, local_path, artifact_path, run_id=self._run_id)
+
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Call ``mlflow.log_artifacts``."""
+        self._write("log_artifacts", self.library.log_artifacts, local_dir, artifact_path, run_id=self._run_id)
 
 
 class ClearMLTracker(LibraryTracker):
     """ClearML; ``options`` are those of ``clearml.Task.init``. A task that is active already is used and left open."""
 
     name = module = "clearml"
-    _is_own = True
+    stores = "run.connect_configuration"
 
-    def _open(self) -> Any:
+    def _begin(self) -> Any:
         task = self.library.Task.current_task()
-        self._is_own = task is None
+        self.ends = "" if task else "run.close"
         return task or self.library.Task.init(**{"project_name": self.run_name, **self.options})
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.connect_configuration(values)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def _log_value(self, name: str, value: Any, step: int | None, **kwargs: Any) -> None:
         logger = self.run.get_logger()
+        if isinstance(value, str):
+            logger.report_text(f"{name}: {value}", **kwargs)
+        elif step is None:
+            logger.report_single_value(name, plain(value), **kwargs)
+        else:
+            logger.report_scalar(**_titled(name), value=plain(value), iteration=step, **kwargs)
 
-        def log_one(name: str, value: Any) -> None:
-            if isinstance(value, str):
-                logger.report_text(f"{name}: {value}", **kwargs)
-            elif step is None:
-                logger.report_single_value(name, plain(value), **kwargs)
-            else:
-                logger.report_scalar(**_titled(name), value=plain(value), iteration=step, **kwargs)
+    def _log_image(self, name: str, number: int, image: Any, step: int | None, **kwargs: Any) -> None:  # noqa: ARG002
+        self.run.get_logger().report_image(**_titled(name), iteration=step, image=image, **kwargs)
 
-        self._log_each(values, log_one)
-
-    def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:
-        for name, images in values.items():
-            for image in images:
-                self.run.get_logger().report_image(**_titled(name), iteration=step, image=image, **kwargs)
-
-    def _write_table(self, table: Table, **kwargs: Any) -> None:
+    def _log_table(self, table: Table, **kwargs: Any) -> None:
         rows = [*([table.columns] if table.columns else []), *(table.rows or [])]
         made = rows if table.dataframe is None else table.dataframe
         self.run.get_logger().report_table(**_titled(table.name), iteration=table.step, table_plot=made, **kwargs)
-
-    def finish(self) -> None:
-        if self._is_own:
-            self.run.close()
 
 
 def _titled(name: str) -> dict[str, str]:
@@ -574,40 +528,26 @@ class DVCLiveTracker(LibraryTracker):
     """DVCLive; ``options`` are those of ``dvclive.Live``, or ``live``, an existing ``Live`` object."""
 
     name = module = "dvclive"
+    stores, ends = "run.log_params", "run.end"
 
-    def _open(self) -> Any:
+    def _begin(self) -> Any:
         return self.options.get("live") or self.library.Live(**self.options)
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.log_params(values)
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def _log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
         """Write the values, and start the next step."""
         if step is not None:
             self.run.step = step
-        self._log_each(values, lambda name, value: self.run.log_metric(name, plain(value), **kwargs))
+        super()._log(values, step, **kwargs)
         self.run.next_step()
 
-    def log_images(self, values: Images, step: int | None = None, **kwargs: Any) -> None:
+    def _log_value(self, name: str, value: Any, step: int | None, **kwargs: Any) -> None:  # noqa: ARG002
+        self.run.log_metric(name, plain(value), **kwargs)
+
+    def _log_image(self, name: str, number: int, image: Any, step: int | None, **kwargs: Any) -> None:
         if step is not None:
             self.run.step = step
-        for name, images in values.items():
-            for number, image in enumerate(images):
-                self.run.log_image(f"{name}/{number}.png", image, **kwargs)
-
-    def finish(self) -> None:
-        self.run.end()
+        self.run.log_image(f"{name}/{number}.png", image, **kwargs)
 
 
-LIBRARIES = (
-    AimTracker,
-    ClearMLTracker,
-    CometMLTracker,
-    DVCLiveTracker,
-    MLflowTracker,
-    SwanLabTracker,
-    TensorBoardTracker,
-    TrackioTracker,
-    WandBTracker,
-)
-"""The trackers that write through a library."""
+LIBRARIES = [kind for kind in list(vars().values()) if getattr(kind, "module", "") and issubclass(kind, LibraryTracker)]
+"""The classes above that write through a library."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import importlib.util
+import operator
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.training import process_group
-from notebook_accel.training.trackers import LIBRARIES, JSONLinesTracker, warn_once
+from notebook_accel.training.trackers import LIBRARIES, attempt
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -33,8 +34,7 @@ class LoggerType(str, enum.Enum):
     WANDB = "wandb"
 
 
-_KNOWN: dict[str, Any] = {kind.name: kind for kind in (JSONLinesTracker, *LIBRARIES)}
-_PACKAGES = {"comet_ml": "comet-ml"}  # where pip's name differs
+_KNOWN: dict[str, Any] = {kind.name: kind for kind in LIBRARIES}
 
 
 def on_main_process(method: Callable[_P, _R]) -> Callable[_P, _R | None]:
@@ -105,9 +105,8 @@ def _check(item: Any, logging_dir: str | os.PathLike[str] | None) -> None:
             fix="an object with name, store_init_configuration(values), log(values, step) and finish()",
         )
     if isinstance(item, str) and not _is_installed(_KNOWN[item]):
-        raise ConfigError(
-            f"log_with={item!r} needs a package that isn't installed.", fix=f"pip install {_PACKAGES.get(item, item)}"
-        )
+        package = _KNOWN[item].module.replace("_", "-")
+        raise ConfigError(f"log_with={item!r} needs a package that isn't installed.", fix=f"pip install {package}")
     if _needs_folder(_KNOWN[item] if isinstance(item, str) else item) and logging_dir is None:
         raise ConfigError(
             f"The tracker {getattr(item, 'name', item)!r} writes files, and there is no folder for them.",
@@ -116,8 +115,8 @@ def _check(item: Any, logging_dir: str | os.PathLike[str] | None) -> None:
 
 
 def _is_installed(kind: Any) -> bool:
-    """Return whether a tracker class's library is installed; true for classes that need none or are the user's."""
-    return kind not in LIBRARIES or importlib.util.find_spec(kind.name) is not None
+    """Return whether a tracker class's library is installed; true for a class of the user's."""
+    return kind not in LIBRARIES or importlib.util.find_spec(kind.module) is not None
 
 
 def _needs_folder(tracker: Any) -> bool:
@@ -150,10 +149,7 @@ def start(
 def call(trackers: Sequence[Any], method: str, *args: Any, **kwargs: Any) -> None:
     """Call a method of each tracker. A tracker that fails warns once, and the others and training go on."""
     for tracker in trackers:
-        try:
-            getattr(tracker, method)(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001  whatever it raises, it is no reason to end training
-            warn_once(tracker, method, error)
+        attempt(tracker, method, operator.methodcaller(method, *args, **kwargs), tracker)
 
 
 def find(trackers: Sequence[Any], name: str, *, unwrap: bool) -> Any:

@@ -138,7 +138,7 @@ def test_tensorboard(tmp_path: pathlib.Path) -> None:
     tracker.has_failed = False
     tracker.log_images({"digits": torch.rand(2, 8, 8, 3)}, step=2, dataformats="NHWC")
     assert accelerator.get_tracker("tensorboard", unwrap=True) is tracker.writer
-    with pytest.warns(UserWarning, match="failed in log_tables, and training goes on"):
+    with pytest.warns(UserWarning, match="failed in log_table, and training goes on"):
         tracker.log_table("results", columns=["a"], data=[[1]])
     tracker.log_table("results", columns=["a"], data=[[1]])  # says so once
     accelerator.end_training()
