@@ -77,7 +77,8 @@ def test_kernel_hears_of_the_end_of_a_run_before_its_logs_are_tidied_up() -> Non
 
 
 def test_message_that_the_agent_does_not_know_ends_no_run() -> None:
-    heard = "made._handle_order(messages.Broken(text=''), Message(b'', [], is_whole=True))\nprint(made._is_leaving, run.reason)"
+    unknown = "messages.Broken(text='')"  # is for the kernel
+    heard = f"made._handle_order({unknown}, Message(b'', [], is_whole=True))\nprint(made._is_leaving, run.reason)"
     command = [sys.executable, "-c", f"{_AGENT_WITH_A_RUN}{heard}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "False \n", done.stderr
