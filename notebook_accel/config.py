@@ -92,10 +92,6 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...],
         _help("Modules that the template imports once, so that ranks have them at their start, such as transformers."),
     ] = ()
-    idle_timeout_s: Annotated[
-        Annotated[float, msgspec.Meta(gt=0)],
-        _help("Seconds after a kernel's last run until the processes that wait for the next run end."),
-    ] = 3600.0
     allow_initialized_cuda: Annotated[
         bool,
         _help("Launch although CUDA is in use in the kernel. Ranks start clean, but the kernel's memory stays taken."),
@@ -126,9 +122,9 @@ class LaunchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _help("TCP port of the ranks' store. Default: a free one; for several nodes, which meet there, 29500."),
     ] = None
     num_nodes: Annotated[
-        Annotated[str, msgspec.Meta(pattern=r"^[1-9][0-9]{0,3}(:[1-9][0-9]{0,3})?$")],
-        _help("Number of nodes, each with as many ranks, launched from one notebook each; 1:4 if it may change."),
-    ] = "1"
+        Annotated[int, msgspec.Meta(ge=1, le=9999)],
+        _help("Number of nodes, each with as many ranks, launched from one notebook each."),
+    ] = 1
     node_rank: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=9999)], _help("This node's number among several, from 0.")
     ] = 0
@@ -412,13 +408,10 @@ def to_text(value: Any) -> str:
 
 
 def _checked(values: Mapping[str, Any]) -> LaunchConfig:
-    given = dict(values)
-    if type(given.get("num_nodes")) is int:
-        given["num_nodes"] = str(given["num_nodes"])
     try:
-        checked = msgspec.convert(given, LaunchConfig)
+        checked = msgspec.convert(dict(values), LaunchConfig)
     except msgspec.ValidationError as error:
-        raise _refusal(given, str(error)) from None
+        raise _refusal(values, str(error)) from None
     if _UNPRINTABLE.search(checked.name):
         raise ConfigError(
             f"name={checked.name!r} can't be used: it has characters that can't be printed.",

@@ -19,9 +19,6 @@ from jupyter_client.manager import KernelManager
 
 from tests import processes
 
-# For kernels that load the extension and launch nothing on this machine themselves: the template that the extension
-# starts for the first launch, which would import torch and more, ends at once.
-WITHOUT_TEMPLATE = {"NOTEBOOK_ACCEL_IDLE_TIMEOUT_S": "0.1"}
 _START_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 

@@ -46,8 +46,8 @@ def test_what_is_written_is_read_by_accelerate_too(tmp_path: pathlib.Path, suffi
 
 def test_two_numbers_with_a_colon_are_no_number(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("num_nodes: 1:2\nrdzv_backend: c10d\ntimeout_s: 60.5\n")
-    assert config.load(file) == {"num_nodes": "1:2", "rdzv_backend": "c10d", "timeout_s": 60.5}
+    file.write_text("end_at: 11:30\ntimeout_s: 60.5\n")
+    assert config.load(file) == {"end_at": "11:30", "timeout_s": 60.5}
 
 
 def test_lines_are_those_of_the_file(tmp_path: pathlib.Path) -> None:

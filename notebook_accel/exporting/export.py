@@ -33,7 +33,7 @@ from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.payload import unpicklable
 
 _MARKED = re.compile(r"# Exported from .+ by %%distributed --export \(checksum ([0-9a-f]{12})\)\.\n")
-_NOT_FOR_SCRIPTS = frozenset({"name", "view", "idle_timeout_s", "allow_initialized_cuda", "start_method", "preload"})
+_NOT_FOR_SCRIPTS = frozenset({"name", "view", "allow_initialized_cuda", "start_method", "preload"})
 
 
 @dataclasses.dataclass(frozen=True)

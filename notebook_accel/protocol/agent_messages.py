@@ -1,7 +1,7 @@
 """Messages between kernel, agent and template. Descriptors travel beside a message, in the order stated.
 
 kernel -> agent      Prepare, Launch, Interrupt, Respawn, End, Release, Inspect, Profile, Detach, Quit
-agent -> kernel      Said, Inspected, Starting, RunEnded, Broken, Idle, Detached
+agent -> kernel      Said, Inspected, Starting, RunEnded, Broken, Detached
 any kernel -> agent  Hello, then Interrupt, Respawn, End, Inspect, Profile; for a detached run
 agent -> any kernel  Attached, then the same messages as to the launching kernel
 agent -> template    Fork, ForkElastic
@@ -47,9 +47,7 @@ class _OfRun(_AgentMessage, frozen=True, kw_only=True):
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     """Where and how the nodes of a run meet."""
 
-    num_nodes: str  # number of nodes as the user gave it: a number, or a range such as ``2:4``
-    least: int  # fewest nodes that can start
-    most: int  # most nodes that can take part
+    num_nodes: int
     node_rank: int  # this node's number, with the static backend
     backend: str  # name of torch elastic's rendezvous backend
     host: str
@@ -59,14 +57,9 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, str] = {}  # further settings of torch elastic's rendezvous
 
     @property
-    def is_in_file(self) -> bool:
-        """True if the nodes meet in a file that all of them reach; ``host`` is its path then."""
-        return self.settings.get("store_type") == "file"
-
-    @property
     def endpoint(self) -> str:
-        """The address or the file where the nodes meet, as torch elastic takes it."""
-        return self.host if self.is_in_file else f"{self.host}:{self.port}"
+        """The address where the nodes meet, as torch elastic takes it."""
+        return f"{self.host}:{self.port}"
 
 
 class ElasticOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,11 +78,10 @@ class Prepare(_AgentMessage, frozen=True, kw_only=True):
     environment: dict[str, str]
     sys_path: list[str]
     preload: list[str]  # modules for the template to import, besides those that every rank needs
-    idle_timeout_s: float  # seconds after the last run, or after this message, until the agent reports that it is idle
 
 
 class Launch(_OfRun, frozen=True, kw_only=True):
-    """Start a run. ``log_folder`` may be empty. ``idle_timeout_s`` replaces the earlier one.
+    """Start a run. ``log_folder`` may be empty.
 
     The agent starts the ranks again after a failure, up to ``max_restarts`` times. With ``elastic``, this is one node's
     part of a run on several nodes, and the elastic process decides about restarts. With ``places``, it is also a part
@@ -107,7 +99,6 @@ class Launch(_OfRun, frozen=True, kw_only=True):
     grace_s: float
     timeout_s: float | None
     log_folder: str
-    idle_timeout_s: float
     on_death: OnDeath = "stop"
     template_pid: int = 0
     max_restarts: int = 0
@@ -272,10 +263,6 @@ class Broken(_AgentMessage, frozen=True, kw_only=True):
     was_running: bool = False  # ranks had reached the user's code
 
 
-class Idle(_AgentMessage, frozen=True):
-    """Nothing has run for the idle timeout: agent and template should end, unless a launch is on its way."""
-
-
 class Fork(_OfRun, frozen=True, kw_only=True):
     """Fork one rank. Descriptors: those of ``RankFiles``, in its order."""
 
@@ -346,7 +333,7 @@ class Exited(_OfRun, frozen=True, kw_only=True):
 RunOrder: TypeAlias = Interrupt | Respawn | End | Inspect | Profile  # by a job
 ToAgent: TypeAlias = Prepare | Launch | RunOrder | Release | Detach | Quit
 ToDetachedAgent: TypeAlias = Hello | RunOrder
-ToKernel: TypeAlias = Said | Inspected | Starting | RunEnded | Broken | Idle | Detached
+ToKernel: TypeAlias = Said | Inspected | Starting | RunEnded | Broken | Detached
 ToTemplate: TypeAlias = Fork | ForkElastic
 ToRank: TypeAlias = Profile | PeersFinished | Named
 FromTemplate: TypeAlias = Ready | Unusable | Forked | NotForked | Exited

@@ -27,7 +27,6 @@ _READ_BYTES = 1 << 18
 _MOST_DESCRIPTORS = 250  # Linux refuses more than 253 in one message (SCM_MAX_FD)
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
 
-_LONGEST_WAIT_S = 86_400.0  # the system refuses an endless number
 _GONE = "the other end of a connection has gone"
 
 
@@ -253,7 +252,7 @@ class EventLoop:
 
     def wait(self, timeout_s: float | None) -> None:
         """Wait until a descriptor can be read, at most so long, and call the handlers of all that can."""
-        for key, _ in self._selector.select(None if timeout_s is None else min(timeout_s, _LONGEST_WAIT_S)):
+        for key, _ in self._selector.select(timeout_s):
             if key.fd in self._selector.get_map():  # an earlier handler may have closed it
                 key.data()
 

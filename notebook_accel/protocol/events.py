@@ -298,15 +298,14 @@ class Silent(_Event, frozen=True, kw_only=True):
 class Restarting(_Event, frozen=True, kw_only=True):
     """All ranks are started again because this one has failed. The job sends this."""
 
-    number: int  # number of this restart, from 1; 0 if no rank has failed, so that it doesn't count
+    number: int  # number of this restart, from 1
     of: int  # most restarts of the run
     why: str  # the reason, such as the rank that failed first and its exception
 
     @property
     def in_words(self) -> str:
         """The restart in one line."""
-        what = f"restart {self.number} of {self.of}" if self.number else "all ranks are started again"
-        return f"{what}: {plain_text(self.why)}"
+        return f"restart {self.number} of {self.of}: {plain_text(self.why)}"
 
 
 class Nodes(_Event, frozen=True, kw_only=True):

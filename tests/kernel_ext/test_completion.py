@@ -15,7 +15,7 @@ pytestmark = pytest.mark.front_end
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
-    with kernels.running(tmp_path_factory.mktemp("notebook"), kernels.WITHOUT_TEMPLATE) as kernel:
+    with kernels.running(tmp_path_factory.mktemp("notebook")) as kernel:
         assert kernel.run("%load_ext notebook_accel").status == "ok"
         yield kernel
 

@@ -50,7 +50,7 @@ def open_form(file):
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
-    with kernels.running(tmp_path_factory.mktemp("kernel"), kernels.WITHOUT_TEMPLATE) as running:
+    with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
         outcome = running.run(_SETUP, allow_stdin=True)
         assert outcome.status == "ok", outcome.traceback
         yield running

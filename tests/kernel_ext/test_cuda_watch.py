@@ -23,7 +23,7 @@ WATCHING = "[type(f).__name__ for f in __import__('sys').meta_path].count('CudaW
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
-    with kernels.running(tmp_path_factory.mktemp("kernel"), kernels.WITHOUT_TEMPLATE) as running:
+    with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
         yield running
 
 

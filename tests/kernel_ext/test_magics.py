@@ -49,7 +49,7 @@ def test_either_name_loads_and_unloads_it(tmp_path: pathlib.Path, name: str) -> 
 
 
 def test_another_extensions_magic_of_that_name_is_mentioned(tmp_path: pathlib.Path) -> None:
-    with kernels.running(tmp_path, kernels.WITHOUT_TEMPLATE) as kernel:
+    with kernels.running(tmp_path) as kernel:
         kernel.run("def theirs(line, cell): pass\ntheirs.__module__ = 'nbdistributed.magic'")
         kernel.run("get_ipython().register_magic_function(theirs, 'cell', 'distributed')")
         loaded = kernel.run("%load_ext notebook_accel")

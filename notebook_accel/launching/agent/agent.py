@@ -76,8 +76,6 @@ class Agent:
         self._memory = MemoryWatch()
         self._is_leaving = False
         self._is_quitting = False
-        self._idle_timeout_s: float | None = None
-        self._busy_until_s = time.monotonic()
         audience.begin(self._loop, self._handle_order, self._quit)
 
     def serve(self) -> None:
@@ -89,7 +87,7 @@ class Agent:
         try:
             while not self._has_done_its_work:
                 is_busy = self._runs or self._waiting or self._audience.is_leaving
-                self._loop.wait(_TICK_S if is_busy else self._idle_timeout_s)
+                self._loop.wait(_TICK_S if is_busy else None)
                 self._tick(time.monotonic())
                 self._audience.flush()
         except ClosedError:
@@ -123,17 +121,11 @@ class Agent:
                 self._tell_kernel(messages.Inspected(job_id=job_id, ranks=dumps))
         self._templates.tick(now_s)
         self._memory.tick(now_s)
-        if self._runs or self._waiting:
-            self._busy_until_s = now_s
-        elif self._idle_timeout_s is not None and now_s > self._busy_until_s + self._idle_timeout_s:
-            self._busy_until_s = now_s  # repeat the message after the same time, in case the kernel ignores it
-            self._tell_kernel(messages.Idle())
 
     # The kernel ----------------------------------------------------------------------------------------------------
 
     def _handle_order(self, told: messages.ToAgent, message: Message) -> None:
         if isinstance(told, messages.Prepare):
-            self._idle_timeout_s = told.idle_timeout_s
             self._templates.start(told)
         elif isinstance(told, messages.Launch):
             self._accept(told, message)
@@ -285,7 +277,6 @@ class Agent:
                 self._refuse(run, messages.Broken(text=text.format("could not be started"), fix=_MORE_ROOM))
 
     def _accept(self, launch: messages.Launch, message: Message) -> None:
-        self._idle_timeout_s = launch.idle_timeout_s
         if not message.is_whole:
             text = f"The run could not be started: {os.strerror(errno.EMFILE)}."
             self._refuse(Run(launch, []), messages.Broken(text=text, fix=_MORE_ROOM))

@@ -136,7 +136,7 @@ class ElasticAgent(api.SimpleElasticAgent):
         self, store: Any, group_rank: int, group_world_size: int, spec: api.WorkerSpec
     ) -> list[api.Worker]:
         meeting = self._meeting
-        if group_world_size < meeting.least:
+        if group_world_size < meeting.num_nodes:
             raise rendezvous.without_others(group_world_size, meeting)
         guarded = Guarded(store, self._patience, meeting.silence_s, "The node that leads the others")
         self._meet(guarded, group_rank, group_world_size)
@@ -370,8 +370,8 @@ def run(order: messages.ForkElastic, descriptors: list[int]) -> int:
     signal.signal(signal.SIGCONT, signal.SIG_DFL)
     # SIGTERM stays ignored, as in the template: the agent ends this process when it has stopped the ranks.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    # Our ranks have their own store. If torch elastic shared its store with them, a node that joins later would wait
-    # for ever for an address that is written in the first round only (seen with torch 2.13).
+    # Our ranks have their own store. If torch elastic shared its store with them, a node that replaces a lost one would
+    # wait for ever for an address that is written in the first round only (seen with torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     api._get_fq_hostname = socket.gethostname  # torch elastic's events look up the full name, which can take long
     connection = AgentConnection(Connection.from_descriptor(descriptors[0]), order)

@@ -45,7 +45,7 @@ class MisfitError(Exception):
 class Card(msgspec.Struct, frozen=True, kw_only=True):
     """A node's options and packages, which must be the same on all nodes, and its name."""
 
-    num_nodes: str
+    num_nodes: int
     num_processes: int
     max_restarts: int
     python: str

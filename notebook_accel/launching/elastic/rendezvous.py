@@ -1,7 +1,7 @@
 """The rendezvous of a run's nodes before each start of their ranks. Runs in the elastic process.
 
 Numbered nodes meet at a port of node 0. Node 0 counts the rounds, so that a node whose kernel was restarted joins the
-others' present round. If the number of nodes may change, they meet by torch elastic's own rendezvous.
+others' present round. With the backend c10d, nodes come without a number, and meet by torch elastic's own rendezvous.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -56,7 +56,7 @@ class Static(StaticTCPRendezvous):
     def __init__(self, options: ElasticOptions, patience: Patience, waits: Callable[[str], None]) -> None:
         meeting = options.meeting
         super().__init__(
-            meeting.host, meeting.port, meeting.node_rank, meeting.most, options.run_id, int(meeting.timeout_s)
+            meeting.host, meeting.port, meeting.node_rank, meeting.num_nodes, options.run_id, int(meeting.timeout_s)
         )
         self._meeting = meeting
         self._patience = patience
@@ -79,7 +79,7 @@ class Static(StaticTCPRendezvous):
                     raise
         store = PrefixStore(f"{self.run_id}/{self._round}", self._store)
         info = RendezvousStoreInfo(meeting.host, meeting.port)
-        return RendezvousInfo(store, meeting.node_rank, meeting.most, info)
+        return RendezvousInfo(store, meeting.node_rank, meeting.num_nodes, info)
 
     def forget_store(self) -> None:
         """Forget the store, whose node has gone and may be replaced by another process."""
@@ -210,7 +210,7 @@ def place_taken(meeting: Meeting) -> RefusedError:
     return RefusedError(
         f"The run at {meeting.endpoint} has started with another node {meeting.node_rank}.",
         why="Each node has a node_rank of its own, and a run that goes on lets nobody in until its ranks restart.",
-        fix=f"launch here with another node_rank, from 0 to {meeting.most - 1}; or wait for the end of that run",
+        fix=f"launch here with another node_rank, from 0 to {meeting.num_nodes - 1}; or wait for the end of that run",
     )
 
 
@@ -221,14 +221,14 @@ def without_others(size: int, meeting: Meeting) -> RefusedError:
     complete group (seen with torch 2.13).
     """
     return RefusedError(
-        f"{size} of {meeting.least} nodes are left at {meeting.endpoint}: the others seem to have gone.",
+        f"{size} of {meeting.num_nodes} nodes are left at {meeting.endpoint}: the others seem to have gone.",
         why=f"Either they have, or the nodes' clocks are more than {meeting.silence_s:g} s apart.",
         fix="compare what date shows on all nodes, set their clocks (NTP), and launch again on all nodes",
     )
 
 
 def dynamic(options: ElasticOptions, waits: Callable[[str], None]) -> RendezvousHandler:
-    """Return torch elastic's own rendezvous handler, for a number of nodes that may change.
+    """Return torch elastic's own rendezvous handler, for nodes without a number.
 
     Torch would wait for a wrong host for up to two minutes, in a call that nothing ends. ``waits`` is called with a
     line that names the host.
@@ -236,8 +236,6 @@ def dynamic(options: ElasticOptions, waits: Callable[[str], None]) -> Rendezvous
     meeting = options.meeting
     deadline_s = time.monotonic() + meeting.timeout_s
     is_host = meeting.settings.get("is_host")  # such as of a machine that others reach by an address of their network
-    if meeting.is_in_file:  # where nobody listens
-        is_host = "true"
     serves = _is_own(meeting.host) if is_host is None else environment.is_true(is_host)
     while not (serves or _is_listened_at(meeting.host, meeting.port)):
         waits(f"waiting for a node that listens at {meeting.endpoint}")
@@ -254,13 +252,17 @@ def dynamic(options: ElasticOptions, waits: Callable[[str], None]) -> Rendezvous
         backend=meeting.backend,
         endpoint=meeting.endpoint,
         run_id=options.run_id,
-        min_nodes=meeting.least,
-        max_nodes=meeting.most,
+        min_nodes=meeting.num_nodes,
+        max_nodes=meeting.num_nodes,
         local_addr=environment.address_towards(meeting.host, meeting.port),
         **meeting.settings,
     )
     with refusals(meeting):
-        return get_rendezvous_handler(parameters)
+        handler: Any = get_rendezvous_handler(parameters)
+    # A node that waits replaces a lost one, whose silence ends the present start of the ranks. Torch elastic would
+    # restart them for the waiting node, without counting that as a restart.
+    handler.num_nodes_waiting = lambda: 0
+    return cast("RendezvousHandler", handler)
 
 
 @contextlib.contextmanager
@@ -270,7 +272,7 @@ def refusals(meeting: Meeting) -> Iterator[None]:
         yield
     except RendezvousTimeoutError:
         raise RefusedError(
-            f"Fewer than {meeting.least} nodes have come to {meeting.endpoint} within {meeting.timeout_s:g} s.",
+            f"Fewer than {meeting.num_nodes} nodes have come to {meeting.endpoint} within {meeting.timeout_s:g} s.",
             why=f"num_nodes={meeting.num_nodes}: so many have to be there.",
             fix="launch the same on the other nodes; rdzv_conf join_timeout=... sets how long to wait",
         ) from None

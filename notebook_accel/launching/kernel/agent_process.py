@@ -67,12 +67,7 @@ class AgentLink(Generic[_Receiver]):
         if settings == self._prepared_for and self._preloaded.issuperset(options.preload):
             return
         self._send(
-            messages.Prepare(
-                environment=dict(variables),
-                sys_path=list(sys_path),
-                preload=list(options.preload),
-                idle_timeout_s=options.idle_timeout_s,
-            )
+            messages.Prepare(environment=dict(variables), sys_path=list(sys_path), preload=list(options.preload))
         )
         self._prepared_for, self._preloaded = settings, set(options.preload)
 
@@ -101,7 +96,6 @@ class AgentLink(Generic[_Receiver]):
             timeout_s=job.config.timeout_s,
             log_folder="" if job.log_folder is None else str(job.log_folder),
             on_death=job.on_death,
-            idle_timeout_s=job.config.idle_timeout_s,
             template_pid=template_pid,
             max_restarts=0 if elastic is not None or places else job.config.max_restarts,
             elastic=elastic,
@@ -154,8 +148,6 @@ class AgentLink(Generic[_Receiver]):
 
     def _handle(self, said: messages.ToKernel) -> bool:
         """Process one message, and return whether it was a sample."""
-        if isinstance(said, messages.Idle):  # only this machine's agent is ended then
-            return False
         if isinstance(said, messages.Broken) and not said.job_id:
             self._prepared_for = None  # the next launch tries again, and reports a second failure
             return False
@@ -245,10 +237,9 @@ class AgentProcess:
 class LocalAgent(AgentLink[RunReceiver]):
     """The link to this machine's agent, and the thread that reads its messages."""
 
-    def __init__(self, is_idle: Callable[[LocalAgent], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.is_lost = False
-        self._is_idle = is_idle
         self._is_closing = False
         self._answer = _Answer()
         try:
@@ -258,11 +249,6 @@ class LocalAgent(AgentLink[RunReceiver]):
         self.process.connection.set_receive_deadline(_LOOK_PERIOD_S)
         self._thread = threading.Thread(target=self._run, name="notebook-accel-agent", daemon=True)
         self._thread.start()
-
-    @property
-    def is_expecting(self) -> bool:
-        """True if a run is on its way or runs."""
-        return bool(self._jobs)
 
     def serves(self, job: RunReceiver) -> bool:
         """Return whether this agent serves the job's run and the run hasn't ended."""
@@ -344,9 +330,7 @@ class LocalAgent(AgentLink[RunReceiver]):
             self._lost()
 
     def _handle(self, said: messages.ToKernel) -> bool:
-        if isinstance(said, messages.Idle):
-            self._is_idle(self)
-        elif isinstance(said, messages.Detached):
+        if isinstance(said, messages.Detached):
             self._answer.resolve(said)
             if not said.why:
                 self._jobs.clear()

@@ -198,7 +198,7 @@ def why_not(config: LaunchConfig) -> str:
     """Return the reason why a run with these options can't outlive its kernel; empty if it can."""
     if config.start_method in ("fork", "inline"):
         return f"With start_method={config.start_method!r} its ranks would be the kernel or forks of it."
-    if config.num_nodes != "1":
+    if config.num_nodes > 1:
         return "Runs on several nodes end with the kernels that have launched them."
     if config.engine != "local":
         return f"Ranks of the engine {config.engine!r} end with the kernel."

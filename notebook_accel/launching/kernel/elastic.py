@@ -20,15 +20,12 @@ _TIMEOUT_S = 600.0  # torch elastic's default
 _LONGEST_S = 1e8  # three years, which torch can count in milliseconds
 _KEEP_ALIVE = {"keep_alive_interval": 5.0, "keep_alive_max_attempt": 3.0}  # seconds, count; torch elastic's defaults
 _STATIC = ("timeout", *_KEEP_ALIVE)
-_C10D = (
-    *("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "read_timeout"),
-    *("is_host", "store_type"),
-)
+_C10D = ("join_timeout", "close_timeout", "heartbeat_timeout", "read_timeout", "is_host")
 
 
 def is_wanted(config: LaunchConfig) -> bool:
     """Return whether a launch is a part of a run on several nodes."""
-    return config.num_nodes != "1"
+    return config.num_nodes > 1
 
 
 def check(config: LaunchConfig) -> None:
@@ -70,14 +67,11 @@ def launch(request: LaunchRequest) -> Job:
 
 def _meeting(config: LaunchConfig) -> Meeting:
     settings = _settings(config)
-    least, _, most = config.num_nodes.partition(":")
-    lowest, highest = int(least), int(most or least)
-    if lowest > highest:
+    if config.rdzv_backend == "static" and config.node_rank >= config.num_nodes:
         raise ConfigError(
-            f"num_nodes={config.num_nodes!r} has its higher number first.", fix=f"num_nodes='{highest}:{lowest}'"
+            f"node_rank={config.node_rank} is too high for num_nodes={config.num_nodes}.",
+            fix=f"node_rank=0 to {config.num_nodes - 1}, another one on each node",
         )
-    if config.rdzv_backend == "static":
-        _check_static(config, lowest, highest)
     host, port = _endpoint(config)
     keep_alive = {name: float(settings.pop(name, default)) for name, default in _KEEP_ALIVE.items()}
     timeout_s = float(settings.pop("timeout", settings.get("join_timeout", _TIMEOUT_S)))
@@ -86,8 +80,6 @@ def _meeting(config: LaunchConfig) -> Meeting:
         settings |= {name: f"{max(value, 1):.0f}" for name, value in keep_alive.items()}
     return Meeting(
         num_nodes=config.num_nodes,
-        least=lowest,
-        most=highest,
         node_rank=config.node_rank,
         backend=config.rdzv_backend,
         host=host,
@@ -96,20 +88,6 @@ def _meeting(config: LaunchConfig) -> Meeting:
         silence_s=keep_alive["keep_alive_interval"] * keep_alive["keep_alive_max_attempt"],
         settings=settings,
     )
-
-
-def _check_static(config: LaunchConfig, lowest: int, highest: int) -> None:
-    if lowest != highest:
-        raise ConfigError(
-            f"num_nodes={config.num_nodes!r} may change, and rdzv_backend is static.",
-            why="Static nodes are numbered by their node_rank, and all of them have to be there.",
-            fix="rdzv_backend='c10d'",
-        )
-    if config.node_rank >= highest:
-        raise ConfigError(
-            f"node_rank={config.node_rank} is too high for num_nodes={config.num_nodes}.",
-            fix=f"node_rank=0 to {highest - 1}, another one on each node",
-        )
 
 
 def _endpoint(config: LaunchConfig, lowest_port: int = 1) -> tuple[str, int]:
@@ -147,7 +125,7 @@ def _settings(config: LaunchConfig) -> dict[str, str]:
                 f"rdzv_conf has {part!r}, which {config.rdzv_backend} doesn't know.",
                 fix=f"name=value, with one of {', '.join(known)}",
             )
-        if name not in ("is_host", "store_type") and not _is_duration(value):
+        if name != "is_host" and not _is_duration(value):
             raise ConfigError(
                 f"rdzv_conf has {part!r}, which isn't a number above 0 and up to {_LONGEST_S:.0e}.",
                 fix=f"{name}=60, in seconds",

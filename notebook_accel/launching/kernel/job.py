@@ -198,13 +198,13 @@ class Job(Handle):
         self.state = RunState(spec.world_size)
         self.state_lock = threading.RLock()
         # Correct if the launch numbers the nodes (node_rank); otherwise the elastic process sends the numbers later.
-        nodes = int(config.num_nodes.partition(":")[0])
-        self.state.apply(0, Numbered(first_rank=config.node_rank * self.world_size, world_size=nodes * self.world_size))
+        total = config.num_nodes * self.world_size
+        self.state.apply(0, Numbered(first_rank=config.node_rank * self.world_size, world_size=total))
         self._failures = failures.RunErrors(config.start_method, spec.unsent, by_value)
         self._silence = Silence()
         self._stack_request = StackRequest(spec.world_size, spec.sources)
         self._profile_request: ProfileRequest | None = None
-        self._restarts_by_node: int | None = None
+        self._was_started_by_node = False
         self._end_report = _EndReport()  # set when the run ends
         self._read_results: Results | None = None
         self._error: NotebookAccelError | None = None
@@ -491,21 +491,19 @@ class Job(Handle):
 
     def start(self, starting: Starting) -> None:
         """Record that all ranks are started or restarted. Called by the engine's thread."""
-        before, self._restarts_by_node = self._restarts_by_node, starting.restarts
+        was_started, self._was_started_by_node = self._was_started_by_node, True
         first = self.state.first_failed
         why = failures.in_a_line(self.state)
         self.deliver(0, Numbered(first_rank=starting.first_rank, world_size=starting.world_size))
-        if before is None and (starting.restarts == 0 or self.config.num_nodes != "1"):
+        if not was_started and (starting.restarts == 0 or self.config.num_nodes > 1):
             return  # the first start on this node, which may join a run that other nodes have restarted before
-        number, rank = starting.restarts, 0
-        if before == number:
-            number, why = 0, f"the nodes have changed, with {starting.world_size} ranks in all"
-        elif starting.cause is not None:
+        rank = 0
+        if starting.cause is not None:
             why = starting.cause.in_a_line
         else:
             rank = 0 if first is None else first.rank
             why = why or "a rank on another node has failed"
-        self.deliver(rank, Restarting(number=number, of=self.config.max_restarts, why=why))
+        self.deliver(rank, Restarting(number=starting.restarts, of=self.config.max_restarts, why=why))
 
     def take_dumps(self, dumps: Sequence[RankDump]) -> None:
         """Process the ranks' stacks. Called by the engine's thread."""

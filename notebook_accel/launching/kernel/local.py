@@ -99,15 +99,8 @@ class LocalEngine:
 
     def _running_agent(self) -> LocalAgent:
         if self._agent is None or self._agent.is_lost:
-            self._agent = LocalAgent(self._quit_if_idle)
+            self._agent = LocalAgent()
         return self._agent
-
-    def _quit_if_idle(self, agent: LocalAgent) -> None:
-        """End an idle agent and its template, unless a launch has started meanwhile."""
-        with self._lock:
-            if not agent.is_expecting:
-                agent.is_lost = True
-                agent.quit()
 
 
 def _usual_options() -> LaunchConfig:

@@ -48,7 +48,7 @@ def notebook_launcher(
     use_port: str | int | None = None,
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
-    num_nodes: int | str = 1,
+    num_nodes: int = 1,
     rdzv_backend: str = "static",
     rdzv_endpoint: str = "",
     rdzv_conf: Mapping[str, Any] | None = None,
@@ -63,7 +63,6 @@ def notebook_launcher(
     keep_days: float | None = None,
     start_method: str = "auto",
     preload: Sequence[str] = (),
-    idle_timeout_s: float | None = None,
     gradient_accumulation_steps: int | None = None,
     dynamo_backend: str | None = None,
     fsdp: bool | None = None,
@@ -101,7 +100,7 @@ def notebook_launcher(
         use_port: TCP port of the ranks' store. Default: a free one; with several nodes, 29500.
         master_addr: Address of node 0, where several nodes meet.
         node_rank: This node's number among several, from 0.
-        num_nodes: Number of nodes, each with ``num_processes`` ranks; with ``c10d`` also a range such as ``"1:4"``.
+        num_nodes: Number of nodes, each with ``num_processes`` ranks.
         rdzv_backend: Rendezvous backend for several nodes: ``static`` or ``c10d``.
         rdzv_endpoint: ``HOST:PORT`` where several nodes meet. Default: ``master_addr`` and ``use_port``.
         rdzv_conf: Settings of the rendezvous, such as ``{"timeout": 60}``, in seconds.
@@ -117,7 +116,6 @@ def notebook_launcher(
         start_method: Way of starting ranks: ``auto``, ``spawn``, ``fork`` or ``inline``. With ``inline`` the
             function runs in the kernel's process, as the only rank, where a debugger works.
         preload: Names of modules to import before ranks are forked.
-        idle_timeout_s: Seconds after the last run until the processes that are kept ready for the next run end.
         gradient_accumulation_steps: Micro-batches per optimizer step, for Accelerators without their own value.
         dynamo_backend: Backend by which the ranks' Accelerators compile models, such as ``inductor``.
         fsdp: Shard the models that the ranks' Accelerators prepare over the ranks.

@@ -34,7 +34,7 @@ _SHARED_BYTES = 64 << 20  # what Docker gives a container
 # The longest path in sun_path (linux/un.h), less the names that multiprocessing gives to a folder and a socket.
 _LONGEST_TEMPORARY = 107 - len("/pymp-12345678/listener-12345678")
 # Options that need a template unless they have these values.
-_NEEDS_TEMPLATE = (("max_restarts", 0), ("num_nodes", "1"))
+_NEEDS_TEMPLATE = (("max_restarts", 0), ("num_nodes", 1))
 _GROUPS = pathlib.Path("/proc/self/cgroup")
 _LINGERING = pathlib.Path("/var/lib/systemd/linger")  # a file for each user whose manager outlives the last login
 _LOGIN = re.compile(r"/user\.slice/.*/session-[^/]+\.scope")
@@ -160,9 +160,9 @@ def _as_flag(variable: str) -> str:
 
 def _mesh(config: LaunchConfig, devices: Devices) -> Finding | None:
     sizes = mesh_sizes(config)
-    if not sizes or ":" in config.num_nodes:  # the number of nodes may change
+    if not sizes:
         return None
-    ranks = (config.num_processes or devices.available) * int(config.num_nodes)
+    ranks = (config.num_processes or devices.available) * config.num_nodes
     if math.prod(sizes.values()) == ranks:
         return None
     shown = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
@@ -183,7 +183,7 @@ def _time_limit(config: LaunchConfig) -> Iterator[Finding]:
             "a later --end_at, or an --end_margin_s that is less than the time that is left",
             refuses=bool(config.end_at),
         )
-    if config.num_nodes != "1" and time_limit.is_duration(config.end_at):
+    if config.num_nodes > 1 and time_limit.is_duration(config.end_at):
         yield Finding(
             f"end_at={config.end_at} is a duration, and the run has several nodes.",
             "Each node would count it from its own launch, and all have to stop at the same step.",
@@ -237,7 +237,7 @@ def _too_many_ranks(config: LaunchConfig, devices: Devices) -> Finding | None:
 
 def _port(config: LaunchConfig) -> Finding | None:
     port = config.main_process_port
-    if not port or config.num_nodes != "1":  # with several nodes the elastic process checks the port
+    if not port or config.num_nodes > 1:  # with several nodes the elastic process checks the port
         return None
     try:
         socket.create_server(("127.0.0.1", port)).close()

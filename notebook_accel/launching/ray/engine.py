@@ -212,9 +212,8 @@ class RayRun(RemoteRun):
         if not self._connection.is_there:
             return
         kill = messages.encode(messages.End(job_id=self._attempt_id, how="kill"))
-        idle_timeout_s = self.job.config.idle_timeout_s
         with contextlib.suppress(Exception):  # some hosts may be gone already
-            closed = [self._ask(there, "close", self._attempt_id, kill, idle_timeout_s) for _, there in on_nodes]
+            closed = [self._ask(there, "close", self._attempt_id, kill) for _, there in on_nodes]
             self._connection.answers(closed, _FAREWELL_S)
         if placement is not None:
             self._cluster.release(placement.group)

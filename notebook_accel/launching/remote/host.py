@@ -53,7 +53,6 @@ class NodeHost:
         self._lock = threading.Lock()
         self._agent: AgentProcess | None = None
         self._parts: dict[str, _OpenPart] = {}
-        self._idle_timer: threading.Timer | None = None
 
     def facts(self) -> tuple[Any, ...]:
         """Return the fields of ``NodeFacts`` as plain values, which other versions of this package can unpickle too."""
@@ -76,8 +75,6 @@ class NodeHost:
             listening = None if port is None else socket.create_server((self._address, port), backlog=4096)
             if listening is not None:
                 opened.callback(listening.close)
-            if self._idle_timer is not None:
-                self._idle_timer.cancel()
             if self._agent is None or self._agent.has_ended.is_set:
                 self._drop_agent()
                 self._agent = AgentProcess()
@@ -129,8 +126,8 @@ class NodeHost:
         written = [memory_files.whole(file) for file in self._parts[part_id].result_files]
         return [pickle.PickleBuffer(data) if as_buffers else data.tobytes() for data in written]
 
-    def close(self, part_id: str, kill: bytes, idle_timeout_s: float) -> None:
-        """Forget a part, and send the agent ``kill``, the message that kills its ranks. An idle agent ends later."""
+    def close(self, part_id: str, kill: bytes) -> None:
+        """Forget a part, and send the agent ``kill``, the message that kills its ranks."""
         with self._lock:
             part = self._parts.pop(part_id, None)
             if part is None:
@@ -138,15 +135,6 @@ class NodeHost:
             part.close()
             with contextlib.suppress(OSError):  # the agent has gone
                 part.agent.connection.send(kill)
-            if not self._parts:
-                self._idle_timer = threading.Timer(idle_timeout_s, self._end_idle_agent)
-                self._idle_timer.daemon = True
-                self._idle_timer.start()
-
-    def _end_idle_agent(self) -> None:
-        with self._lock:
-            if not self._parts:
-                self._drop_agent()
 
     def _drop_agent(self) -> None:
         if self._agent is not None:

@@ -78,7 +78,7 @@ class RunErrors:
             remote_traceback=failure.traceback.rstrip("\n"),
             others=_others(state, None),
         )
-        error.restarts = tuple(event.why for event in state.restartings if event.number)
+        error.restarts = tuple(event.why for event in state.restartings)
         return error
 
     def _raised(self, state: RunState, rank: RankState, failed: Failed) -> RankFailedError:

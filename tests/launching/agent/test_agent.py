@@ -28,7 +28,7 @@ from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.launching.agent import agent, runs
 
 launch = messages.Launch(
-    job_id="1", world_size=1, port=0, grace_s=60.0, timeout_s=None, log_folder="", idle_timeout_s=1
+    job_id="1", world_size=1, port=0, grace_s=60.0, timeout_s=None, log_folder=""
 )
 kernel, theirs = Connection.pair()
 made = agent.Agent(agent.Kernel(theirs, os.getpid()))
@@ -56,7 +56,7 @@ from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.launching.agent import agent, runs
 
 launch = messages.Launch(
-    job_id="1", world_size=1, port=0, grace_s=60.0, timeout_s=None, log_folder="", idle_timeout_s=1
+    job_id="1", world_size=1, port=0, grace_s=60.0, timeout_s=None, log_folder=""
 )
 kernel, theirs = Connection.pair()
 kernel.set_receive_deadline(5.0)
@@ -77,7 +77,8 @@ def test_kernel_hears_of_the_end_of_a_run_before_its_logs_are_tidied_up() -> Non
 
 
 def test_message_that_the_agent_does_not_know_ends_no_run() -> None:
-    heard = "made._handle_order(messages.Idle(), Message(b'', [], is_whole=True))\nprint(made._is_leaving, run.reason)"
+    unknown = "messages.Broken(text='')"  # is for the kernel
+    heard = f"made._handle_order({unknown}, Message(b'', [], is_whole=True))\nprint(made._is_leaving, run.reason)"
     command = [sys.executable, "-c", f"{_AGENT_WITH_A_RUN}{heard}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "False \n", done.stderr
@@ -144,7 +145,7 @@ def test_agent_that_the_system_refuses_to_start_is_reported(
 
     monkeypatch.setattr(owner, name, refuses)
     with pytest.raises(ProcessStartError, match=r"^The agent process could not be started: .*no process is left"):
-        agent_process.LocalAgent(lambda _: None)
+        agent_process.LocalAgent()
 
 
 def test_ranks_can_save_when_the_agent_is_told_to_end(launch: Callable[..., Job], tmp_path: pathlib.Path) -> None:

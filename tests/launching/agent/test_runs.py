@@ -16,9 +16,7 @@ from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from tests import processes
 
-LAUNCH = messages.Launch(
-    job_id="1", world_size=2, port=0, grace_s=60.0, timeout_s=None, log_folder="", idle_timeout_s=1
-)
+LAUNCH = messages.Launch(job_id="1", world_size=2, port=0, grace_s=60.0, timeout_s=None, log_folder="")
 
 
 @pytest.fixture

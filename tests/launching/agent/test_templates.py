@@ -192,21 +192,6 @@ os.getppid(), int(os.environ["RANK"])""")
     assert outcome.result == str([(template_of(kernel).pid, rank) for rank in (0, 1)])
 
 
-def test_idle_processes_go_and_come_back(kernel: kernels.Kernel) -> None:
-    before = parent_of_ranks(kernel, "--idle_timeout_s 0.5")
-    processes.wait_until(lambda: kernel.descendants() == [], "agent and template have gone")
-    assert parent_of_ranks(kernel, "--idle_timeout_s 600") != before
-    cell = "%%distributed -n 1 --idle_timeout_s 0.2 --view none\nimport time\ntime.sleep(1.5)\n'not idle'"
-    assert kernel.run(cell).result == "['not idle']"
-
-
-def test_processes_that_were_never_used_go_too(tmp_path: pathlib.Path) -> None:
-    with kernels.running(tmp_path, {"NOTEBOOK_ACCEL_IDLE_TIMEOUT_S": "0.5"}) as fresh:
-        fresh.run("%load_ext notebook_accel", FIRST_LAUNCH_S)
-        processes.wait_until(lambda: fresh.descendants() == [], "agent and template have gone")
-        assert parent_of_ranks(fresh) > 0
-
-
 _DYING = """
 import os, signal, subprocess, sys
 from notebook_accel.protocol.channel import Connection

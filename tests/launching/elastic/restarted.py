@@ -9,9 +9,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
 
-from notebook_accel import Accelerator
 from tests.launching.functions import note, rank, wait_for
 
 
@@ -83,41 +81,6 @@ def on_two_nodes(times: int = 0) -> tuple[int, int, float, str]:
         raise ValueError(f"failure {attempt()}")
     dist.all_reduce(total)
     return rank(), attempt(), float(total), os.environ["GLOO_SOCKET_IFNAME"]
-
-
-def waits_until_all_are_there(folder: str, ranks: int) -> tuple[int, int, int]:
-    """Trains on until there are so many ranks."""
-    pathlib.Path(folder, f"{rank()} runs in attempt {attempt()}").touch()
-    while int(os.environ["WORLD_SIZE"]) < ranks:
-        time.sleep(0.05)
-    dist.init_process_group("gloo")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return rank(), int(total), attempt()
-
-
-def trains_until_all_are_there(folder: str, ranks: int) -> tuple[int, list[int]]:
-    """Saves after five batches of two ranks, and goes on with more ranks. Returns where it went on, and its samples."""
-    state = pathlib.Path(folder, "state")
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    loader = DataLoader(TensorDataset(torch.arange(200.0).view(-1, 1)), batch_size=4)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    if state.exists():
-        accelerator.load_state(str(state))
-    steps = int(optimizer.state_dict()["state"].get(0, {"step": 0})["step"])
-    samples = []
-    for [x] in loader:
-        samples += [int(value) for value in x]
-        accelerator.backward(model(x).sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        if accelerator.num_processes < ranks and len(samples) == 20:
-            accelerator.save_state(str(state))
-            while True:  # until the other node comes
-                time.sleep(0.05)
-    return steps, samples
 
 
 def goes_on_after_a_restart(folder: str) -> tuple[int, int]:

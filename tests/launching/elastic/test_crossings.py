@@ -6,7 +6,6 @@ Both ends are the real ones, in one process and a step at a time; the ranks have
 from __future__ import annotations
 
 import contextlib
-import pathlib
 import socket
 import time
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ def meeting() -> Meeting:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     return Meeting(
-        num_nodes="1", least=1, most=1, node_rank=0, backend="static", host="127.0.0.1", port=port, timeout_s=60,
+        num_nodes=1, node_rank=0, backend="static", host="127.0.0.1", port=port, timeout_s=60,
         silence_s=60,
     )  # fmt: skip
 
@@ -63,8 +62,7 @@ class Agent:
         options = ElasticOptions(max_restarts=9, monitor_interval_s=0.01, run_id="crossing", meeting=meeting())
         self.run = Run(
             messages.Launch(
-                job_id="1", world_size=2, port=0, grace_s=5, timeout_s=None, log_folder="", idle_timeout_s=60,
-                elastic=options,
+                job_id="1", world_size=2, port=0, grace_s=5, timeout_s=None, log_folder="", elastic=options
             ),
             [],
         )  # fmt: skip
@@ -243,16 +241,6 @@ def test_node_that_is_told_not_to_be_the_host_waits_for_the_host() -> None:
     assert lines == [f"waiting for a node that listens at 127.0.0.1:{alone.port}"]
 
 
-def test_nodes_that_meet_in_a_file_wait_for_nobody_who_listens(tmp_path: pathlib.Path) -> None:
-    host = str(tmp_path / "meeting")
-    alone = msgspec.structs.replace(meeting(), backend="c10d", host=host, settings={"store_type": "file"})
-    options = ElasticOptions(max_restarts=0, monitor_interval_s=0.01, run_id="a file", meeting=alone)
-    lines: list[str] = []
-    assert rendezvous.dynamic(options, lines.append).get_backend() == "c10d"
-    assert lines == []
-    assert [path.name for path in tmp_path.iterdir()] == ["meeting"]
-
-
 class _Store(dict[str, bytes]):
     """The store of a round, in this process."""
 
@@ -271,7 +259,7 @@ def test_of_two_processes_with_the_same_node_rank_the_one_that_node_0_has_seen_s
 
     def card(token: str) -> nodes.Card:
         return nodes.Card(
-            num_nodes="2", num_processes=1, max_restarts=0, python="", torch="", notebook_accel="", host="", token=token
+            num_nodes=2, num_processes=1, max_restarts=0, python="", torch="", notebook_accel="", host="", token=token
         )
 
     late_s = time.monotonic() + 1

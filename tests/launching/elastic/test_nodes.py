@@ -20,6 +20,7 @@ from notebook_accel.errors import (
     ProcessStartError,
     RankFailedError,
     RunStoppedError,
+    SupervisorLostError,
 )
 from notebook_accel.launching.kernel import local
 from notebook_accel.launching.kernel.job import Job
@@ -89,10 +90,13 @@ def test_failure_on_one_node_is_named_on_all(nodes: Callable[..., list[Job]]) ->
     assert type(there.__cause__) is ValueError and "rank_1.log" in there.log_file
 
 
-def test_all_nodes_restart_together(nodes: Callable[..., list[Job]]) -> None:
-    first, second = nodes(restarted.on_two_nodes, 2, max_restarts=2)
-    assert [result[:3] for result in first.results(timeout_s=_WAIT_S)] == [(0, 2, 16.0), (1, 2, 16.0)]
-    assert [result[:3] for result in second.results(timeout_s=_WAIT_S)] == [(2, 2, 16.0), (3, 2, 16.0)]
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_all_nodes_restart_together(nodes: Callable[..., list[Job]], backend: str) -> None:
+    where = {"rdzv_backend": "c10d", "rdzv_endpoint": f"127.0.0.1:{free_port()}"} if backend == "c10d" else {}
+    jobs = nodes(restarted.on_two_nodes, 2, max_restarts=2, **where)
+    results = [result[:3] for job in jobs for result in job.results(timeout_s=_WAIT_S)]
+    assert sorted(results) == [(rank, 2, 16.0) for rank in range(4)]
+    first, second = sorted(jobs, key=lambda job: job.first_rank)  # c10d numbers the nodes itself
     node = f"node 1 ({socket.gethostname()})"
     assert first.restarts == tuple(f"rank 3 on {node}: ValueError: failure {attempt}" for attempt in range(2))
     assert second.restarts == tuple(f"rank 3: ValueError: failure {attempt}" for attempt in range(2))
@@ -248,10 +252,23 @@ def test_node_that_vanishes_is_waited_for_where_there_are_restarts(
         if listens_or_not(process, port) == (gone == 0):
             os.kill(process.pid, signal.SIGKILL)
     left = jobs[1 - gone]
-    assert "has died" in str(error(jobs[gone]))
+    assert isinstance(error(jobs[gone]), SupervisorLostError)
+    assert "manages this run's restarts has died" in str(error(jobs[gone]))
     again = launch(restarted.goes_on_after_a_restart, str(tmp_path), num_nodes=2, node_rank=gone, **options)
     assert [left.results(timeout_s=_WAIT_S), again.results(timeout_s=_WAIT_S)] == 2 * [[(1, 4), (1, 4)]]
     assert len(left.restarts) == 1 and "has gone" in left.restarts[0]
+
+
+def test_elastic_processes_that_are_stopped_go_on(nodes: Callable[..., list[Job]], tmp_path: pathlib.Path) -> None:
+    jobs = nodes(restarted.goes_on_after_a_restart, str(tmp_path), max_restarts=1)
+    runs(tmp_path, 0, 4)
+    for process in elastic_processes(jobs):
+        os.kill(process.pid, signal.SIGSTOP)
+    pid = jobs[1].ranks[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert [job.results(timeout_s=_WAIT_S) for job in jobs] == 2 * [[(1, 4), (1, 4)]]
+    assert jobs[1].restarts == ("rank 2 was killed by SIGKILL",)
 
 
 def pids_of(jobs: list[Job]) -> set[int | None]:
@@ -270,36 +287,6 @@ def listens_or_not(process: processes.Process, port: int) -> bool:
     inodes = {row[9] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
     links = [os.readlink(path) for path in pathlib.Path(f"/proc/{process.pid}/fd").iterdir()]
     return any(f"socket:[{inode}]" in links for inode in inodes)
-
-
-def one_node_or_two() -> dict[str, Any]:
-    """Return the options of a run of one node that takes in a second one."""
-    return {
-        "num_nodes": "1:2", "rdzv_backend": "c10d", "rdzv_endpoint": f"127.0.0.1:{free_port()}",
-        "rdzv_conf": ("last_call_timeout=1",), "rdzv_id": "grows", "max_restarts": 1,
-    }  # fmt: skip
-
-
-def test_training_goes_on_from_its_checkpoint_with_a_second_node(launch: Launch, tmp_path: pathlib.Path) -> None:
-    options = one_node_or_two()
-    first = launch(restarted.trains_until_all_are_there, str(tmp_path), 4, **options)
-    processes.wait_until((tmp_path / "state").exists, "two ranks have saved", _WAIT_S)
-    second = launch(restarted.trains_until_all_are_there, str(tmp_path), 4, **options)
-    results = [*first.results(timeout_s=_WAIT_S), *second.results(timeout_s=_WAIT_S)]
-    assert [steps for steps, _ in results] == [5] * 4
-    assert sorted(sample for _, samples in results for sample in samples) == [*range(40, 200)]
-
-
-def test_second_node_is_taken_in_when_it_comes(launch: Launch, tmp_path: pathlib.Path) -> None:
-    options = one_node_or_two()
-    first = launch(restarted.waits_until_all_are_there, str(tmp_path), 4, **options)
-    runs(tmp_path, 0)
-    second = launch(restarted.waits_until_all_are_there, str(tmp_path), 4, **options)
-    results = [*first.results(timeout_s=_WAIT_S), *second.results(timeout_s=_WAIT_S)]
-    assert sorted(results) == [(rank, 4, 0) for rank in range(4)]
-    assert first.restarts == second.restarts == ()
-    assert "[all ranks are started again: the nodes have changed, with 4 ranks in all]" in shown(first)
-    assert {first.first_rank, second.first_rank} == {0, 2}
 
 
 _FLAGS = "--num_processes 2 --use_cpu --num_nodes 2 --view lines --rdzv_conf keep_alive_interval=3,timeout=60"
@@ -340,3 +327,17 @@ def test_two_kernels_are_two_nodes_and_one_that_is_killed_ends_the_other(tmp_pat
         outcome = cells[0].finish(_WAIT_S)
         assert outcome.error_name == "NodeLostError", outcome
         assert f"Node 1 ({socket.gethostname()}) has gone: nothing was heard of it for 9 s." in outcome.traceback
+
+
+def test_agent_that_is_killed_takes_the_elastic_processes_with_it(
+    nodes: Callable[..., list[Job]], tmp_path: pathlib.Path
+) -> None:
+    jobs = nodes(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=3)
+    runs(tmp_path, 0, 4)
+    all_of_it = below_template()
+    assert len(all_of_it) == 6
+    agent = next(process for process in processes.children(os.getpid()) if processes.is_agent(process))
+    os.kill(agent.pid, signal.SIGKILL)
+    assert all(isinstance(error(job), SupervisorLostError) for job in jobs)
+    processes.wait_until(lambda: not any(process.is_alive for process in all_of_it), "all of it is gone")
+    local.engine().close()  # which is why this is the last test

@@ -11,7 +11,6 @@ import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from notebook_accel.errors import (
     RankFailedError,
     RunStoppedError,
     RunTimeoutError,
-    SupervisorLostError,
 )
 from notebook_accel.launching.kernel import launcher, local
 from notebook_accel.launching.kernel.job import Job
@@ -50,24 +48,6 @@ def below_template() -> list[processes.Process]:
     agents = [process for process in processes.children(os.getpid()) if processes.is_agent(process)]
     templates = [process for agent in agents for process in processes.children(agent.pid)]
     return [process for template in templates for process in processes.children(template.pid) if process.state != "Z"]
-
-
-def a_node_that_is_alone() -> dict[str, Any]:
-    """Options of a run that may have a second node, which never comes: it has an elastic process."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    return {
-        "num_nodes": "1:2",
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": f"127.0.0.1:{port}",
-        "rdzv_conf": ("last_call_timeout=1",),
-    }
-
-
-def elastic_process(job: Job) -> processes.Process:
-    """A run's, when its ranks are there."""
-    ranks_ = {info.pid for info in job.ranks}
-    return next(process for process in below_template() if process.pid not in ranks_)
 
 
 def runs(folder: pathlib.Path, attempt: int, count: int = 2) -> None:
@@ -192,29 +172,6 @@ def test_interrupt_and_timeout_end_the_run(launch: Launch, tmp_path: pathlib.Pat
     assert below_template() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_elastic_process_that_is_killed_is_said_and_one_that_is_stopped_goes_on(
-    launch: Launch, tmp_path: pathlib.Path, number: signal.Signals
-) -> None:
-    job = launch(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=3, **a_node_that_is_alone())
-    runs(tmp_path, 0)
-    processes.wait_until(lambda: all(info.pid for info in job.ranks), "the ranks have said who they are")
-    os.kill(elastic_process(job).pid, number)
-    if number == signal.SIGKILL:
-        with pytest.raises(SupervisorLostError, match="manages this run's restarts has died"):
-            job.results(timeout_s=60)
-    else:
-        pid = job.ranks[0].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        runs(tmp_path, 1)
-        processes.wait_until(lambda: job.restarts, "it is known that they were started again")
-        assert job.restarts == ("rank 0 was killed by SIGKILL",)
-        job.stop()
-        assert job.wait(60)
-    processes.wait_until(lambda: below_template() == [], "nothing is left of it")
-
-
 def test_one_node_has_no_elastic_process(launch: Launch, tmp_path: pathlib.Path) -> None:
     job = launch(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=3)
     runs(tmp_path, 0)
@@ -272,16 +229,3 @@ def test_training_whose_ranks_are_killed_at_random_steps_ends_with_the_same_weig
     assert attempts == len(job.restarts) == 2 and began > 0
     assert set(weights) == set(whole[0][2])
     assert all(torch.equal(weights[name], whole[0][2][name]) for name in weights)
-
-
-def test_agent_that_is_killed_takes_the_elastic_process_with_it(launch: Launch, tmp_path: pathlib.Path) -> None:
-    job = launch(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=3, **a_node_that_is_alone())
-    runs(tmp_path, 0)
-    all_of_it = below_template()
-    assert len(all_of_it) == 3
-    agent = next(process for process in processes.children(os.getpid()) if processes.is_agent(process))
-    os.kill(agent.pid, signal.SIGKILL)
-    with pytest.raises(SupervisorLostError):
-        job.results(timeout_s=60)
-    processes.wait_until(lambda: not any(process.is_alive for process in all_of_it), "all of it is gone")
-    local.engine().close()  # which is why this is the last test

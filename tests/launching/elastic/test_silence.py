@@ -22,7 +22,7 @@ def pulse_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     now = types.SimpleNamespace(s=1000.0)
     monkeypatch.setattr(nodes, "time", types.SimpleNamespace(monotonic=lambda: now.s))
     cards = {
-        rank: Card(num_nodes="2", num_processes=2, max_restarts=0, python="", torch="", notebook_accel="", host="h")
+        rank: Card(num_nodes=2, num_processes=2, max_restarts=0, python="", torch="", notebook_accel="", host="h")
         for rank in (0, 1)
     }
     at_once: Any = types.SimpleNamespace(call=lambda function, _: function())  # this store needs no thread
