@@ -2,7 +2,8 @@
 
 ``notebook-accel env`` prints the facts for a bug report, ``notebook-accel doctor`` the obstacles to a launch here;
 ``notebook-accel config`` asks for options and writes the configuration file; ``notebook-accel launch`` runs a script on
-every device; ``notebook-accel runs | attach | logs | stop`` are for detached runs.
+every device; ``notebook-accel demo`` opens the first example notebook; ``notebook-accel runs | attach | logs | stop``
+are for detached runs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
-from notebook_accel import VERSION, config, launch_command, runs_command, trial
+from notebook_accel import VERSION, config, demo_command, launch_command, runs_command, trial
 from notebook_accel.config import Option
 from notebook_accel.errors import ConfigError, NotebookAccelError, documentation_of
 from notebook_accel.formatting import aligned
@@ -118,6 +119,8 @@ def make_parser() -> argparse.ArgumentParser:
     asking.add_argument("--default", action="store_true", help="Ask nothing: write the found values and the flags.")
     asking.add_argument("--overwrite", action="store_true", help="With --default, replace an existing file.")
     asking.set_defaults(run=_config, parser=asking)
+    demo = commands.add_parser("demo", help="open an example notebook in JupyterLab, or run it here without one")
+    demo.set_defaults(run=demo_command.run, parser=demo)
     runs_command.add_commands(commands.add_parser)
     launch = commands.add_parser(
         "launch", help="run a script on every device of this machine", allow_abbrev=False, epilog=_EPILOG

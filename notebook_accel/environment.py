@@ -33,10 +33,10 @@ OVERSUBSCRIBE = "NOTEBOOK_ACCEL_OVERSUBSCRIBE"
 PROFILE = "NOTEBOOK_ACCEL_PROFILE"
 # Switches: 0 turns a path off that isn't torch's plain one, in case a device or its driver doesn't bear it.
 COPY_STREAM = "NOTEBOOK_ACCEL_COPY_STREAM"  # loaders copy batches in a CUDA stream of their own
-METRIC_COPIES = "NOTEBOOK_ACCEL_METRIC_COPIES"  # losses and metrics go from a GPU to the panel without waiting
-NVML = "NOTEBOOK_ACCEL_NVML"  # ranks read their GPU's memory, utilisation and clock
-NCCL_ABORT = "NOTEBOOK_ACCEL_NCCL_ABORT"  # an interrupt aborts NCCL's communicators
-SWITCHES = (COPY_STREAM, METRIC_COPIES, NVML, NCCL_ABORT, PROFILE)
+CUDA_TELEMETRY = "NOTEBOOK_ACCEL_CUDA_TELEMETRY"  # CUDA's events in steps, and copies of metrics without waiting
+NVML = "NOTEBOOK_ACCEL_NVML"  # NVIDIA's library counts GPUs, and reads their memory, utilisation and clock
+NCCL_ABORT = "NOTEBOOK_ACCEL_NCCL_ABORT"  # communicators are aborted, to free ranks that wait in NCCL
+SWITCHES = (COPY_STREAM, CUDA_TELEMETRY, NVML, NCCL_ABORT)
 # Settings of sharded models: their names in Accelerate's flags and files, without ``fsdp_``, and the names of their
 # variables, without ``FSDP_``.
 FSDP_OPTIONS = {
@@ -56,7 +56,7 @@ DEBUG = ("NOTEBOOK_ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE")
 # Variables of this package that belong to no option. The last three are for its tests.
 OWN = (
     *(COMPAT, SESSION_FOLDER, CONFIG_FILE, STORE, DEBUG[0], "NOTEBOOK_ACCEL_NAMESPACE", "NOTEBOOK_ACCEL_TIME_LIMIT"),
-    *SWITCHES[:-1],
+    *SWITCHES,
     *("NOTEBOOK_ACCEL_CHAOS_S", "NOTEBOOK_ACCEL_CHAOS_SEED", "NOTEBOOK_ACCEL_SCREENSHOTS"),
 )
 
@@ -167,11 +167,6 @@ def is_true(text: str) -> bool:
     return text.strip().lower() in {"1", "true", "t", "yes", "y", "on"}
 
 
-def is_switched_off(switch: str) -> bool:
-    """Return whether one of ``SWITCHES`` turns its path off."""
-    return is_false(os.environ.get(switch, ""))
-
-
 def is_false(text: str) -> bool:
     """Return whether an environment variable's text means no: 0, false, f, no, n or off, in any case."""
     return text.strip().lower() in {"0", "false", "f", "no", "n", "off"}
@@ -196,6 +191,15 @@ def flag(name: str, environ: Mapping[str, str] = os.environ) -> bool | None:
             fix=f"{name}=true or {name}=false, or unset {name}",
         )
     return is_true(text) if text else None
+
+
+def is_on(switch: str) -> bool:
+    """Return whether one of ``SWITCHES`` is on, as it is by default. Ask when something is prepared, not in each step.
+
+    Raises:
+        ConfigError: The variable means neither yes nor no.
+    """
+    return flag(switch) is not False
 
 
 def is_debugging(environ: Mapping[str, str] = os.environ) -> bool:

@@ -30,14 +30,13 @@ def let_ranks_survive() -> None:
 
     Call it before a process group is made. Variables that the user has set stay.
     """
-    for name, value in _SURVIVAL.items():
+    for name, value in _SURVIVAL.items() if environment.is_on(environment.NCCL_ABORT) else ():
         os.environ.setdefault(name, value)
 
 
 def can_abort() -> bool:
     """Return whether there are communicators that can be aborted safely."""
-    is_off = environment.is_switched_off(environment.NCCL_ABORT)
-    return not is_off and os.environ.get(_WATCHDOG) == "0" and bool(_backends())
+    return os.environ.get(_WATCHDOG) == "0" and bool(_backends())
 
 
 def abort() -> None:
@@ -67,11 +66,11 @@ def abort_soon(patience_s: float) -> None:
 
 
 def _backends() -> list[Any]:
-    """Return the NCCL backends of all process groups, the latest first."""
+    """Return the NCCL backends of all process groups, the latest first; none if aborts are switched off."""
     torch: Any = sys.modules.get("torch")
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     found: list[Any] = []
-    if torch is None or distributed is None:
+    if torch is None or distributed is None or not environment.is_on(environment.NCCL_ABORT):
         return found
     for group in reversed(list(distributed._world.pg_map)):
         with contextlib.suppress(RuntimeError):  # the group has no backend for this device

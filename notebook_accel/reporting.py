@@ -145,7 +145,7 @@ class Reporter:
         self._names: set[str] = set()  # of all metrics so far, of a session's cell
         self._has_left_out = False
         self._copies: dict[str, _GpuCopy] = {}
-        self._leaves_out_gpu_metrics = environment.is_switched_off(environment.METRIC_COPIES)
+        self._copies_metrics = environment.is_on(environment.CUDA_TELEMETRY)
         # Until ``release_metrics``: a dict on devices where values exist only when a step ends.
         self._held: dict[str, tuple[Any, int]] | None = None
         self._last_progress: events.Progress | None = None
@@ -261,7 +261,7 @@ class Reporter:
         return False
 
     def _start_copy(self, name: str, tensor: Any, step: int) -> None:
-        if self._leaves_out_gpu_metrics:
+        if not self._copies_metrics:
             return
         with contextlib.suppress(RuntimeError):  # several elements, or no memory: no reason to fail training
             if sys.modules["torch"].cuda.is_current_stream_capturing():

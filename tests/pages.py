@@ -3,6 +3,7 @@
 A comment stands alone on the lines before a block. GitHub and the site show none of them:
 
 - ``<!-- not run: needs two GPUs -->``: the block is compiled only. Shell commands of others never run.
+- ``<!-- command 1 -->``: the block is one of the README's two commands, which ``.ci/run`` finds by this mark.
 - ``<!-- raises RankFailedError -->``: running the block raises this.
 - ``<!-- output -->``: the block before it shows these lines, apart from numbers and paths; ``...`` stands for any
   others.
@@ -53,6 +54,10 @@ class Block:
         return self._said("not run: ")
 
     @property
+    def is_command(self) -> bool:
+        return self.note.startswith("command ")
+
+    @property
     def raises(self) -> str:
         """The name of the error that running it raises; empty if it raises none."""
         return self._said("raises ")
@@ -64,6 +69,11 @@ class Block:
     @property
     def is_shell(self) -> bool:
         return self.language in ("sh", "bash")
+
+    @property
+    def cell(self) -> str:
+        """The text without lines of ``%pip``, which would change the environment of the tests."""
+        return "".join(line for line in self.text.splitlines(keepends=True) if not line.startswith("%pip "))
 
     @property
     def python(self) -> str:

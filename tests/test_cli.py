@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -180,6 +181,47 @@ def test_config_without_an_input_writes_nothing(tmp_path: pathlib.Path) -> None:
 def test_flags_may_have_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--mixed-precision", "fp16", "--num-processes=2", "--no-use-cpu"]) == 1
     assert "refused: mixed_precision='fp16'" in capsys.readouterr().out
+
+
+_NOTEBOOK = pathlib.Path(__file__).parents[1] / "example_notebooks" / "01_train_on_every_device.ipynb"
+
+
+def _without(module: str, folder: pathlib.Path) -> dict[str, str]:
+    """Return variables with which a new process doesn't find a module."""
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules[{module!r}] = None\n")
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_demo_runs_the_notebook_where_there_is_no_lab(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "here").mkdir()
+    run = _in_shell(f"cd {tmp_path / 'here'} && $notebook_accel demo", **_without("jupyterlab", tmp_path))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("JupyterLab isn't installed here, so the notebook runs in this terminal")
+    assert re.search(r"^test accuracy: 9\d\.\d %$", run.stdout, re.MULTILINE)
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_demo_opens_a_copy_of_the_notebook_in_lab_and_keeps_a_changed_one(tmp_path: pathlib.Path) -> None:
+    """A module in JupyterLab's place prints its arguments; ``tests/browser`` opens the real one."""
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "jupyterlab.py").write_text("import sys\nprint('jupyterlab', *sys.argv[1:])\n")
+    here = {"PYTHONPATH": str(tmp_path / "lab")}
+    assert (
+        _in_shell(f"cd {tmp_path} && $notebook_accel demo | tail -n 1", **here).stdout
+        == f"jupyterlab {_NOTEBOOK.name}\n"
+    )
+    copy = tmp_path / _NOTEBOOK.name
+    assert copy.read_bytes() == _NOTEBOOK.read_bytes()
+    copy.write_text("changed")
+    run = _in_shell(f"cd {tmp_path} && $notebook_accel demo", **here)
+    assert "is in this folder already and stays as it is" in run.stdout
+    assert copy.read_text() == "changed"
+
+
+def test_demo_names_the_packages_that_it_lacks(tmp_path: pathlib.Path) -> None:
+    run = _in_shell("$notebook_accel demo", **_without("sklearn", tmp_path))
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr == "The demo needs packages that aren't installed.\nFix: pip install scikit-learn\n"
 
 
 def _answer(monkeypatch: pytest.MonkeyPatch, answers: str) -> None:

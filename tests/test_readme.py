@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import json
+import os
 import pathlib
 import re
+import subprocess
 import sys
 import typing
 
@@ -19,14 +22,18 @@ from tests import pages
 from tests.pages import README as _README
 from tests.pages import ROOT as _ROOT
 
-_MOST_LINES = 200
+_MOST_LINES = 130
+_FIRST_SCREEN_LINES = 70
 _MOST_PICTURE_BYTES = 2_000_000
 
 of_each_page = pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
 
 
 def test_readme_is_short() -> None:
-    assert len(_README.read_text(encoding="utf-8").splitlines()) <= _MOST_LINES
+    lines = _README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= _MOST_LINES
+    status = next(number for number, line in enumerate(lines, 1) if line.startswith("**Status: "))
+    assert status < _FIRST_SCREEN_LINES
 
 
 def test_every_page_can_be_reached_from_the_readme_by_links() -> None:
@@ -41,13 +48,52 @@ def test_every_page_can_be_reached_from_the_readme_by_links() -> None:
     assert [page.name for page in pages.PAGES if page not in reached] == []
 
 
-def test_first_block_is_the_two_commands() -> None:
-    main_job, tests = pages.blocks(_README)[0].text.splitlines()
+def test_two_commands_are_the_only_shell_blocks_and_are_marked() -> None:
+    first, second = [block for block in pages.blocks(_README) if block.is_shell]
+    assert (first.note, second.note) == ("command 1", "command 2")
+    [main_job], [tests] = first.text.splitlines(), second.text.splitlines()
     for command in (main_job, tests):
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install ")
         assert " -c constraints.txt " in command
     assert main_job.endswith(" && .venv/bin/ipython example_notebooks/01_train_on_every_device.ipynb")
     assert tests.endswith(" && .venv/bin/pytest -n 2 --dist loadfile")
+
+
+def test_ci_runs_the_two_commands() -> None:
+    script = (_ROOT / ".ci/run").read_text(encoding="utf-8")
+    [function] = re.findall(r"^readme_command\(\) \{\n.*?^\}\n", script, re.MULTILINE | re.DOTALL)
+    for number, block in enumerate([block for block in pages.blocks(_README) if block.is_command], 1):
+        shown = subprocess.run(
+            ["bash", "-c", f"{function}readme_command {number}"], cwd=_ROOT, capture_output=True, text=True, check=True
+        )
+        assert shown.stdout == block.text
+
+
+@pytest.mark.parametrize("page", [_README, _ROOT / "docs/index.md", _ROOT / "docs/first_launch.md"])
+def test_pages_begin_with_the_cells_of_the_first_notebook(page: pathlib.Path) -> None:
+    notebook = json.loads((_ROOT / "example_notebooks/01_train_on_every_device.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [block.cell.rstrip("\n") for block in pages.python_blocks(page)][: len(cells)] == cells
+
+
+def test_line_that_installs_is_the_same_everywhere() -> None:
+    [line] = re.findall(r"^%pip .*", _README.read_text(encoding="utf-8"), re.MULTILINE)
+    assert f"`{line}`" in (_ROOT / "docs/install.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("version", "is_too_old"), [("2.8.1+cu128", True), ("2.9.0", False), ("2.10.0+cu128", False)])
+def test_first_cell_for_kaggle_and_colab_names_a_torch_that_is_too_old(
+    version: str, is_too_old: bool, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / f"torch-{version}.dist-info").mkdir()
+    (tmp_path / f"torch-{version}.dist-info" / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
+    cell = pages.python_blocks(_ROOT / "docs/kaggle_and_colab.md")[0].text
+    shown = subprocess.run(
+        [sys.executable, "-c", cell], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stdout  # fmt: skip
+    assert f"and torch {version}\n" in shown
+    assert ("%pip install -U torch" in shown) is is_too_old
 
 
 def test_table_has_every_option_as_it_is() -> None:

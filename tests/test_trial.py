@@ -16,6 +16,7 @@ from notebook_accel import cli, environment, nccl, reporting, trial
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launching.ranks import device_checks
 from notebook_accel.launching.ranks.device_checks import Outcome
+from notebook_accel.launching.ranks.phases import StepClock
 from notebook_accel.training.backends.devices import TorchDevice
 
 ALONE = ["memory", "fp32 step", "bf16 step", "workers", "peak memory"]
@@ -113,13 +114,14 @@ def test_report_hides_paths_and_names(text: str, hidden: str) -> None:
 
 def test_switches_turn_paths_off(monkeypatch: pytest.MonkeyPatch) -> None:
     for switch in environment.SWITCHES:
-        assert not environment.is_switched_off(switch)
+        assert environment.is_on(switch)
         monkeypatch.setenv(switch, "0")
-        assert environment.is_switched_off(switch)
+        assert not environment.is_on(switch)
     device = TorchDevice()
     device.device = torch.device("cuda")
     assert device.uploader(non_blocking=True) is None
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    monkeypatch.setattr(nccl, "_backends", lambda: ["a backend"])
-    assert not nccl.can_abort()
-    assert reporting.Reporter()._leaves_out_gpu_metrics
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    nccl.let_ranks_survive()
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    assert not reporting.Reporter()._copies_metrics
+    assert not StepClock()._marks_steps

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from notebook_accel import host_memory
+from notebook_accel import environment, host_memory
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import Finding
 from notebook_accel.formatting import format_count, format_size
@@ -124,7 +124,7 @@ def visible_gpus() -> int:
         return 0
     if build == "hip":
         return _count_in_process("hip") if _has_device_file("kfd|dxg") else 0  # dxg: in WSL
-    uuids = _installed_gpus()
+    uuids = _installed_gpus() if environment.is_on(environment.NVML) else None
     if uuids is None:
         return _count_in_process("cuda") if _has_device_file(_NVIDIA_FILE) else 0
     seen = visible(uuids, listed) if uuids else []
@@ -377,6 +377,8 @@ class Machine:
 def _gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that a new process would see, by the driver's library, which doesn't initialise CUDA."""
     found = []
+    if not environment.is_on(environment.NVML):
+        return ()
     with contextlib.suppress(Exception), _nvml() as (nvml, handles):  # no library, driver or permission; a divided GPU
         seen = visible([nvml.nvmlDeviceGetUUID(handle) for handle in handles], os.environ.get("CUDA_VISIBLE_DEVICES"))
         for handle in (handles[index] for index in seen or ()):

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from notebook_accel import environment, host_memory, time_limit
@@ -127,8 +127,9 @@ def _options(config: LaunchConfig, devices: Devices) -> Iterator[Finding]:
 
 def check_environment() -> Iterator[Finding]:
     """Yield findings about environment variables that ask for something and don't get it."""
-    has_mesh = functools.partial(environment.flag, environment.USE_PARALLELISM)
-    for read in (environment.follows_accelerate, environment.is_debugging, has_mesh):
+    flags = [name for name in (environment.USE_PARALLELISM, *environment.SWITCHES) if name in os.environ]
+    reads: list[Callable[[], object]] = [environment.follows_accelerate, environment.is_debugging]
+    for read in [*reads, *(functools.partial(environment.flag, name) for name in flags)]:
         try:
             read()
         except ConfigError as error:

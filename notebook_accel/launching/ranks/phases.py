@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from notebook_accel import code_places, host_memory, reporting
+from notebook_accel import code_places, environment, host_memory, reporting
 from notebook_accel.formatting import plain_text
 from notebook_accel.protocol import events
 
@@ -79,6 +79,7 @@ class StepClock:
         self._since_s = time.perf_counter()
         self._counts = _Counts()
         self._device = _DeviceClock()
+        self._marks_steps = environment.is_on(environment.CUDA_TELEMETRY)
         self._sent_s = self._since_s
         self._cores: host_memory.CoreWatch | None = None  # from the first sample on
         self._times_sent: Mapping[str, float] = {}
@@ -138,7 +139,8 @@ class StepClock:
         if self._is_examination_due:
             self._is_examination_due = False
             self._counts.workers, self._counts.is_stream = workers, is_stream
-        self.is_marking = sys.modules["torch"].cuda.is_initialized() and self._device.begin_step(self.phase)
+        is_on_cuda = self._marks_steps and sys.modules["torch"].cuda.is_initialized()
+        self.is_marking = is_on_cuda and self._device.begin_step(self.phase)
 
     def begin_trail(self) -> None:
         """Record each phase with its start time, until ``end_trail``."""

@@ -25,7 +25,7 @@ class TorchDevice:
         if self.device.type != "cuda":
             return None
         total_bytes = torch.cuda.get_device_properties(self.device).total_memory
-        if environment.is_switched_off(environment.NVML):
+        if not environment.is_on(environment.NVML):
             return lambda: (torch.cuda.memory_reserved(self.device), total_bytes)
         return functools.partial(_gpu_memory, self.device, total_bytes)
 
@@ -43,9 +43,8 @@ class TorchDevice:
         return state  # torch writes tensors from any device to files
 
     def uploader(self, *, non_blocking: bool) -> CudaUploader | None:
-        if self.device.type != "cuda" or environment.is_switched_off(environment.COPY_STREAM):
-            return None
-        return CudaUploader(self.device, non_blocking=non_blocking)
+        has_stream = self.device.type == "cuda" and environment.is_on(environment.COPY_STREAM)
+        return CudaUploader(self.device, non_blocking=non_blocking) if has_stream else None
 
     def computes_in(self, dtype: torch.dtype, *, downcast: bool) -> bool:  # noqa: ARG002  # the interface's signature
         return False
@@ -157,7 +156,7 @@ def _asking_nvml(device: torch.device, ask: Callable[[], float]) -> Callable[[],
         except Exception:  # noqa: BLE001 - NVML's error classes can't be imported without NVML
             return None
 
-    is_asked = device.type == "cuda" and not environment.is_switched_off(environment.NVML)
+    is_asked = device.type == "cuda" and environment.is_on(environment.NVML)
     return answer if is_asked else None
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not listed in __all__
 from torch.distributed.rendezvous import rendezvous
 
-from notebook_accel import nccl
+from notebook_accel import environment, nccl
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import reporter
@@ -294,7 +294,8 @@ def break_up() -> tuple[list[TorchDistributed], int]:
             known += len(_broken.gradient_groups) + _broken.mesh_groups + (_broken._background is not None)
         _broken.stop_watchdog()
     others = len(dist.distributed_c10d._world.pg_map) - known
-    if "nccl" in dist.get_backend_config():  # destroying waits for the GPU, which waits for other ranks
+    aborts = environment.is_on(environment.NCCL_ABORT)
+    if aborts and "nccl" in dist.get_backend_config():  # destroying waits for the GPU, which waits for other ranks
         dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()

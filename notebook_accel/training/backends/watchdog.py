@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not listed in __all__
 
-from notebook_accel import code_places
+from notebook_accel import code_places, environment
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import CollectiveError
 from notebook_accel.reporting import reporter
@@ -61,7 +61,9 @@ class CollectiveWatchdog:
         self._progress = progress
         self._warns_after_s = 0.9 * warns_before_s if warns_before_s else None
         self._answered = 0  # number of questions that this rank has answered
-        self._initial_status = _nccl_status()  # of earlier broken groups, whose collectives never complete
+        # Without aborts nothing would follow from it.
+        self._status = _nccl_status if environment.is_on(environment.NCCL_ABORT) else dict
+        self._initial_status = self._status()  # of earlier broken groups, whose collectives never complete
         self._watched_thread = threading.get_ident()
         self._pid = os.getpid()
         self._stop = threading.Event()
@@ -167,7 +169,7 @@ class CollectiveWatchdog:
         if any(map(code_places.waits_for_ranks, code_places.library_calls(frame))):
             return True
         # A stack doesn't show which calls wait for a GPU, but NCCL knows whether it has completed all enqueued work.
-        changed = _nccl_status().items() - self._initial_status.items()
+        changed = self._status().items() - self._initial_status.items()
         return any(enqueued != completed for _, (enqueued, completed) in changed)
 
     def _handle_trouble(self, standing_s: float) -> bool:
