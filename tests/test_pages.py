@@ -79,8 +79,8 @@ del os, name
 _END = """
 from notebook_accel.launching.kernel import registry
 for entry in registry.latest():
-    if entry.is_running:
-        get_ipython().run_line_magic("distributed", f"stop --run {entry.number}")
+    if entry.is_running and entry.job is not None:
+        entry.job.stop()  # which is no error if it has just ended
 """
 
 

@@ -129,7 +129,8 @@ def check_environment() -> Iterator[Finding]:
     """Yield findings about environment variables that ask for something and don't get it."""
     flags = [name for name in (environment.USE_PARALLELISM, *environment.SWITCHES) if name in os.environ]
     reads: list[Callable[[], object]] = [environment.follows_accelerate, environment.is_debugging]
-    for read in [*reads, *(functools.partial(environment.flag, name) for name in flags)]:
+    reads += [functools.partial(environment.flag, name) for name in flags]
+    for read in reads:
         try:
             read()
         except ConfigError as error:
