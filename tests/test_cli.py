@@ -207,7 +207,7 @@ def test_config_asks_writes_and_is_read(
 
 @pytest.mark.parametrize(("answers", "asked", "written"), [
     ("2\nbf16\n4\n\n\n\n\n", 5, {"num_processes": 2, "mixed_precision": "bf16", "gradient_accumulation_steps": 4}),
-    ("2\n\n\n\n3\n1\nnode0\n\n\n", 7, {"num_processes": 2, "num_nodes": "3", "node_rank": 1, "master_addr": "node0"}),
+    ("2\n\n\n\n3\n1\nnode0\n\n\n", 7, {"num_processes": 2, "num_nodes": 3, "node_rank": 1, "master_addr": "node0"}),
 ], ids=["one node", "several nodes"])  # fmt: skip
 def test_config_asks_for_what_is_usual_and_offers_the_rest_once(
     answers: str, asked: int, written: dict[str, object], monkeypatch: pytest.MonkeyPatch,

@@ -306,7 +306,7 @@ def test_bytes_are_waited_for_no_longer_than_asked() -> None:
         assert host.read(pid, 0.05)[1] == b""
         with pytest.raises(ConnectionError):
             host.read(pid + 1, 0.05)  # of an agent that was here before
-        host.close("1", b"", 1e4)
+        host.close("1", b"")
 
 
 def test_facts_are_what_has_to_be_known_of_a_node() -> None:
