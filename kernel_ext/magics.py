@@ -173,11 +173,21 @@ class Magics:
             push=given.push,
             overwrite=given.overwrite,
         )
-        cells_run: list[str] = getattr(self._shell.history_manager, "input_hist_parsed", [])
-        print(export.export(parsed, request, self._shell.user_ns, cells_run))
+        print(export.export(parsed, request, self._shell.user_ns, self._earlier_cells(parsed.label)))
         for_notebook = [f"--{name}" for name in ("pull", "out", "background", "detach") if getattr(given, name)]
         if for_notebook:
             print(f"A script has no notebook to come back to, so it does without {' and '.join(for_notebook)}.")
+
+    def _earlier_cells(self, label: str) -> list[str]:
+        """Return the sources of the cells before this one as plain Python, also of those under a cell magic."""
+        run: list[str] = getattr(self._shell.history_manager, "input_hist_parsed", [])
+        sources = run[: int(label.strip("In[]") or len(run))]
+        for number, source in enumerate(sources):
+            if source.startswith("get_ipython().run_cell_magic("):
+                call = ast.parse(source).body[0]
+                body = [ast.literal_eval(node) for node in ast.walk(call) if isinstance(node, ast.Constant)][-1]
+                sources[number] = f"\n{self._shell.transform_cell(body)}"  # the magic's own line is line 1
+        return sources
 
     def _read(self, cell: str) -> cells.Cell:
         flags = self._shell.compile.flags

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from IPython.utils.text import DollarFormatter
 
-from notebook_accel.command_text import filled_in, variables_in
+from notebook_accel.command_text import ShellCommands, variables_in
 
 _VARIABLES: dict[str, Any] = {"out": "runs", "x": 3, "o": types.SimpleNamespace(a=5)}
 
@@ -24,7 +24,7 @@ _VARIABLES: dict[str, Any] = {"out": "runs", "x": 3, "o": types.SimpleNamespace(
     ("echo", []),
 ])  # fmt: skip
 def test_variables_are_filled_in_as_ipython_does(line: str, names: list[str]) -> None:
-    assert filled_in(line, _VARIABLES) == DollarFormatter().vformat(line, [], _VARIABLES) != ""
+    assert ShellCommands.filled_in(line, _VARIABLES) == DollarFormatter().vformat(line, [], _VARIABLES) != ""
     assert variables_in(line) == names
 
 
@@ -32,4 +32,4 @@ def test_variables_are_filled_in_as_ipython_does(line: str, names: list[str]) ->
     "line", ["awk '{print $1}' $out", "echo $nothing $x", "echo {1 / 0} $x", "echo {x", "echo {x:q}"]
 )
 def test_command_is_left_alone_where_something_has_no_value(line: str) -> None:
-    assert filled_in(line, _VARIABLES) == line
+    assert ShellCommands.filled_in(line, _VARIABLES) == line

@@ -312,7 +312,7 @@ def test_machines_of_accelerates_flags_are_nodes(
     else:
         monkeypatch.setenv("NOTEBOOK_ACCEL_NUM_PROCESSES", "4")
     assert launch_command._options(parser.parse_args(line.split())) == config.LaunchConfig(
-        num_nodes="2", node_rank=1, master_addr="10.0.0.1", num_processes=2
+        num_nodes=2, node_rank=1, master_addr="10.0.0.1", num_processes=2
     )
 
 

@@ -7,33 +7,37 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib
+import inspect
 import io
-import itertools
 import os
 import pathlib
 import re
 import shlex
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import cloudpickle
 
 from notebook_accel import config
+from notebook_accel.command_text import ShellCommands
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import CellError, ConfigError
-from notebook_accel.exporting import export_contents, plain_python
-from notebook_accel.exporting.export_contents import ScriptContents
-from notebook_accel.exporting.plain_python import Body
+from notebook_accel.exporting import contents
+from notebook_accel.exporting.contents import ScriptContents
+from notebook_accel.exporting.statements import Body, indented
 from notebook_accel.formatting import format_size
-from notebook_accel.launching.kernel import cell as cells
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.payload import unpicklable
 
 _MARKED = re.compile(r"# Exported from .+ by %%distributed --export \(checksum ([0-9a-f]{12})\)\.\n")
 _NOT_FOR_SCRIPTS = frozenset({"name", "view", "allow_initialized_cuda", "start_method", "preload"})
+_IMPORTS_OF_SHELL = (
+    *("import re", "import string", "import subprocess", "import sys"),
+    *("from collections.abc import Iterator, Mapping", "from typing import Any"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +60,8 @@ class ExportRequest:
 def export(cell: Cell, request: ExportRequest, namespace: Mapping[str, Any], history: Sequence[str]) -> str:
     """Write the script, and a file with its data if it needs one. Return a message about the written files.
 
-    ``history`` has the cells that were run, in order, from number 0, with IPython's syntax translated.
+    ``history`` has the notebook's earlier cells, in order, from number 0. All sources are plain Python: IPython has
+    translated its own syntax.
 
     Raises:
         CellError: The cell can't be a script. The message has the reason and the line.
@@ -64,22 +69,16 @@ def export(cell: Cell, request: ExportRequest, namespace: Mapping[str, Any], his
         PayloadError: Data can't be pickled.
     """
     _check_path(request)
-    source, modules = plain_python.plain(cell.source, cell.label, {*namespace, *(cell.assigns or ())})
-    cell = cells.parse(source, cell.label)
-    if cell.assigns is not None:
-        cell = dataclasses.replace(cell, assigns=cell.assigns | modules)
-    body = Body(source, cell.calls, request.args)
-    contents = export_contents.collect(cell, body, namespace, history, request.push)
-    contents.imports.update({f"import {module}": None for module in sorted(modules)})
+    body = Body(cell.source, cell.calls, request.args)
+    found = contents.collect(cell, body, namespace, history, request.args, request.push)
     draft = request.data_path.with_name(f"{request.data_path.name}.{os.getpid()}.tmp")
     try:
-        loading = _write_data(draft, contents, request)
-        text = _text(cell, request, contents, body, loading)
-        if contents.data:
+        loading = _write_data(draft, found, request)
+        text = _text(cell, request, found, body, loading)
+        if found.data:
             os.replace(draft, request.data_path)
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, request.path)
-        return _report(request, contents)
     except OSError as error:
         raise ConfigError(
             f"{request.path} can't be written: {error.strerror}.", fix="--export with a path that you may write to"
@@ -87,6 +86,10 @@ def export(cell: Cell, request: ExportRequest, namespace: Mapping[str, Any], his
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
+    if not found.data:
+        return f"Written: {request.path}"
+    size = format_size(request.data_path.stat().st_size)
+    return f"Written: {request.path}, and {request.data_path} ({size}: {', '.join(found.data)})"
 
 
 def _check_path(request: ExportRequest) -> None:
@@ -120,69 +123,55 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _write_data(draft: pathlib.Path, contents: ScriptContents, request: ExportRequest) -> list[str]:
+def _write_data(draft: pathlib.Path, found: ScriptContents, request: ExportRequest) -> list[str]:
     """Write the values without source, and return the lines that load them."""
     names: set[str] = set()
-    while names != contents.data.keys():  # the values' classes may need more
-        names = set(contents.data)
-        written = _save(draft, contents.data, contents.name_of)
+    while names != found.data.keys():  # the values' classes may need more
+        names = set(found.data)
+        _save(draft, found.data, found.name_of)
     if not names:
         return []
-    contents.imports |= {"import pathlib": None, "import torch": None}
+    found.imports |= {"import pathlib": None, "import sys": None, "import torch": None}
     is_safe = _is_only_weights(draft)
-    how = "." if is_safe else ", pickled: load no such file that you don't trust."
-    lines = [f"# The values that have no source in the notebook are in {request.data_path.name}{how}"]
-    if written.by_value:
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        lines.append(
-            f"# By value, for Python {version} (cloudpickle), since they have no source: {', '.join(written.by_value)}."
-        )
-    if written.by_name:
-        contents.imports["import sys"] = None
-        lines.append('sys.modules["__main__"] = sys.modules[__name__]  # has their classes, also in a spawned worker')
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    how = "." if is_safe else f", pickled by Python {version}: load no such file that you don't trust."
     path = f'pathlib.Path(__file__).with_name("{request.data_path.name}")'
-    lines.append(f'_data = torch.load({path}, map_location="cpu", weights_only={is_safe})')
-    return [*lines, *(f'{name} = _data["{name}"]  # {_kind(value)}' for name, value in contents.data.items())]
+    return [
+        f"# The values that have no source in the notebook are in {request.data_path.name}{how}",
+        'sys.modules["__main__"] = sys.modules[__name__]  # has their classes, also in a spawned worker',
+        f'_data = torch.load({path}, map_location="cpu", weights_only={is_safe})',
+        *(f'{name} = _data["{name}"]  # {type(value).__name__}' for name, value in found.data.items()),
+    ]
 
 
-def _kind(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return f"{type(value).__name__}{f' {tuple(shape)}' if isinstance(shape, tuple) else ''}"
-
-
-def _text(cell: Cell, request: ExportRequest, contents: ScriptContents, body: Body, loading: Sequence[str]) -> str:
+def _text(cell: Cell, request: ExportRequest, found: ScriptContents, body: Body, loading: Sequence[str]) -> str:
     settings = _settings(request)
     if settings:
-        contents.imports["import os"] = None
-    before, after = contents.in_order()
-    guarded = plain_python.indented(f"{body.guarded}\n")
+        found.imports["import os"] = None
+    shell = []
+    if found.uses_shell:
+        found.imports.update(dict.fromkeys(_IMPORTS_OF_SHELL))
+        shell = [f"{inspect.getsource(ShellCommands)}\n\nget_ipython = ShellCommands  # for the notebook's !commands"]
+    early, late = found.in_order()
+    guarded = indented(f"{body.guarded}\n")
     sections = [
-        "\n".join(_sorted_imports([*contents.import_statements(), *body.imports])),
-        "\n".join([*settings, *(f"{name} = {text}" for name, text in contents.literals.items())]),
-        *before,
+        "\n".join(sorted(found.imports, key=_place_of_import)),
+        *shell,
+        "\n".join([*settings, *(f"{name} = {text}" for name, text in found.literals.items())]),
+        *early,
         "\n".join(loading),
-        *after,
+        *late,
         *body.definitions,
-        f'if __name__ == "__main__":\n{guarded}',
+        f'if __name__ == "__main__":\n{guarded}\n',
     ]
-    text = "\n".join([*_usage(request), "", _spaced([section for section in sections if section])])
-    head = f"# Exported from {cell.label} by %%distributed --export (checksum {_checksum(text)}).\n"
-    try:
-        compile(text, request.path.name, "exec", dont_inherit=True)
-    except SyntaxError as error:
-        raise CellError(
-            f"{cell.label} can't be exported: as a script it is not Python: {error.msg}, in: {error.text}"
-        ) from error
-    return head + text
+    text = "\n".join([*_usage(request), "", "\n\n\n".join(filter(None, sections))])
+    return f"# Exported from {cell.label} by %%distributed --export (checksum {_checksum(text)}).\n{text}"
 
 
-def _spaced(sections: Sequence[str]) -> str:
-    """Join the sections, with two blank lines around functions and classes and one between others."""
-    text = sections[0]
-    for above, section in itertools.pairwise(sections):
-        is_block = any(re.search(r"^(async def|def|class|if) ", part, re.MULTILINE) for part in (above, section))
-        text += ("\n\n\n" if is_block else "\n\n") + section
-    return f"{text}\n"
+def _place_of_import(statement: str) -> tuple[bool, bool, str]:
+    """Return the sort key of an import: ``__future__`` first, then the standard library, then the others."""
+    module = statement.split()[1].partition(".")[0]
+    return module != "__future__", module not in sys.stdlib_module_names, statement
 
 
 def _usage(request: ExportRequest) -> list[str]:
@@ -213,58 +202,11 @@ def _settings(request: ExportRequest) -> list[str]:
     return [f'os.environ.setdefault("{name}", "{value}")' for name, value in values.items()]
 
 
-def _sorted_imports(statements: Iterable[str]) -> list[str]:
-    """Return each import once: ``__future__`` first, then the standard library, then the others."""
-
-    def key(statement: str) -> tuple[int, bool, str]:
-        module = statement.split()[1].partition(".")[0]
-        group = 0 if module == "__future__" else 1 if module in sys.stdlib_module_names else 2
-        return group, statement.startswith("from"), statement
-
-    ordered = sorted(dict.fromkeys(statements), key=key)
-    lines: list[str] = []
-    for statement, above in zip(ordered, ["", *ordered], strict=False):
-        if above and key(statement)[0] != key(above)[0]:
-            lines.append("")
-        lines.append(statement)
-    return lines
-
-
-def _report(request: ExportRequest, contents: ScriptContents) -> str:
-    lines = [f"Written: {request.path}"]
-    if contents.data:
-        size = format_size(request.data_path.stat().st_size)
-        lines[0] += f", and {request.data_path} ({size}: {', '.join(contents.data)})"
-    missing = _modules_beside_the_notebook(contents.imports)
-    here = pathlib.Path.cwd()
-    if missing and request.path.parent.resolve() != here:
-        names = ", ".join(missing)
-        lines.append(f"It imports {names} from {here}, so copy that beside it, or set PYTHONPATH={here}")
-    return "\n".join(lines)
-
-
-def _modules_beside_the_notebook(imports: Iterable[str]) -> list[str]:
-    """Return the modules that Python finds in the kernel's working directory, not among packages."""
-    names = dict.fromkeys(statement.split()[1].partition(".")[0] for statement in imports)
-    files = {name: pathlib.Path(getattr(sys.modules.get(name), "__file__", None) or os.devnull) for name in names}
-    here = pathlib.Path.cwd()
-    return [name for name, file in files.items() if file.parent == here or file.parent.parent == here]
-
-
-@dataclasses.dataclass
-class _DataContents:
-    """The functions and classes in a data file: references to the script's by name, and the notebook's by value."""
-
-    by_name: dict[str, None] = dataclasses.field(default_factory=dict)
-    by_value: dict[str, None] = dataclasses.field(default_factory=dict)
-
-
-def _save(path: pathlib.Path, values: Mapping[str, Any], name_of: Callable[[Any], str]) -> _DataContents:
+def _save(path: pathlib.Path, values: Mapping[str, Any], name_of: Callable[[Any], str]) -> None:
     """Save values as one dict, so that shared objects stay shared. ``name_of``: see ``ScriptContents.name_of``."""
     torch: Any = importlib.import_module("torch")
     pickling: Any = types.ModuleType("notebook_accel_export")  # torch takes its pickler from a module
-    contents = _DataContents()
-    pickling.Pickler = _pickler(name_of, contents)
+    pickling.Pickler = _pickler(name_of)
     try:
         with path.open("wb") as file:
             torch.save(dict(values), file, pickle_module=pickling)
@@ -278,7 +220,6 @@ def _save(path: pathlib.Path, values: Mapping[str, Any], name_of: Callable[[Any]
             pickling.Pickler(io.BytesIO(), protocol=2).dump(obj)
 
         raise unpicklable.explain(roots, error, pickle_alone, advice) from None
-    return contents
 
 
 def _is_only_weights(path: pathlib.Path) -> bool:
@@ -290,21 +231,16 @@ def _is_only_weights(path: pathlib.Path) -> bool:
     return False
 
 
-def _pickler(name_of: Callable[[Any], str], contents: _DataContents) -> type[Any]:
+def _pickler(name_of: Callable[[Any], str]) -> type[Any]:
     class ExportPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+        """Pickles functions and classes of the script by name, and others of the notebook by value."""
+
         dispatch_table: ClassVar[Any] = collections.ChainMap(unpicklable.STAYING, cloudpickle.Pickler.dispatch_table)
 
         def reducer_override(self, obj: Any) -> Any:
-            if not isinstance(obj, (type, types.FunctionType)):
-                return super().reducer_override(obj)
-            if obj.__module__ == "__main__" and getattr(sys.modules["__main__"], obj.__name__, None) is obj:
-                name = name_of(obj)
-                if name:
-                    contents.by_name[name] = None
-                    return name
-            reduced = super().reducer_override(obj)
-            if reduced is not NotImplemented and obj.__module__ == "__main__":
-                contents.by_value[obj.__qualname__] = None
-            return reduced
+            is_notebooks = isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__"
+            if is_notebooks and getattr(sys.modules["__main__"], obj.__name__, None) is obj and (name := name_of(obj)):
+                return name
+            return super().reducer_override(obj)
 
     return ExportPickler

@@ -1,150 +1,113 @@
-"""Scripts that a real kernel exports, run by torchrun and by ``notebook-accel launch``."""
+"""Scripts that are exported from sources, and what they print."""
 
 from __future__ import annotations
 
-import os
 import pathlib
-import re
+import runpy
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
-from tests import kernels
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError, NotebookAccelError
+from notebook_accel.exporting.export import ExportRequest, export
+from notebook_accel.launching.kernel import cell as cells
 
-_SETUP = """
-%load_ext notebook_accel
-import os
-import functools
-from collections import namedtuple
 
-import torch
-import torch.nn as nn
-import torch.utils.data
-from torch.utils.data import DataLoader, TensorDataset
-"""
-_DEFINITIONS = """
+class Notebook:
+    """A notebook without a kernel: its cells as IPython translates them, and their names, which are ``__main__``'s."""
+
+    def __init__(self, folder: pathlib.Path, names: dict[str, Any]) -> None:
+        self.path = folder / "train.py"
+        self._names = names
+        self._cells = [""]
+
+    def run(self, *sources: str) -> None:
+        for source in sources:
+            self._cells.append(TransformerManager().transform_cell(source))
+            code = compile(self._cells[-1], f"In[{len(self._cells) - 1}]", "exec", dont_inherit=True)
+            exec(code, self._names)
+
+    def export(self, cell: str, args: str | None = None, **options: Any) -> str:
+        """Return the script of a cell."""
+        source = TransformerManager().transform_cell(cell)
+        parsed = cells.parse(f"\n{source}", f"In[{len(self._cells)}]")
+        given = {name: options.pop(name) for name in list(options) if name in LaunchConfig.__struct_fields__}
+        config = LaunchConfig(num_processes=2).replace(**given)
+        request = ExportRequest(**{"path": self.path, "options": config, "given": given, "args": args, **options})
+        export(parsed, request, self._names, self._cells)
+        return request.path.read_text()
+
+
+@pytest.fixture
+def notebook(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Notebook:
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    return Notebook(tmp_path, vars(main))
+
+
+@pytest.fixture
+def run(notebook: Notebook, capfd: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    """Returns the lines that a cell's script prints."""
+
+    def script(cell: str, args: str | None = None) -> list[str]:
+        notebook.export(cell, args, overwrite=True)
+        capfd.readouterr()
+        runpy.run_path(str(notebook.path), run_name="__main__")
+        return capfd.readouterr().out.splitlines()
+
+    return script
+
+
+def test_script_reads_as_somebody_would_have_written_it(notebook: Notebook) -> None:
+    notebook.run(
+        "import functools\nfrom collections import namedtuple\nimport torch.nn as nn",
+        """
 def scaled(x):
     return x * 100
 
 # A line.
 class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(1, 1)
-
     def forward(self, x):
-        return scaled(self.line(x))
+        return scaled(x)
 
-Outcome = namedtuple("Outcome", "rank loss")
+Outcome = namedtuple("Outcome", "loss")
 square = lambda v: v * v
 EPOCHS = 1
-never_used = open(os.devnull)
-"""
-_EDITED = """
-def scaled(x):
-    return x * factor
-factor = 1.0
-EPOCHS = 2
-x = torch.linspace(-1, 1, 64).reshape(-1, 1)
-torch.manual_seed(0)
-model = Net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = DataLoader(TensorDataset(x, 3 * x + 1), batch_size=8)
-"""
-_OUTCOME = r"Outcome\(rank=\d, loss=\([^()]*\)\)"  # two ranks may write on one line, under torchrun
-_CELL = """
-from notebook_accel import Accelerator
-
-accelerator = Accelerator()
-net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+never_used = open
+""",
+        "def scaled(x):\n    return x * factor\nfactor = 1.0\nEPOCHS = 2\nseed = object",
+        "net = Net()",
+    )
+    cell = """
+import math
 
 # the loop
 for epoch in range(EPOCHS):
-    for a, b in loader:
-        loss = square(net(a) - b).mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-Outcome(accelerator.process_index, (round(loss.item(), 5), accelerator.mixed_precision))
+    loss = square(net(math.pi))
+
+Outcome(round(loss, 3))  # the result
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("notebook")
-
-
-@pytest.fixture(scope="module")
-def notebook(folder: pathlib.Path) -> Iterator[kernels.Kernel]:
-    variables = {"NOTEBOOK_ACCEL_CONFIG_FILE": os.devnull, "CUDA_VISIBLE_DEVICES": ""}
-    with kernels.running(folder, variables) as kernel:
-        for cell in (_SETUP, _DEFINITIONS, _EDITED):
-            assert kernel.run(cell).status == "ok"
-        yield kernel
-
-
-def export(notebook: kernels.Kernel, cell: str, flags: str = "") -> kernels.Outcome:
-    return notebook.run(f"%%distributed --export train.py --overwrite {flags}\n{cell}")
-
-
-def run(folder: pathlib.Path, *command: str) -> str:
-    words = [sys.executable, "-m", *command, str(folder / "train.py")]
-    done = subprocess.run(words, cwd="/", capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def outcomes(notebook: kernels.Kernel) -> list[str]:
-    """Return the cell's results in the notebook, by rank."""
-    cell = notebook.run(f"%%distributed -n 2 --mixed_precision bf16\n{_CELL}", 100)
-    found = re.findall(_OUTCOME, cell.result)
-    assert len(found) == 2, cell.traceback
-    return found
-
-
-@pytest.mark.parametrize(
-    "command",
-    [["torch.distributed.run", "--nproc_per_node", "2"], ["notebook_accel", "launch", "--num_processes", "2"]],
-    ids=["torchrun", "notebook-accel launch"],
-)
-def test_script_comes_to_what_the_cell_comes_to(
-    notebook: kernels.Kernel, folder: pathlib.Path, outcomes: list[str], command: list[str]
-) -> None:
-    exported = export(notebook, _CELL, "-n 2 --mixed_precision bf16 --pull model")
-    assert "Written: train.py, and train_data.pt (" in exported.stdout, exported.traceback
-    assert ": model, optimizer, loader)" in exported.stdout
-    assert "does without --pull" in exported.stdout
-    assert "Launching" not in exported.stdout
-    assert sorted(re.findall(_OUTCOME, run(folder, *command))) == outcomes
-
-
-def test_script_compiles_as_the_launch_does(notebook: kernels.Kernel, folder: pathlib.Path) -> None:
-    assert export(notebook, _CELL, "-n 2 --dynamo_backend eager").status == "ok"
-    script = (folder / "train.py").read_text()
-    assert 'os.environ.setdefault("ACCELERATE_DYNAMO_BACKEND", "eager")\n' in script
-    assert "launch --num_processes 2 --dynamo_backend eager train.py" in script
-
-
-@pytest.mark.front_end
-def test_script_reads_as_somebody_would_have_written_it(notebook: kernels.Kernel, folder: pathlib.Path) -> None:
-    assert export(notebook, _CELL, "-n 2 --mixed_precision bf16").status == "ok"
-    head, script = (folder / "train.py").read_text().split("python train.py\n")
+    script = notebook.export(cell, num_processes=2, mixed_precision="bf16")
+    head, script = script.split("python train.py\n")
     assert "#     notebook-accel launch --num_processes 2 --mixed_precision bf16 train.py\n" in head
     assert "#     torchrun --nproc_per_node 2 train.py\n" in head
     assert (
         script
         == """
+from collections import namedtuple
+import math
 import os
 import pathlib
 import sys
-from collections import namedtuple
-
 import torch
 import torch.nn as nn
-from notebook_accel import Accelerator
+
 
 os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "bf16")
 EPOCHS = 2
@@ -153,15 +116,12 @@ factor = 1.0
 
 # A line.
 class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.line = nn.Linear(1, 1)
-
     def forward(self, x):
-        return scaled(self.line(x))
+        return scaled(x)
 
 
-Outcome = namedtuple("Outcome", "rank loss")
+Outcome = namedtuple("Outcome", "loss")
+
 
 square = lambda v: v * v
 
@@ -170,122 +130,70 @@ def scaled(x):
     return x * factor
 
 
-# The values that have no source in the notebook are in train_data.pt, pickled: load no such file that you don't trust.
+# The values that have no source in the notebook are in train_data.pt, pickled by Python {}: load no such file that \
+you don't trust.
 sys.modules["__main__"] = sys.modules[__name__]  # has their classes, also in a spawned worker
 _data = torch.load(pathlib.Path(__file__).with_name("train_data.pt"), map_location="cpu", weights_only=False)
-model = _data["model"]  # Net
-optimizer = _data["optimizer"]  # SGD
-loader = _data["loader"]  # DataLoader
+net = _data["net"]  # Net
 
 
 if __name__ == "__main__":
-    accelerator = Accelerator()
-    net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
     # the loop
     for epoch in range(EPOCHS):
-        for a, b in loader:
-            loss = square(net(a) - b).mean()
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    result = Outcome(accelerator.process_index, (round(loss.item(), 5), accelerator.mixed_precision))
+        loss = square(net(math.pi))
+
+    result = Outcome(round(loss, 3))  # the result
     if result is not None:
         print(result)
-"""
+""".format(".".join(map(str, sys.version_info[:2])))
     )
 
 
-_ODD_DEFINITIONS = """
-import dataclasses
-import numpy as np
-
-@dataclasses.dataclass
-class Settings:
-    rate: float = 0.1
-
-@functools.lru_cache(maxsize=None)
-def fib(n):
-    return n if n < 2 else fib(n - 1) + fib(n - 2)
-
-@torch.no_grad()
-def evaluate():
-    return "first"
-
-def make(k):
-    def times(v):
-        return v * k
-    return times
-
-class Mapped(torch.utils.data.Dataset):
-    def __init__(self, transform):
-        self.transform = transform
-    def __len__(self):
-        return 3
-    def __getitem__(self, index):
-        return self.transform(index) + offsets[index]
-
-offsets = np.arange(3) * 10
-class Base:
-    pass
-Parent = Base
-class Child(Parent):
-    first = offsets[1]
-three_times = make(3)
-older = evaluate
-bound = functools.partial(evaluate)
-def plus_one(v):
-    return v + 1
-mapped = Mapped(plus_one)
-table = {"twice": lambda v: 2 * v}
-settings = Settings(0.5)
-pair = [1, 2]
-same = pair
-"""
-_ODD_EDIT = """
-def evaluate():
-    return "second"
-"""
-_ODD_CELL = '''
-!echo from the shell
-LIMIT = 3
-class Local(torch.utils.data.Dataset):
-    def __len__(self):
-        return 2
-    def __getitem__(self, index):
-        return index + LIMIT
-
-def make(k):
-    raise ValueError("the notebook's is another one")
-
-def train(v, given):
-    loader = DataLoader(mapped, num_workers=1, multiprocessing_context="spawn")
-    print([int(value) for value in loader], fib(10), evaluate(), older(), bound())
-    print(Child.first, given, same is pair, len(Local()), """a
-  b""")
-    return table["twice"](three_times(v))
-'''
+@pytest.mark.parametrize(
+    ("before", "cell", "printed"),
+    [
+        (["k = 0.5", "def f(b=k): return b"], "f()", ["0.5"]),
+        (["def f(): return 1\ng = f", "def f(): return 2"], "f(), g()", ["(2, 1)"]),
+        (["def f(): return 1\ng = f"], "g is f", ["True"]),
+        (["class Base: pass\nParent = Base\nclass Child(Parent): pass"], "issubclass(Child, Base)", ["True"]),
+        (["import numpy as np\na = np.arange(3)\nclass Child:\n    first = a[1]"], "Child.first", ["1"]),
+        (["pair = [1, 2]\nsame = pair"], "pair is same", ["True"]),
+        (["import functools\n@functools.lru_cache\ndef fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)"],
+         "fib(10)", ["55"]),
+        (["import functools\ndef f(): return 1\nf = functools.wraps(f)(lambda: 5)"], "f()", ["5"]),
+        (["class Open: pass\ndef f(self): return 1\nOpen.f = f"], "Open().f()", ["1"]),
+        (["exec('def ghost(): return 4')"], "ghost()", ["4"]),
+        (["for k in range(2):\n    print('no script does this')\n    def f(): return 3"], "f()", ["3"]),
+        (["f = g = lambda: 5"], "f is g, f()", ["(True, 5)"]),
+        (["def make(k):\n    def times(v): return v * k\n    return times\nthree = make(3)"], "three(2)", ["6"]),
+        (["chosen = [lambda: 2][0]"], "chosen()", ["2"]),
+        (["import dataclasses\n@dataclasses.dataclass\nclass Settings:\n    rate: float = 0.1\ns = Settings(0.5)"],
+         "s, Settings()", ["(Settings(rate=0.5), Settings(rate=0.1))"]),
+        (["from enum import Enum\nclass Color(Enum):\n    RED = 1\nred = Color.RED"], "red is Color.RED", ["True"]),
+        (["import torch\n@torch.no_grad()\ndef f(): return torch.is_grad_enabled()"], "f()", ["False"]),
+        (["try:\n    from math import pi\nexcept ImportError:\n    pass"], "round(pi, 2)", ["3.14"]),
+        (["import torch\nimport torch.utils.data"], "torch.utils.data.__name__", ["torch.utils.data"]),
+        (["nan = float('nan')"], "nan", ["nan"]),
+        ([], "a = 1; b = 2\na + b", ["3"]),
+        ([], "result = 1\nresult, 2", ["(1, 2)"]),
+        ([], "print('once')", ["once"]),
+        ([], "None", []),
+        ([], "x = 1\ndef f(y=x): return y\ndef f(): return 2\nf()", ["2"]),
+        ([], 'if True:\n    print("""a\n  b""")', ["a", "  b"]),
+        ([], "from collections import Counter\n\ndef train(): return Counter('a')['a']", ["1"]),
+    ],
+)  # fmt: skip
+def test_script_comes_to_what_the_cell_comes_to(
+    notebook: Notebook, run: Any, before: list[str], cell: str, printed: list[str]
+) -> None:
+    notebook.run(*before)
+    assert run(cell) == printed
 
 
-def test_odd_things_arrive_and_workers_find_them(notebook: kernels.Kernel, folder: pathlib.Path) -> None:
-    for cell in (_ODD_DEFINITIONS, _ODD_EDIT):
-        assert notebook.run(cell).status == "ok"
-    exported = export(notebook, _ODD_CELL, "--args (7, settings)")
-    assert exported.status == "ok", exported.traceback
-    script = (folder / "train.py").read_text()
-    by_value = re.search(r"# By value, for Python 3\.\d+ \(cloudpickle\), .*: (.*)\.\n", script)
-    assert by_value is not None and set(by_value[1].split(", ")) == {"evaluate", "<lambda>", "make.<locals>.times"}
-    assert script.count("def make(") == 1
-    assert "@torch.no_grad()\ndef older():\n" in script
-    assert script.index("class Base:") < script.index("Parent = Base") < script.index("class Child(Parent):")
-    assert script.index("_data = ") < script.index("class Child(Parent):")
-    assert run(folder, "notebook_accel", "launch", "-n", "1", "--start_method", "inline").splitlines()[1:] == [
-        "from the shell",
-        "[1, 12, 23] 55 second first first",
-        "10 Settings(rate=0.5) True 2 a",
-        "  b",
-        "42",
-    ]
+@pytest.mark.parametrize(("args", "printed"), [("(7, 'a')", "7 a"), ("pair", "1 2"), ("[1]", "[1] 0")])
+def test_final_function_is_called_with_the_arguments(notebook: Notebook, run: Any, args: str, printed: str) -> None:
+    notebook.run("pair = (1, 2)")
+    assert run("def train(a, b=0):\n    print(a, b)", args) == [printed]
 
 
 @pytest.mark.parametrize(
@@ -293,197 +201,121 @@ def test_odd_things_arrive_and_workers_find_them(notebook: kernels.Kernel, folde
     [
         ("!echo a", ["a"]),
         ("!exit 3\nprint(_exit_code)", ["3"]),
-        ("if EPOCHS:\n    !exit 4\n_exit_code", ["4"]),
+        ("x = !echo a; echo b >&2\nx", ["['a', 'b']"]),
         ("word = 'b'\n!echo {EPOCHS + 1} $word '$word'", ["3 b $word"]),
-        ("!echo $EPOCHS ${#HOME} >/dev/null; echo {EPOCHS}", ["{EPOCHS}"]),
+        ("!echo {missing}", ["{missing}"]),
         ("echo(1)", ["1 2"]),
     ],
 )
-def test_shell_command_prints_what_it_prints_in_the_notebook(
-    notebook: kernels.Kernel, folder: pathlib.Path, cell: str, printed: list[str]
+def test_shell_command_does_what_it_does_in_the_notebook(
+    notebook: Notebook, run: Any, cell: str, printed: list[str]
 ) -> None:
-    notebook.run("def echo(v):\n    !echo $v {EPOCHS}")
-    exported = export(notebook, cell)
-    assert exported.status == "ok", exported.traceback
-    done = subprocess.run([sys.executable, folder / "train.py"], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == printed
+    notebook.run("EPOCHS = 2", "def echo(v):\n    !echo $v {EPOCHS}")
+    assert run(cell) == printed
 
 
-_UNCHANGED = """
-import typing
-import bare
-times = {}
-k = 0.5
-def timed(g):
-    @functools.wraps(g)
-    def run(*args, **more):
-        times[g.__name__] = times.get(g.__name__, 0) + 1
-        return g(*args, **more)
-    return run
+def test_spawned_workers_of_a_loader_find_what_the_script_has(notebook: Notebook) -> None:
+    notebook.run("""
+import torch
+from torch.utils.data import DataLoader, Dataset
 
-@timed
-@torch.no_grad()
-def pick(a, /, b=k, *more, c=None, d=-k, e=(torch.float16, nn), key=lambda v: v, nan=float("nan")):
-    return a, b, c, d, e[0], torch.is_grad_enabled()
+class Squares(Dataset):
+    def __len__(self): return 3
+    def __getitem__(self, index): return index ** 2
 
-class Picker:
-    def __init__(self, b=k, *, c=k):
-        self.both = b, c
+squares = Squares()
+""")
+    notebook.export("""
+class Shifted(Dataset):
+    def __len__(self): return 3
+    def __getitem__(self, index): return squares[index] + SHIFT
+SHIFT = 10
+class Local(Shifted): pass
+loader = DataLoader(squares, num_workers=1, multiprocessing_context="spawn")
+other = DataLoader(Local(), batch_size=3)
+[int(x) for x in loader], next(iter(other)).tolist()
+""")
+    words = [sys.executable, str(notebook.path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "([0, 1, 4], [10, 11, 14])\n"
 
-    @staticmethod
-    def of(b=k):
-        return b
 
-    @typing.overload
-    def over(self, b: int = ...): ...
-    def over(self, b=k):
-        return b
-
-    @bare.without_wraps
-    def bare(self, b=k):
-        return b
-pick(0)
-first = pick
+def test_definitions_stand_outside_of_the_main_program_where_that_changes_nothing(notebook: Notebook) -> None:
+    cell = """
+start = print
+class Local: pass
+class Late:
+    x = start()
+def f(): return start
+def g(y=start): pass
+f()
 """
+    before, _, main = notebook.export(cell).partition('if __name__ == "__main__":')
+    assert [name in before for name in ("class Local", "class Late", "def f", "def g")] == [True, False, True, False]
+    assert "class Local" not in main and "class Late" in main
 
 
-def test_definitions_whose_defaults_and_decorators_are_as_they_were(
-    notebook: kernels.Kernel, folder: pathlib.Path
-) -> None:
-    (folder / "bare.py").write_text("def without_wraps(g):\n    return lambda self: g(self)\n")
-    assert notebook.run(_UNCHANGED).status == "ok"
-    exported = export(notebook, "print(first(1), Picker().both, Picker.of(), Picker().over(), Picker().bare(), times)")
-    assert exported.status == "ok", exported.traceback
-    done = subprocess.run([sys.executable, folder / "train.py"], capture_output=True, text=True, check=True)
-    assert done.stdout == "(1, 0.5, None, -0.5, torch.float16, False) (0.5, 0.5) 0.5 0.5 0.5 {'pick': 2}\n"
-
-
-_REGISTER = """
-seen = []
-def reg(n):
-    def at(g):
-        seen.append(n)
-        return g
-    return at
-@reg(1)
-def f(): pass
-"""
-_COUNT = """
-count = 0
-def numbered(g):
-    global count
-    count += 1
-    return functools.wraps(g)(lambda: g())
-@numbered
-def f(): pass
-"""
-
-
-@pytest.mark.parametrize(
-    ("before", "said"),
-    [
-        ("def f(): return 1\nf = wrapped(f)", "'f' can't be exported: it was wrapped after its definition"),
-        ("def g(): return 1\nf = torch.no_grad()(g)", "'f' can't be exported: it was wrapped after its definition"),
-        ("@torch.no_grad()\ndef f(): return 1\nf = wrapped(f)", "it was wrapped after its definition"),
-        ("k = 1\ndef f(a=0, b=k, *, c=2): return b\nk = 5", "the default of 'b' is 1, but `k` is 5 now"),
-        ("k = 1\ndef f(*, b=(k, 2)): return b\nk = 5", "'b' is (1, 2), but `(k, 2)` is (5, 2) now"),
-        ("k = 1\nf = lambda a=-k: a\nk = 5", "the default of 'a' is -1, but `-k` is -5 now"),
-        ("k = 1\n@wrapped\ndef f(a=k): return a\nk = 5", "the default of 'a' is 1, but `k` is 5 now"),
-        ("def f(seen=[]): seen.append(1)\nf()", "the default of 'seen' is [1], but `[]` is [] now"),
-        ("k = 1\nclass f:\n    def m(self, a=k): pass\nk = 5", "the default of 'a' in m is 1, but `k` is 5 now"),
-        ("def f(): return f.calls\nf.calls = 3", "'f' can't be exported: its calls was put on it after"),
-        (_REGISTER, "'f' can't be exported: its decorator `reg(1)` changes 'seen'"),
-        (_COUNT, "'f' can't be exported: its decorator `numbered` changes 'count'"),
-    ],
-)
-def test_definition_that_would_make_something_else_in_the_script_is_refused(
-    notebook: kernels.Kernel, before: str, said: str
-) -> None:
-    notebook.run("def wrapped(g):\n    return functools.wraps(g)(lambda *args: g(*args))")
-    assert notebook.run(before).status == "ok"
-    outcome = notebook.run("%%distributed --export refused.py\nf()")
-    assert said in outcome.traceback
+def test_functions_see_what_the_notebook_has_and_not_what_the_cell_defines_later(notebook: Notebook, run: Any) -> None:
+    notebook.run("def make(): return 'the notebook has this'\nmade = [make]")
+    assert run("made[0]()\nprint(made[0]())\ndef helper(): return 1\nhelper()") == ["the notebook has this", "1"]
 
 
 @pytest.mark.parametrize(
     ("before", "cell", "said"),
     [
-        ("", "x = 1\ny = input('how many? ')", "line 3: 'input' asks at a keyboard"),
-        ("def ask():\n    return input()", "ask()", "line 2: 'input' asks at a keyboard"),
+        ("", "x = 1\ny = input('how many? ')", "In[2], line 3: 'input' asks at a keyboard"),
+        ("def ask():\n    return input()", "ask()", "In[1], line 2: 'input' asks at a keyboard"),
         ("def helper(): return 1\ndef uses(): return helper()\ndel helper", "uses()", "'helper' isn't there in the"),
-        ("", "nowhere + 1", "line 2: 'nowhere' isn't there in the notebook"),
+        ("", "nowhere + 1", "In[2], line 2: 'nowhere' isn't there in the notebook"),
         ("class Uses:\n    def f(self): return lost()\nuses = Uses()", "uses", "line 2: 'lost' isn't there in the"),
-        ("exec('def ghost(): return 1')", "ghost()", "The function 'ghost' can't be exported: the cell that has defin"),
-        ("exec('class Ghost:\\n    def f(self): pass')", "Ghost()", "The class 'Ghost' can't be exported"),
-        ("chosen = [lambda: 2][0]", "chosen()", "The lambda 'chosen' can't be exported"),
-        ("class Open: pass\ndef f(self): return 1\nOpen.f = f", "Open()", "its f was put into it after its definition"),
-        (
-            "@functools.singledispatch\ndef kind(x): return 1",
-            "kind(1)",
-            "the functions registered for it have no names",
-        ),
         ("", "Out[1]", "line 2: 'Out' is the notebook's"),
         ("", "get_ipython().user_ns", "line 2: 'get_ipython' is the notebook's"),
-        ("", "x = 1\n%time x", "line 3: %time is IPython's"),
+        ("", "x = 1\n%time x", "In[2], line 3: %time is IPython's, and a script has none"),
+        ("def f():\n    %cd /\n    pass", "f()", "In[1], line 2: %cd is IPython's, and a script has none"),
         ("made = (i for i in range(3))", "list(made)", 'global "made" can\'t be sent to another process'),
+        ("", "1", "--push lost: the notebook has no name 'lost'"),
+        ("", "def train(a): pass", "--args $: it is not Python"),
     ],
 )
-def test_what_cannot_be_exported_is_named(notebook: kernels.Kernel, before: str, cell: str, said: str) -> None:
-    assert notebook.run(before).status == "ok"
-    outcome = notebook.run(f"%%distributed --export refused.py\n{cell}")
-    assert outcome.status == "error"
-    assert said in outcome.traceback
-    assert len(outcome.traceback.splitlines()) <= 4
-    assert notebook.value("[name for name in os.listdir() if 'refused' in name]") == "[]"
+def test_what_cannot_be_exported_is_named(notebook: Notebook, before: str, cell: str, said: str) -> None:
+    notebook.run(before)
+    with pytest.raises(NotebookAccelError) as caught:
+        notebook.export(cell, "$" if "--args" in said else None, push=["lost"] if "--push" in said else [])
+    assert said in str(caught.value)
+    assert list(notebook.path.parent.iterdir()) == []
 
 
-def test_only_its_own_file_is_replaced(notebook: kernels.Kernel) -> None:
-    line = "%%distributed --export own.py"
-    assert notebook.run(f"{line}\nmodel").status == "ok"
-    assert notebook.run(f"{line}\nx = 1\nmodel").status == "ok"
-    notebook.run("with open('own.py', 'a') as file: file.write('# by hand')")
-    refused = notebook.run(f"{line}\nmodel")
-    assert "own.py exists already: no export has written it, or it has changed since" in refused.traceback
-    assert notebook.value("'by hand' in open('own.py').read()") == "True"
-    assert notebook.run(f"{line} --overwrite\nmodel").status == "ok"
-    notebook.run("os.unlink('own.py')")
-    assert "own_data.pt exists already" in notebook.run(f"{line}\nmodel").traceback
-
-
-def test_definitions_under_other_magics_are_found(notebook: kernels.Kernel, folder: pathlib.Path) -> None:
-    assert notebook.run("%%time\ndef timed(v):\n    return v + 1\nclass Plain:\n    rate = 3").status == "ok"
-    assert notebook.run("%%time\ndef timed(v):\n    return v + 2").status == "ok"
-    assert export(notebook, "timed(Plain.rate)").status == "ok"
-    script = (folder / "train.py").read_text()
-    assert "\ndef timed(v):\n    return v + 2\n" in script
-    assert "\nclass Plain:\n    rate = 3\n" in script
+def test_only_its_own_file_is_replaced(notebook: Notebook) -> None:
+    notebook.run("class Thing: pass\nthing = Thing()")
+    notebook.export("1")
+    notebook.export("thing")
+    with notebook.path.open("a") as file:
+        file.write("# by hand")
+    with pytest.raises(
+        ConfigError, match=r"train\.py exists already: no export has written it, or it has changed since"
+    ):
+        notebook.export("1")
+    assert "by hand" in notebook.path.read_text()
+    notebook.export("1", overwrite=True)
+    notebook.path.unlink()
+    with pytest.raises(ConfigError, match=r"train_data\.pt exists already"):
+        notebook.export("1")
 
 
 @pytest.mark.parametrize(
-    ("flags", "cell", "said"),
+    ("path", "said"),
     [
-        ("--export train", "1", "a script's name ends with .py"),
-        ("--export no/train.py", "1", "There is no folder no."),
-        (f"--export {'x' * 300}.py", "model", "can't be written: File name too long."),
-        (f"--export {'x' * 300}.py", "1", "can't be written: File name too long."),
-        ("--overwrite", "1", "--overwrite goes with --export"),
-        ("--export refused.py --args f(1)", "def g(x): pass", "only known when it is computed"),
-        ("--export refused.py", "def g(x): pass", "each rank calls g: x would have no value"),
-        ("--export refused.py --push nowhere", "1", "the notebook has no name 'nowhere'"),
+        ("train", "a script's name ends with .py"),
+        ("no/train.py", "There is no folder .*no."),
+        (f"{'x' * 300}.py", "can't be written: File name too long."),
     ],
 )
-def test_bad_flags(notebook: kernels.Kernel, flags: str, cell: str, said: str) -> None:
-    outcome = notebook.run(f"%%distributed {flags}\n{cell}")
-    assert outcome.status == "error"
-    assert said in outcome.traceback + outcome.stderr
+def test_path_that_cannot_be_is_refused(notebook: Notebook, path: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        notebook.export("1", path=notebook.path.parent / path)
 
 
-def test_modules_beside_the_notebook_are_mentioned_where_the_script_is_elsewhere(
-    notebook: kernels.Kernel, folder: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    (folder / "beside.py").write_text("value = 5\n")
-    assert notebook.run("import beside").status == "ok"
-    here = notebook.run("%%distributed --export train.py --overwrite\nbeside.value")
-    assert here.stdout == "Written: train.py\n"
-    there = notebook.run(f"%%distributed --export {tmp_path}/train.py\nbeside.value")
-    assert f"It imports beside from {folder}, so copy that beside it" in there.stdout
+def test_script_compiles_as_the_launch_does(notebook: Notebook) -> None:
+    script = notebook.export("1", dynamo_backend="eager")
+    assert 'os.environ.setdefault("ACCELERATE_DYNAMO_BACKEND", "eager")\n' in script
+    assert "launch --dynamo_backend eager train.py" in script

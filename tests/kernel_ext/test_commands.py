@@ -140,7 +140,7 @@ def test_ranks_of_a_later_node_have_their_numbers_among_all(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
     monkeypatch.setattr(registry, "_entries", collections.deque())
-    job = make_job(log_folder=tmp_path, num_nodes="2", node_rank=1)
+    job = make_job(log_folder=tmp_path, num_nodes=2, node_rank=1)
     registry.add(job)
     (tmp_path / "rank_1.log").write_text("hello\n")
     commands.run("status --json")

@@ -33,7 +33,7 @@ model
 """
 
 
-def new_kernel(folder: pathlib.Path, variables: Mapping[str, str] | None = None) -> kernels.Kernel:
+def new_kernel(folder: pathlib.Path, variables: Mapping[str, str] = {}) -> kernels.Kernel:
     folder.mkdir()
     kernel = kernels.Kernel(folder, variables)
     loaded = kernel.run("%load_ext notebook_accel\nfrom notebook_accel import report\nimport pathlib, time", _LONG_S)

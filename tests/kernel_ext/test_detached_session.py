@@ -21,7 +21,7 @@ _LONG_S = 100.0
 
 
 @contextlib.contextmanager
-def notebook(folder: pathlib.Path, variables: Mapping[str, str] | None = None) -> Iterator[kernels.Kernel]:
+def notebook(folder: pathlib.Path, variables: Mapping[str, str] = {}) -> Iterator[kernels.Kernel]:
     """A kernel with the extension, which detached sessions have no template of."""
     folder.mkdir()
     with kernels.running(folder, variables) as kernel:

@@ -22,7 +22,7 @@ from notebook_accel.payload import definitions
 
 # IPython's own names in a notebook's namespace, which are not sent to ranks.
 OF_IPYTHON = {"In", "Out", "_", "__", "___", "_dh", "_ih", "_oh", "_i", "_ii", "_iii", "exit", "quit", "get_ipython"}
-_OF_MODULES = {"__name__", "__doc__", "__file__", "__spec__", "__loader__", "__package__", "__builtins__", "__main__"}
+OF_MODULES = {"__name__", "__doc__", "__file__", "__spec__", "__loader__", "__package__", "__builtins__", "__main__"}
 # The magics into which IPython translates `x?`, `x??` and `*x*?`. Nobody types their names.
 _HELP_MARKS = {"pinfo": "?", "pinfo2": "??", "psearch": "?"}
 
@@ -135,12 +135,12 @@ def parse(source: str, label: str) -> Cell:
     if not tree.body:
         raise CellError("The cell is empty.", fix="write the training code under the %%distributed line")
     _refuse_magics(tree, label)
-    uses, _ = _scan(_with_variables_of_commands(source).body, frozenset())
+    uses, _ = _scan(with_variables_of_commands(source).body, frozenset())
     last = tree.body[-1]
     return Cell(
         source=source,
         label=label,
-        uses=tuple(name for name in dict.fromkeys(uses) if name not in OF_IPYTHON | _OF_MODULES),
+        uses=tuple(name for name in dict.fromkeys(uses) if name not in OF_IPYTHON | OF_MODULES),
         calls=last.name if isinstance(last, ast.FunctionDef) else "",
         assigns=_assigned_names(tree, code),
         tree=tree,
@@ -194,7 +194,7 @@ def calls_of_shell(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
                 yield node, node.func.attr
 
 
-def _with_variables_of_commands(source: str) -> ast.Module:
+def with_variables_of_commands(source: str) -> ast.Module:
     """Return the source's tree in which commands and magics read the variables that their text names."""
     tree = ast.parse(source)
     for node, _ in calls_of_shell(tree):

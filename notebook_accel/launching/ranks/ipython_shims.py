@@ -7,43 +7,28 @@ from __future__ import annotations
 
 import builtins
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from notebook_accel.command_text import filled_in
+from notebook_accel.command_text import ShellCommands
 from notebook_accel.launching.ranks import streams
 
 
-class RankShell:
+class RankShell(ShellCommands):
     """The ``get_ipython()`` of a rank, with shell commands and a few line magics."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.user_ns = namespace
 
-    def system(self, command: str) -> None:
-        """Run ``!command``. Its output is part of the rank's output."""
-        command = filled_in(command, self.user_ns | sys._getframe(1).f_locals)
+    def _flush(self) -> None:
         streams.flush()
-        self.user_ns["_exit_code"] = subprocess.run(["/bin/sh", "-c", command], check=False).returncode
-
-    def getoutput(self, command: str, split: bool = True, depth: int = 0) -> list[str] | str:
-        """Return a command's output as lines or as one text, for ``x = !command``.
-
-        ``depth`` is the number of frames between this call and the code whose variables are filled in.
-        """
-        command = filled_in(command, self.user_ns | sys._getframe(1 + depth).f_locals)
-        done = subprocess.run(
-            ["/bin/sh", "-c", command], check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        return done.stdout.splitlines() if split else done.stdout
 
     def run_line_magic(self, name: str, line: str, _stack_depth: int = 1) -> Any:
         """Run ``%name line`` for a name in ``LINE_MAGICS``."""
         if name in _FILLED_IN:
-            line = filled_in(line, self.user_ns | sys._getframe(1).f_locals)
+            line = self.filled_in(line, self.user_ns | sys._getframe(1).f_locals)
         return LINE_MAGICS[name](self, line)
 
 

@@ -142,14 +142,9 @@ class Engine:
 
 
 def keep_agents(engine: Engine) -> None:
-    """Wait until the hosts' runs are closed, and end the threads that would end idle agents later."""
+    """Wait until the hosts' runs are closed."""
     for host in (node.host for node in engine.nodes):
         processes.wait_until(lambda host=host: not host._parts, "its runs are closed", DEADLINE_S)
-        with host._lock:
-            timer = host._idle_timer
-        if timer is not None:
-            timer.cancel()
-            timer.join(DEADLINE_S)
 
 
 @contextlib.contextmanager
@@ -160,8 +155,6 @@ def ending(*hosts: NodeHost) -> Iterator[None]:
         yield
     finally:
         for host in hosts:
-            if host._idle_timer is not None:
-                host._idle_timer.cancel()
             with host._lock:
                 host._drop_agent()
         for thread in set(threading.enumerate()) - before:
@@ -313,7 +306,7 @@ def test_bytes_are_waited_for_no_longer_than_asked() -> None:
         assert host.read(pid, 0.05)[1] == b""
         with pytest.raises(ConnectionError):
             host.read(pid + 1, 0.05)  # of an agent that was here before
-        host.close("1", b"", 1e4)
+        host.close("1", b"")
 
 
 def test_facts_are_what_has_to_be_known_of_a_node() -> None:
