@@ -142,7 +142,7 @@ def ticks(low: float, high: float, most_intervals: int = 4) -> list[float]:
 # Times, stacked -------------------------------------------------------------------------------------------------------
 
 _AREA_WIDTH, _AREA_HEIGHT = 200, 92
-_AREA_LEFT, _AREA_RIGHT, _AREA_TOP, _AREA_BOTTOM = 42, 14, 8, 18
+_AREA_LEFT, _AREA_RIGHT, _AREA_TOP, _AREA_BOTTOM = 48, 14, 8, 18
 _MOST_TIMES = 4
 _LEAST_SHARE = 0.01
 _APART_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 10_800, 21_600, 43_200, 86_400)

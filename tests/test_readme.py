@@ -117,6 +117,14 @@ def test_pictures_of_the_readme_exist_and_are_small() -> None:
     assert [name for name in named if (_ROOT / name).stat().st_size > _MOST_PICTURE_BYTES] == []
 
 
+def test_one_script_makes_every_picture_that_the_pages_show() -> None:
+    shown = "".join(page.read_text(encoding="utf-8") for page in pages.PAGES)
+    script = (_ROOT / "tests/browser/test_screenshots.py").read_text(encoding="utf-8")
+    names = sorted(path.name for path in (_ROOT / "example_notebooks/pictures").iterdir())
+    assert sorted(set(re.findall(r"example_notebooks/pictures/(\w+\.\w+)", shown))) == names
+    assert sorted(re.findall(r'"(\w+\.(?:png|gif))"', script)) == names
+
+
 def test_issue_forms_ask_for_the_facts_that_env_prints() -> None:
     forms = [path for path in _ROOT.glob(".github/ISSUE_TEMPLATE/*.yml") if path.name != "config.yml"]
     assert forms

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kernel_ext import render
+from kernel_ext import charts, render
 from kernel_ext.front_end import STYLE
 from notebook_accel.protocol import events
 from tests import processes
@@ -302,6 +302,14 @@ def test_memory_and_the_last_sign_of_life_stay_visible_in_a_narrow_panel(page: P
     hidden_px = page.locator(".nba-scroll").evaluate("area => area.scrollWidth - area.clientWidth")
     heads = page.locator("thead th").all_inner_texts()
     assert ("memory" in heads, "seen" in heads, hidden_px) == (True, True, 0)
+
+
+def test_times_beside_a_chart_are_whole(page: Page) -> None:
+    chart = charts.stacked_html("rank 0", ["data"], [(0.0, 10.0, {"data": 0.8})], 0.8)
+    page.set_content(f'<div class="nba-panel"><style>{STYLE}</style>{chart}</div>')
+    left_of = "texts => texts.map(text => [text.textContent, text.getBBox().x])"
+    times = dict(page.locator("svg text").evaluate_all(left_of))
+    assert times["800 ms"] >= 0
 
 
 def test_lines_of_the_output_break_between_words(page: Page) -> None:

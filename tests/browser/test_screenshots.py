@@ -1,28 +1,25 @@
-"""Pictures of the panel, for the README and for inspection. Run by hand, with NOTEBOOK_ACCEL_SCREENSHOTS=folder.
+"""Make every picture of the README and of docs/ that shows a notebook, in the folder NOTEBOOK_ACCEL_SCREENSHOTS.
 
-The real panel in a real JupyterLab draws them. The moving picture shows a real run. The other runs are fake, since a
-machine for 64 ranks is rarely at hand.
+Run by hand. A real JupyterLab shows real runs: ranks on the CPU cores of this machine train on scikit-learn's digits.
 """
 
 from __future__ import annotations
 
-import inspect
 import io
 import itertools
 import os
 import pathlib
+import re
 import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.browser.lab import Lab, expect, open_notebook, run_cell, wait_until_done
-from tests.kernel_ext import fake_runs
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
-
-    from tests.browser.lab import Screenshot
+    from PIL import Image
+    from playwright.sync_api import Locator, Page
 
 pytestmark = [
     pytest.mark.browser,
@@ -30,109 +27,7 @@ pytestmark = [
     pytest.mark.skipif("NOTEBOOK_ACCEL_SCREENSHOTS" not in os.environ, reason="no folder for pictures is named"),
 ]
 
-_SCENES = """
-import math
-import pathlib
-from notebook_accel.errors import RankFailedError
-
-TOTAL, RATE_HZ = 2250, 53.0
-
-def train(world_size, *, seconds=42.0, behind=(), silent=(), failed=(), restarts=0):
-    "A run in its third epoch of five, as a background job, which has every control."
-    job = make_job(is_background=True, world_size=world_size, mixed_precision="fp16")
-    job.name, job.devices = "pets-resnet50d", f"{world_size} NVIDIA T4"
-    now = time.monotonic()
-    job.started_s = now - seconds
-    for rank in range(world_size):
-        for _ in range(1 + restarts):
-            job.deliver(rank, events.Started(time_s=job.started_s, pid=1000 + rank))
-    for number in range(int(2 * seconds)):
-        at = job.started_s + number / 2
-        for rank in range(world_size):
-            rate = RATE_HZ * (0.6 if rank in behind else 1 - 0.004 * math.sin(rank))
-            if rank in silent and at > now - 30:
-                continue
-            steps = int((at - job.started_s) * rate) + 2 * TOTAL
-            step = steps - 2 * TOTAL
-            job.deliver(rank, events.Progress(time_s=at, step=step % TOTAL, total=TOTAL, epoch=3, epochs=5, steps=steps,
-                                              device=f"cuda:{rank % 8}", label="train"))
-            noise = 0.12 * math.sin(7.1 * number + rank) * math.exp(-number / 60)
-            loss = 0.25 + 2.1 * math.exp(-(steps - 2 * TOTAL) / 500) + noise + 0.012 * (rank % 8)
-            job.deliver(rank, events.Metrics(time_s=at, step=steps, values={
-                "loss": loss, "accuracy": 1 - loss / 3, "lr": 3e-4 * math.exp(-number / 200)}))
-    for rank in range(world_size):
-        job.deliver(rank, events.Memory(time_s=now - (12 if rank in silent else 0), kind="device",
-                                        used_bytes=int((9.1 + 0.1 * (rank % 7)) * 2**30), total_bytes=16 * 2**30,
-                                        utilisation=41.0 if rank in behind else 96.0 - rank % 5))
-    for epoch, accuracy in ((1, 91.73), (2, 92.58)):
-        job.deliver(0, events.Output(text=f"epoch {epoch}: accuracy {accuracy}"))
-        job.deliver(1, events.Output(text=f"epoch {epoch}: accuracy {accuracy - 0.4:.2f}"))
-    job.deliver(1, events.Output(text="WARNING corrupt EXIF in images/beagle_32.jpg, using the pixels as they are"))
-    for rank in silent:
-        job.deliver(rank, events.Silent(since_s=now - 30, at="In[7], line 12 in load_image"))
-    for rank in failed:
-        job.deliver(rank, events.Output(text="ERROR libjpeg: premature end of JPEG file"))
-        traceback = (
-            'Traceback (most recent call last):\\n  File "In[7]", line 31, in <module>\\n    image = load(path)\\n'
-            '  File "In[7]", line 12, in load\\n    raise ValueError(f"{path} is no image")\\n'
-            "ValueError: images/beagle_32.jpg is no image"
-        )
-        job.deliver(rank, events.Failed(kind="ValueError", message="images/beagle_32.jpg is no image",
-                                        traceback=traceback, line="In[7], line 12"))
-        job.deliver(rank, events.Ended(exit_code=1))
-    return job
-
-def measure(job, straggler=None):
-    "The times of the steps of 42 seconds, in which one rank keeps the others waiting from some time on."
-    for second in range(42):
-        is_late = second > 15
-        for rank in range(job.world_size):
-            forward = (19.0 if rank == straggler and is_late else 5.0) + 0.4 * math.sin(second)
-            waits = 0.0 if straggler in (None, rank) or not is_late else 14.0
-            data = 6.0 if second in (24, 25, 26) else 0.8
-            phases = {"data": data, "forward": forward, "backward": 9.0, "communication": 1.2 + waits,
-                      "optimizer": 1.5, "other": 0.5}
-            line = events.SampledLine("forward", "", "In[7], line 21", "x = self.blur(x)", 15)
-            steps = int(1000 / sum(phases.values()))
-            job.deliver(rank, events.StepTimes(
-                time_s=job.started_s + second, steps=steps, samples=20, lines=[line], workers=4, cores=16, threads=1,
-                seconds={name: steps * ms / 1000 for name, ms in phases.items()}, is_on_device=True,
-                gradient_bytes=94 << 20))
-    return job
-
-def show(job):
-    global view
-    view = open_view(job)
-    view.refresh()
-
-def end(job, reason=""):
-    for rank in job.state.ranks:
-        if not rank.has_ended:
-            job.deliver(rank.rank, events.Ended(signal=15, stopped=True))
-    job.end(reason)
-    view.close()
-"""
-_RUNNING = {
-    "panel_2": "show(train(2))",
-    "panel_8": "show(train(8, behind=(5,), restarts=1)); view._widgets.curves.value = 'Each rank'; view.refresh()",
-    "panel_2_step": "show(measure(train(2))); view._widgets.view.value = 'Step'; view.refresh()",
-    "panel_8_step": "show(measure(train(8), 5)); view._widgets.view.value = 'Step'; view.refresh()",
-    "panel_64_step": "show(measure(train(64), 42)); view._widgets.view.value = 'Step'; view.refresh()",
-    "panel_2_profile": "show(measure(train(2))); view._profile = fake_profile(2); view._widgets.view.value = 'Step'; "
-    "view.refresh()",
-    "profile_2": "fake_profile(2)",
-    "profile_8": "fake_profile(8, 5)",
-    "profile_64": "fake_profile(64, 42)",
-    "panel_64": "show(train(64, behind=(17,), silent=(42,)))",
-    "panel_64_failing": "show(train(64, failed=(9,)))",
-}
-_ENDED = {
-    "panel_2_failed": "job = train(2, failed=(1,)); show(job); end(job)",
-    "panel_8_stopped": "job = train(8); show(job); view._clicked = 'stop'; end(job, 'stopped')",
-    "panel_64_failed": "job = train(64, failed=(9,)); show(job); end(job)",
-}
-
-
+_RUN_TIMEOUT_MS = 240_000
 _DATA = """
 %load_ext notebook_accel
 import torch
@@ -146,96 +41,181 @@ model = nn.Sequential(
     nn.Conv2d(1, 128, 3), nn.ReLU(), nn.Conv2d(128, 256, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4096, 10)
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-loader = DataLoader(data, batch_size=16, shuffle=True)
+loader = DataLoader(data, batch_size={batch_size}, shuffle=True)
+
+hard_examples = [data[:100]]  # for rank 0 alone
+enlarge, blur, shrink = nn.Upsample(scale_factor=32), nn.AvgPool2d(5, stride=1, padding=2), nn.AvgPool2d(32)
+
+def smooth(images, times):
+    large = enlarge(images)
+    for _ in range(times):
+        large = blur(large)
+    return shrink(large)
 """
 _TRAINING = """
-%%distributed --num_processes 2 --name digits
+%%distributed --num_processes {ranks} --name digits{flags}
 from notebook_accel import Accelerator, report
 
 accelerator = Accelerator()
 net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for epoch in range(8):
-    for x, y in loader:
+for epoch in range({epochs}):{in_epoch}
+    for x, y in loader:{in_step}
         loss = nn.functional.cross_entropy(net(x), y)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         report(loss=loss)
-    accelerator.print(f"epoch {epoch + 1}: loss {loss:.3f}")
+    accelerator.print(f"epoch {{epoch + 1}}: loss {{loss:.2f}}")
 """
+_HARD_EXAMPLES = """
+    if epoch == 4:
+        hard = hard_examples[accelerator.process_index]"""
+_SMOOTH = """
+        if accelerator.process_index == {rank} and epoch >= {epoch}:
+            x = smooth(x, times={times})"""
 _ONLY_THE_CELL = """
 .jp-cell-toolbar, .jp-Collapser { visibility: hidden }
 .jp-Cell { border-color: transparent !important; outline: none !important; box-shadow: none !important }
 .jp-Cell::before, .jp-Cell::after { display: none !important }
 """
+_MOST_COLOURS, _LEAST_APART = 256, 7  # the latter of red, green or blue, each from 0 to 255
+_APART_MS = 400  # between two pictures of a film
 _LAST_FRAME_S = 3.0  # how long a film shows its last picture before it begins again
 
 
-def test_moving_picture(page: Page, lab: Lab, screenshot: Screenshot) -> None:
-    name = "film.ipynb"
-    lab.write_notebook(name, [_DATA.strip(), _TRAINING.strip()])
-    page.set_viewport_size({"width": 980, "height": 1000})
-    open_notebook(page, lab, name)
+def _training(
+    ranks: int, *, epochs: int = 1000, flags: str = " --background", in_epoch: str = "", in_step: str = ""
+) -> str:
+    """Return the cell of a run, with lines that make a rank differ in an epoch or a step."""
+    return _TRAINING.strip().format(ranks=ranks, epochs=epochs, flags=flags, in_epoch=in_epoch, in_step=in_step)
+
+
+def _run(page: Page, lab: Lab, *cells: str, batch_size: int = 4, width: int = 1150, theme: str = "Light") -> Locator:
+    """Open a notebook, make the data, and run the first of the cells. Return the place of its output."""
+    lab.use_theme(f"JupyterLab {theme}")
+    lab.write_notebook("pictures.ipynb", [_DATA.strip().format(batch_size=batch_size), *cells])
+    page.set_viewport_size({"width": width, "height": 1600})
+    open_notebook(page, lab, "pictures.ipynb")
     page.keyboard.press("Control+b")  # closes the file browser beside the notebook
     page.add_style_tag(content=_ONLY_THE_CELL)
     run_cell(page, 0)
     wait_until_done(page, 0)
-    frames: list[tuple[float, bytes]] = []
-    cell = page.locator(".jp-CodeCell").nth(1)
-    output = run_cell(page, 1)
-    output.locator(".nba-panel").get_by_role("progressbar").nth(1).wait_for()
+    return run_cell(page, 1)
+
+
+def _see(page: Page, shown: Locator) -> Image.Image:
+    """Take a picture without a mouse pointer or a mark around the last control that was used."""
+    from PIL import Image
+
     page.mouse.move(0, 0)
-    while not frames or output.get_by_role("button", name="Stop").count():
-        frames.append((time.monotonic(), cell.screenshot()))
+    page.evaluate("document.activeElement.blur()")
+    return Image.open(io.BytesIO(shown.screenshot())).convert("RGB")
+
+
+def _path(name: str) -> pathlib.Path:
+    folder = pathlib.Path(os.environ["NOTEBOOK_ACCEL_SCREENSHOTS"])
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / name
+
+
+def _palette(picture: Image.Image) -> Image.Image:
+    """Return the most frequent of a picture's colours that differ visibly. With few colours, files are small."""
+    from PIL import Image
+
+    chosen: list[tuple[int, ...]] = []
+    for _, colour in sorted(picture.getcolors(2**24), reverse=True):
+        if all(max(abs(a - b) for a, b in zip(colour, other, strict=True)) > _LEAST_APART for other in chosen):
+            chosen.append(colour)
+    palette = Image.new("P", (1, 1))
+    palette.putpalette(list(itertools.chain(*chosen[:_MOST_COLOURS])))
+    return palette
+
+
+def _save(picture: Image.Image, name: str) -> None:
+    picture.quantize(palette=_palette(picture), dither=0).save(_path(name), optimize=True)
+
+
+def test_film_of_a_cell(page: Page, lab: Lab) -> None:
+    output = _run(page, lab, _training(2, epochs=6, flags=""), batch_size=16, width=1020)
+    output.locator("svg").first.wait_for(timeout=_RUN_TIMEOUT_MS)
+    shown = page.locator(".jp-CodeCell").nth(1)
+    frames = [(time.monotonic(), _see(page, shown))]
+    while output.get_by_role("button", name="Stop").count():
+        page.wait_for_timeout(_APART_MS)
+        frames.append((time.monotonic(), _see(page, shown)))
     wait_until_done(page, 1)
     expect(output.locator(".nba-header")).to_contain_text("finished")
-    frames.append((time.monotonic(), cell.screenshot()))
+    frames.append((time.monotonic(), _see(page, shown)))
     assert len(frames) > 10
-    screenshot(cell, "panel_run")
-    _save_film(frames, pathlib.Path(os.environ["NOTEBOOK_ACCEL_SCREENSHOTS"]) / "panel_run.gif")
+    _save(frames[-1][1], "panel_run.png")
+    _save_film(frames, "panel_run.gif")
 
 
-def _save_film(frames: list[tuple[float, bytes]], path: pathlib.Path) -> None:
+def _save_film(frames: list[tuple[float, Image.Image]], name: str) -> None:
     """Put pictures together, each shown for the time until the next one was taken."""
     from PIL import Image
 
-    times = [taken_s for taken_s, _ in frames]
+    times, pictures = zip(*frames, strict=True)
     shown_ms = [
         int(1000 * s) for s in (*(later - earlier for earlier, later in itertools.pairwise(times)), _LAST_FRAME_S)
     ]
-    pictures = [Image.open(io.BytesIO(png)).convert("RGB") for _, png in frames]
-    size = (pictures[-1].width, max(picture.height for picture in pictures))
-    # A GIF has one palette: that of the last picture, which has every colour. Few colours without dithering are small.
-    palette = pictures[-1].quantize(64)
-    canvases = []
-    for picture in pictures:
-        canvas = Image.new("RGB", size, "white")
+    width, height = pictures[-1].width, max(picture.height for picture in pictures)
+    canvases = [Image.new("RGB", (width, height), "white") for _ in pictures]
+    for canvas, picture in zip(canvases, pictures, strict=True):
         canvas.paste(picture)
-        canvases.append(canvas.quantize(palette=palette, dither=Image.Dither.NONE))
-    first, *others = canvases
-    first.save(path, save_all=True, append_images=others, duration=shown_ms, loop=0, optimize=True)
+    # A GIF has one palette. A picture of the run and the one of its end have every colour.
+    both = Image.new("RGB", (width, 2 * height))
+    both.paste(canvases[len(canvases) // 2])
+    both.paste(canvases[-1], (0, height))
+    palette = _palette(both)
+    first, *others = (canvas.quantize(palette=palette, dither=0) for canvas in canvases)
+    first.save(_path(name), save_all=True, append_images=others, duration=shown_ms, loop=0, optimize=True)
 
 
-@pytest.mark.parametrize("theme", ["Light", "Dark"])
-def test_pictures(page: Page, lab: Lab, screenshot: Screenshot, theme: str) -> None:
-    lab.use_theme(f"JupyterLab {theme}")
-    name = f"pictures_{theme.lower()}.ipynb"
-    scenes = {**_RUNNING, **_ENDED}
-    profile = inspect.getsource(fake_runs.fake_profile)
-    setup = f"from __future__ import annotations\n%load_ext notebook_accel\n{fake_runs.SETUP}\n{profile}"
-    lab.write_notebook(name, [setup, _SCENES, *scenes.values()])
-    page.set_viewport_size({"width": 1400, "height": 1600})
-    open_notebook(page, lab, name)
-    for index in (0, 1):
-        run_cell(page, index)
-        wait_until_done(page, index)
-    for index, picture in enumerate(scenes, start=2):
-        panel = run_cell(page, index).locator(".nba-panel")
-        wait_until_done(page, index)
-        panel.locator("svg").first.wait_for()
-        expect(panel.locator("table").first).to_be_visible()
-        page.mouse.move(0, 0)
-        screenshot(panel, f"{picture}_{theme.lower()}")
-    page.set_viewport_size({"width": 900, "height": 1600})
-    for index, picture in ((3, "panel_8_narrow"), (4, "panel_64_narrow")):
-        screenshot(page.locator(".jp-CodeCell").nth(index).locator(".nba-panel"), f"{picture}_{theme.lower()}")
+def test_rank_for_which_the_others_wait(page: Page, lab: Lab) -> None:
+    slow = _SMOOTH.format(rank=5, epoch=2, times=12)
+    panel = _run(page, lab, _training(8, in_step=slow), "%distributed profile").locator(".nba-panel")
+    panel.get_by_text("epoch 5:").last.wait_for(timeout=_RUN_TIMEOUT_MS)
+    panel.get_by_role("button", name="Step").click()
+    panel.locator("table.nba-steps").wait_for()
+    expect(panel.locator(".nba-why")).to_contain_text("Rank 5 computes")
+    _save(_see(page, panel), "panel_8_step_light.png")
+    profile = run_cell(page, 2).locator(".nba-panel")
+    profile.wait_for(timeout=_RUN_TIMEOUT_MS)
+    _save(_see(page, profile), "profile_8_light.png")
+
+
+def test_rank_that_is_behind(page: Page, lab: Lab) -> None:
+    """Each rank trains a network of its own, so none waits for another."""
+    cell = _training(8, in_step=_SMOOTH.format(rank=5, epoch=0, times=1))
+    cell = cell.replace("accelerator.prepare(model, optimizer, loader)", "model, optimizer, loader")
+    cell = cell.replace("accelerator.backward(loss)", "loss.backward()")
+    panel = _run(page, lab, cell, batch_size=16, theme="Dark").locator(".nba-panel")
+    panel.get_by_role("button", name="Each rank").click()
+    panel.get_by_text("epoch 1:").last.wait_for(timeout=_RUN_TIMEOUT_MS)
+    near_the_end = re.compile("^(9.|10.)$")  # of 113 steps, so that the bars show who is behind
+    expect(panel.get_by_role("progressbar").first).to_have_attribute("aria-valuenow", near_the_end)
+    expect(panel.locator("tr.nba-behind-row")).to_have_count(1)
+    _save(_see(page, panel), "panel_8_dark.png")
+
+
+def test_rank_that_is_silent(page: Page, lab: Lab) -> None:
+    endless = _SMOOTH.format(rank=42, epoch=5, times=10**9)
+    panel = _run(page, lab, _training(64, in_step=endless)).locator(".nba-panel")
+    panel.locator("tr.nba-silent-row").first.wait_for(timeout=_RUN_TIMEOUT_MS)
+    _save(_see(page, panel), "panel_64_light.png")
+
+
+def test_run_that_has_failed(page: Page, lab: Lab) -> None:
+    failing = _training(2, in_epoch=_HARD_EXAMPLES)
+    panel = _run(page, lab, failing, batch_size=16).locator(".nba-panel:not(:has(.widget-html))")
+    panel.get_by_text("traceback of rank 1").wait_for(timeout=_RUN_TIMEOUT_MS)
+    _save(_see(page, panel), "panel_2_failed_light.png")
+
+
+def test_form(page: Page, lab: Lab) -> None:
+    form = _run(page, lab, "%distributed config").locator(".nba-form")
+    form.get_by_label("num_processes").fill("2")
+    form.get_by_label("mixed_precision").select_option("bf16")
+    form.get_by_text("+ mixed_precision: bf16").wait_for()
+    _save(_see(page, form), "config_form.png")

@@ -13,8 +13,7 @@ from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 
 __all__ = [
-    "ATTACK", "SETUP", "Document", "FakeRun", "facts", "fake_profile", "header_html", "summary_html", "summary_text",
-    "training",
+    "ATTACK", "SETUP", "Document", "FakeRun", "facts", "header_html", "summary_html", "summary_text", "training",
 ]  # fmt: skip
 
 ATTACK = '<script>alert("1")</script><img src=x onerror=alert(1)>'
@@ -93,54 +92,6 @@ def training(world_size: int = 2, seconds: int = 6) -> FakeRun:
             run.apply(rank, events.Metrics(time_s=float(second), step=10 * second, values={"loss": 2.0 / (second + 1)}))
         run.apply(rank, events.Memory(time_s=5.0, used_bytes=9 << 30, total_bytes=16 << 30, kind="device"))
     return run
-
-
-def fake_profile(world_size: int, straggler: int | None = None) -> Any:
-    """Return the profile of five steps, in which one rank may keep the others waiting. Notebooks define this too."""
-    import math
-    import pathlib
-
-    from notebook_accel.launching.state.profiles import Profile, RankProfile
-    from notebook_accel.protocol.events import OperatorTime, SampledLine, Span
-
-    def of_rank(rank: int) -> RankProfile:
-        forward = 19e3 if rank == straggler else 5e3 + 300 * math.sin(rank)
-        waits, backward = 13e3 if straggler not in (None, rank) else 0.0, 9e3
-        parts = {"data": 800.0, "forward": forward, "backward": backward + waits, "other": 200.0, "optimizer": 1500.0}
-        spans, at = [], 0.0
-        for step in range(5):
-            spans.append(Span("step", f"ProfilerStep#{step + 1}", at, sum(parts.values())))
-            for name, took in parts.items():
-                spans.append(Span("phase", name, at, took))
-                if name in ("forward", "backward"):
-                    computes = took - waits if name == "backward" else took
-                    for number in range(int(computes / 500)):
-                        spans.append(Span("operator", "aten::conv2d", at + 500 * number, 420))
-                        spans.append(Span("kernel", "implicit_gemm", at + 500 * number + 60, 400))
-                if name == "backward":
-                    for begin, length in ((2500.0, 2000.0), (5000.0, 2000.0), (7500.0, took - 7500)):
-                        spans.append(Span("collective", "nccl:all_reduce", at + begin, length))
-                at += took
-        operators = [
-            OperatorTime(name, calls * 5, took * 5, is_kernel)
-            for name, calls, took, is_kernel in (
-                ("aten::cudnn_convolution", 53, 4210.0, False),
-                ("aten::cudnn_batch_norm", 53, 2890.0, False),
-                ("aten::add_", 180, 1310.0, False),
-                ("aten::addmm", 1, 78.0, False),
-                ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 3, 9200.0, True),
-                ("sm80_xmma_fprop_implicit_gemm_indexed_tf32f32", 53, 6130.0, True),
-            )
-        ]
-        lines = [
-            SampledLine("forward", "", "In[7], line 21", "x = self.blur(x)", 310),
-            SampledLine("backward", "", "In[7], line 48", "accelerator.backward(loss)", 480),
-            SampledLine("data", "", "In[7], line 44", "for images, <labels> in loader:", 40),
-        ]
-        return RankProfile(rank, 5, 900.0 * (rank % 3), tuple(spans), tuple(operators), tuple(lines))
-
-    trace = pathlib.Path("/tmp/notebook-accel-1000/pets-resnet50d/profile_120000_000_all_ranks.json")
-    return Profile("pets-resnet50d", 5, tuple(of_rank(rank) for rank in range(world_size)), trace)
 
 
 SETUP = """
