@@ -41,7 +41,7 @@ def run(_: argparse.Namespace) -> NoReturn:
             shutil.copyfile(_NOTEBOOK, copy)
         except OSError as error:
             raise ConfigError(f"{copy} can't be written: {error.strerror}.", fix="cd to a folder of yours") from None
-    _become("jupyterlab", str(copy))
+    _become("jupyterlab", f"--LabApp.default_url=/lab/tree/{_NAME}")  # also in the address that it prints
 
 
 def _become(*module: str) -> NoReturn:

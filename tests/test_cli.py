@@ -19,6 +19,7 @@ from kernel_ext import commands
 from notebook_accel import cli, config
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.kernel import launcher
+from tests.processes import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -201,21 +202,31 @@ def test_demo_runs_the_notebook_where_there_is_no_lab(tmp_path: pathlib.Path) ->
     assert list((tmp_path / "here").iterdir()) == []
 
 
-def test_demo_opens_a_copy_of_the_notebook_in_lab_and_keeps_a_changed_one(tmp_path: pathlib.Path) -> None:
-    """A module in JupyterLab's place prints its arguments; ``tests/browser`` opens the real one."""
-    (tmp_path / "lab").mkdir()
-    (tmp_path / "lab" / "jupyterlab.py").write_text("import sys\nprint('jupyterlab', *sys.argv[1:])\n")
-    here = {"PYTHONPATH": str(tmp_path / "lab")}
-    assert (
-        _in_shell(f"cd {tmp_path} && $notebook_accel demo | tail -n 1", **here).stdout
-        == f"jupyterlab {_NOTEBOOK.name}\n"
-    )
+@pytest.mark.parametrize("before", [None, "{}"], ids=["new", "changed"])
+def test_demo_opens_a_copy_of_the_notebook_in_lab_and_keeps_a_changed_one(
+    before: str | None, tmp_path: pathlib.Path
+) -> None:
     copy = tmp_path / _NOTEBOOK.name
-    assert copy.read_bytes() == _NOTEBOOK.read_bytes()
-    copy.write_text("changed")
-    run = _in_shell(f"cd {tmp_path} && $notebook_accel demo", **here)
-    assert "is in this folder already and stays as it is" in run.stdout
-    assert copy.read_text() == "changed"
+    if before is not None:
+        copy.write_text(before)
+    settings = {"open_browser": False, "allow_root": True, "port": 0}
+    (tmp_path / "jupyter_server_config.json").write_text(json.dumps({"ServerApp": settings}))
+    places = ("HOME", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_WORKSPACES_DIR")
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        lab = subprocess.Popen(
+            [sys.executable, "-m", "notebook_accel", "demo"], cwd=tmp_path, stdout=output, stderr=output,
+            env={**os.environ, **dict.fromkeys(places, str(tmp_path))},
+        )  # fmt: skip
+    try:
+        wait_until(lambda: f"/lab/tree/{copy.name}?token=" in log.read_text(), "Lab has an address", 60)
+        assert lab.poll() is None
+    finally:
+        lab.kill()
+        lab.wait()
+    said = log.read_text().splitlines()
+    assert (f"{copy.name} is in this folder already and stays as it is." in said) is (before is not None)
+    assert copy.read_text() == (before or _NOTEBOOK.read_text())
 
 
 def test_demo_names_the_packages_that_it_lacks(tmp_path: pathlib.Path) -> None:
