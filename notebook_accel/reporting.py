@@ -145,7 +145,6 @@ class Reporter:
         self._names: set[str] = set()  # of all metrics so far, of a session's cell
         self._has_left_out = False
         self._copies: dict[str, _GpuCopy] = {}
-        self._copies_metrics = environment.is_on(environment.CUDA_TELEMETRY)
         # Until ``release_metrics``: a dict on devices where values exist only when a step ends.
         self._held: dict[str, tuple[Any, int]] | None = None
         self._last_progress: events.Progress | None = None
@@ -261,12 +260,13 @@ class Reporter:
         return False
 
     def _start_copy(self, name: str, tensor: Any, step: int) -> None:
-        if not self._copies_metrics:
-            return
         with contextlib.suppress(RuntimeError):  # several elements, or no memory: no reason to fail training
             if sys.modules["torch"].cuda.is_current_stream_capturing():
                 return  # a graph would record the copy, and memory can't be allocated during the capture
             if name not in self._copies:
+                # Asked here, since a rank's reporter is made before the rank has the launch's environment.
+                if not environment.is_on(environment.CUDA_TELEMETRY):
+                    return
                 self._copies[name] = _GpuCopy()
             self._copies[name].report(tensor, step)
 

@@ -24,7 +24,7 @@ from typing import Any
 from notebook_accel import config as configuration
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import NotebookAccelError
+from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.formatting import aligned, json_text
 from notebook_accel.launching.kernel import launcher
 from notebook_accel.launching.kernel.devices import Machine
@@ -37,7 +37,7 @@ _DEADLINE_S = 60.0
 _STOP_DEADLINE_S = 30.0
 _PACKAGES = ("torch", "numpy", "ipython", "ipykernel", "ipywidgets", "cloudpickle", "msgspec", "nvidia-ml-py")
 _OFF = "set it in the notebook, os.environ[...] = ..., and launch again"
-_SHARED, _TOGETHER, _STOP = "on one GPU: ", "all together", "stop in a collective"
+_SHARED, _ALONE, _TOGETHER, _STOP = "on one GPU: ", "each device alone", "all together", "stop in a collective"
 _NCCL_FIX = f"NCCL_P2P_DISABLE=1, then NCCL_SHM_DISABLE=1 or NCCL_IB_DISABLE=1; {_OFF}"
 # What to try when a check fails. Each switch turns a path off that isn't torch's plain one.
 _FIXES = {"workers": "more shared memory (docker run --shm-size=8g), or num_workers=0"}
@@ -45,6 +45,7 @@ _FIXES_ON_GPUS = {
     "memory": "see who uses the device (nvidia-smi), or choose another one: CUDA_VISIBLE_DEVICES",
     "loader's copies": f"{environment.COPY_STREAM}=0; {_OFF}",
     **dict.fromkeys(("meeting", "all_reduce", "step together", _TOGETHER), _NCCL_FIX),
+    _ALONE: f"{environment.COPY_STREAM}=0, then {environment.CUDA_TELEMETRY}=0 and {environment.NVML}=0; {_OFF}",
     _STOP: f"{environment.NCCL_ABORT}=0: a rank that waits is killed after grace_s instead; {_OFF}",
 }
 _USUAL_FIX = "send the report (--report)"
@@ -144,7 +145,7 @@ def fix_of(name: str, *, on_gpus: bool) -> str:
 
 
 def _checks(config: LaunchConfig, *, shares_gpu: bool) -> Iterator[Check]:
-    yield from _launched("each device alone", device_checks.alone, config)
+    yield from _launched(_ALONE, device_checks.alone, config)
     yield from _launched(_TOGETHER, device_checks.together, config)
     if shares_gpu:  # by gloo, since NCCL takes one rank a GPU
         shared = config.replace(num_processes=2, oversubscribe=True)
@@ -240,9 +241,11 @@ def _driver() -> str | None:
 
 
 def anonymous(text: str) -> str:
-    """Return a text without paths, and without the names of this machine and its user."""
+    """Return a text without paths, network addresses, and the names of this machine and its user."""
     with_paths_hidden = re.sub(r"(?<![\w.])~?(/[^\s'\",:;()]+)+", "PATH", text)
-    for name, stand_in in ((socket.gethostname(), "HOST"), (_user(), "USER")):
+    with_paths_hidden = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "ADDRESS", with_paths_hidden)
+    # The longest first: a full name begins with the short one.
+    for name, stand_in in ((socket.getfqdn(), "HOST"), (socket.gethostname(), "HOST"), (_user(), "USER")):
         if name:
             with_paths_hidden = re.sub(rf"\b{re.escape(name)}\b", stand_in, with_paths_hidden)
     return with_paths_hidden
@@ -297,9 +300,13 @@ def write(trial: Trial, path: pathlib.Path, text: str) -> str:
     """Write the report, which has been shown as ``text``, and return a sentence about it.
 
     Raises:
-        OSError: The file can't be written.
+        ConfigError: The file can't be written.
     """
-    path.write_text(f"{text}\n", encoding="utf-8")
+    try:
+        path.write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        what = f"The report can't be written to {path}: {error.strerror}."
+        raise ConfigError(what, fix="--report FILE, in a folder that you may write to") from None
     outcome = "went well" if trial.passed else "did not all go well"
     return (
         f"The checks {outcome}. Written as it is shown above: {path}. It has no names and no paths. Please attach it "

@@ -333,6 +333,17 @@ def on_gpu(value: float, kind: type[torch.Tensor] = OnGpu) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("no_capture")
+def test_number_on_a_gpu_stays_there_if_that_is_switched_off(
+    rank: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTEBOOK_ACCEL_CUDA_TELEMETRY", "0")  # after the reporter was made, as in a rank
+    notebook_accel.report(loss=on_gpu(0.5), accuracy=0.75)
+    rank.end()
+    rank.watcher.read_to_the_end()
+    assert [said.values for said in rank.watcher.of(events.Metrics)] == [{"accuracy": 0.75}]
+
+
+@pytest.mark.usefixtures("no_capture")
 def test_number_on_a_gpu_is_copied_by_the_thread_that_reports_it(rank: types.SimpleNamespace) -> None:
     notebook_accel.report(loss=on_gpu(0.5), broken=on_gpu(float("nan")))
     for name, is_right in [("loss", lambda number: number == 0.5), ("broken", math.isnan)]:

@@ -12,8 +12,9 @@ import time
 import pytest
 import torch
 
-from notebook_accel import cli, environment, nccl, reporting, trial
+from notebook_accel import cli, environment, nccl, trial
 from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError
 from notebook_accel.launching.ranks import device_checks
 from notebook_accel.launching.ranks.device_checks import Outcome
 from notebook_accel.launching.ranks.phases import StepClock
@@ -91,6 +92,7 @@ def test_check_says_which_ranks_have_failed() -> None:
         ("all together", True, "NCCL_P2P_DISABLE=1"),
         ("all_reduce", False, "--report"),
         ("loader's copies", True, "NOTEBOOK_ACCEL_COPY_STREAM=0"),
+        ("each device alone", True, "NOTEBOOK_ACCEL_COPY_STREAM=0"),
         (STOP, True, "NOTEBOOK_ACCEL_NCCL_ABORT=0"),
         ("workers", False, "--shm-size"),
         ("fp16 step", True, "--report"),
@@ -105,11 +107,18 @@ def test_failed_check_says_what_to_try(name: str, on_gpus: bool, said: str) -> N
     [
         ("no file ~/data/a.csv, nor '/srv/b'", "no file PATH, nor 'PATH'"),
         (f"{socket.gethostname()}:29500 refused it", "HOST:29500 refused it"),
-        ("ratio 1/2 of 3.5 GiB", "ratio 1/2 of 3.5 GiB"),
+        ("[node7.lab.example]:29500 at 10.0.0.7", "[HOST]:29500 at ADDRESS"),
+        ("ratio 1/2 of 3.5 GiB, torch 2.13.0", "ratio 1/2 of 3.5 GiB, torch 2.13.0"),
     ],
 )
-def test_report_hides_paths_and_names(text: str, hidden: str) -> None:
+def test_report_hides_paths_and_names(text: str, hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda: "node7.lab.example")
     assert trial.anonymous(text) == hidden
+
+
+def test_report_that_cannot_be_written_is_one_clear_error(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match=r"The report can't be written to .*: No such file or directory"):
+        trial.write(trial.Trial({}, ()), tmp_path / "no" / "such.json", "{}")
 
 
 def test_switches_turn_paths_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,5 +132,4 @@ def test_switches_turn_paths_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     nccl.let_ranks_survive()
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
-    assert not reporting.Reporter()._copies_metrics
     assert not StepClock()._marks_steps
