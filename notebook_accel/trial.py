@@ -197,7 +197,9 @@ def _stopped_after_s(session: Session) -> float:
     session.run(device_checks.add_ranks)  # the ranks have a group from here on
     job = session.start(_WAITING)
     waits_until_s = time.monotonic() + _STOP_DEADLINE_S
-    while "reduce" not in str(job.stacks()) and time.monotonic() < waits_until_s:
+    while "reduce" not in str(job.stacks()):
+        if time.monotonic() > waits_until_s:
+            raise TimeoutError(f"rank 0 didn't come to its collective in {_STOP_DEADLINE_S:.0f} s")
         time.sleep(0.1)
     began_s = time.monotonic()
     job.stop()
