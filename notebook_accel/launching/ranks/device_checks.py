@@ -114,7 +114,7 @@ def _step(precision: str) -> str:
         optimizer.zero_grad()
         _synchronize(accelerator.device)
         took_s = time.perf_counter() - began_s
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     if not losses[-1] < losses[0]:
         raise RuntimeError(f"the loss doesn't fall: {losses[0]:.3f}, and after {_STEPS} steps {losses[-1]:.3f}")
     if accelerator.num_processes > 1:
