@@ -195,7 +195,7 @@ def test_rank_that_is_behind(page: Page, lab: Lab) -> None:
     panel.get_by_text("epoch 1:").last.wait_for(timeout=_RUN_TIMEOUT_MS)
     near_the_end = re.compile("^(9.|10.)$")  # of 113 steps, so that the bars show who is behind
     expect(panel.get_by_role("progressbar").first).to_have_attribute("aria-valuenow", near_the_end)
-    expect(panel.locator("tr.nba-behind-row")).to_have_count(1)
+    panel.locator("tr.nba-behind-row > th", has_text="5").wait_for()  # on a busy machine, others may be behind too
     _save(_see(page, panel), "panel_8_dark.png")
 
 
