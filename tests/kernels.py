@@ -19,6 +19,9 @@ from jupyter_client.manager import KernelManager
 
 from tests import processes
 
+# For kernels that launch nothing on this machine themselves: end the template that the extension has started for the
+# first launch, which would import torch and more.
+END_TEMPLATE = '__import__("notebook_accel.launching.kernel.local", fromlist=["engine"]).engine().close()'
 _START_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.front_end
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
     with kernels.running(tmp_path_factory.mktemp("notebook")) as kernel:
-        assert kernel.run("%load_ext notebook_accel").status == "ok"
+        assert kernel.run(f"%load_ext notebook_accel\n{kernels.END_TEMPLATE}").status == "ok"
         yield kernel
 
 

@@ -65,7 +65,7 @@ def _values(kernel: kernels.Kernel, code: str, *expressions: str) -> list[object
 
 @pytest.mark.parametrize("code", ["notebook_accel.config_widget()", "%distributed config"])
 def test_it_is_the_cells_value_and_text_where_nobody_looks(kernel: kernels.Kernel, code: str) -> None:
-    assert kernel.run("import notebook_accel\n%load_ext notebook_accel").status == "ok"
+    assert kernel.run(f"import notebook_accel\n%load_ext notebook_accel\n{kernels.END_TEMPLATE}").status == "ok"
     for is_watched in (True, False):
         cell = kernel.start(code, allow_stdin=is_watched)
         assert cell.finish().status == "ok"

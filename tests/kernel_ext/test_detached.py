@@ -36,7 +36,8 @@ model
 def new_kernel(folder: pathlib.Path, variables: Mapping[str, str] = {}) -> kernels.Kernel:
     folder.mkdir()
     kernel = kernels.Kernel(folder, variables)
-    loaded = kernel.run("%load_ext notebook_accel\nfrom notebook_accel import report\nimport pathlib, time", _LONG_S)
+    load = f"%load_ext notebook_accel\n{kernels.END_TEMPLATE}\nfrom notebook_accel import report\nimport pathlib, time"
+    loaded = kernel.run(load, _LONG_S)
     assert loaded.status == "ok", loaded.traceback
     return kernel
 

@@ -30,7 +30,7 @@ def notebook(folder: pathlib.Path, variables: Mapping[str, str] = {}) -> Iterato
 
 def load(kernel: kernels.Kernel) -> str:
     """Load the extension; what that says."""
-    loaded = kernel.run("%load_ext notebook_accel", _LONG_S)
+    loaded = kernel.run(f"%load_ext notebook_accel\n{kernels.END_TEMPLATE}", _LONG_S)
     assert loaded.status == "ok", loaded.traceback
     return loaded.stdout
 

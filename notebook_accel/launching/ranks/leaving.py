@@ -63,7 +63,7 @@ def leave(*, is_waited_for: bool, inherited_modules: int) -> None:
         "objects that it destroys, such as open files": lambda: _destroy_objects(inherited_modules),
         "the removal of its shared memory": processes.end_tracker,
     }
-    _leave_out_compile_times()
+    _show_compile_times()
     _leave_out_finalizers()
     what = ""
     late = late_told("waits at most a minute", lambda: what) if is_waited_for else contextlib.nullcontext()
@@ -148,12 +148,14 @@ def _flush_files() -> Sequence[Any]:
     return files
 
 
-def _leave_out_compile_times() -> None:
-    """Keep torch from making its table of compile times at the exit, which takes 3 ms, if no logger shows it."""
+def _show_compile_times() -> None:
+    """Have torch make its table of compile times at the exit, which takes 3 ms, only if a logger shows it."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     with contextlib.suppress(AttributeError):  # private to torch
-        if dynamo is not None and not dynamo.log.isEnabledFor(logging.INFO):
+        if dynamo is not None:
             atexit.unregister(dynamo.dump_compile_times)
+            if dynamo.log.isEnabledFor(logging.INFO):
+                atexit.register(dynamo.dump_compile_times)
 
 
 def _leave_out_finalizers() -> None:
