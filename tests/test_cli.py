@@ -196,7 +196,9 @@ def _without(module: str, folder: pathlib.Path) -> dict[str, str]:
 def test_demo_runs_the_notebook_where_there_is_no_lab(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
     monkeypatch.setitem(sys.modules, "jupyterlab", None)
 
     def become(*command: str) -> NoReturn:
@@ -210,7 +212,7 @@ def test_demo_runs_the_notebook_where_there_is_no_lab(
     assert said.startswith("JupyterLab isn't installed here, so the notebook runs in this terminal")
     module, notebook = command.split()
     assert module == "IPython" and pathlib.Path(notebook).samefile(_NOTEBOOK)
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 @pytest.mark.parametrize("before", [None, "{}"], ids=["new", "changed"])
