@@ -91,10 +91,10 @@ def test_launch_calls_few_functions_and_touches_little_memory(tmp_path: pathlib.
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)
-    assert 0 < found["calls"] <= 480  # in the kernel's main thread
+    assert 0 < found["calls"] <= 500  # in the kernel's main thread
     assert len(found["ranks"]) == 2
     for rank in found["ranks"]:
-        assert 0 < rank["calls"] <= 360
+        assert 0 < rank["calls"] <= 400
         assert 0 < rank["faults"] <= 1.15 * 2190  # counting costs some of them
 
 
