@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import importlib.metadata
 import io
 import os
 import pathlib
-import platform
 import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -30,10 +28,6 @@ from notebook_accel.launching.kernel.devices import Devices, Machine
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of writing to a file or a terminal
 _EPILOG = "Other flags of `accelerate launch` are understood; those that are not supported here are refused by name."
-_REPORTED = (
-    *("torch", "torch-xla", "ipython", "ipykernel", "ipywidgets", "jupyterlab", "cloudpickle", "msgspec"),
-    *("nvidia-ml-py", "numpy", "accelerate"),
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,19 +125,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _env(_: argparse.Namespace) -> int:
-    lines = {"notebook-accel": VERSION, "python": platform.python_version(), "platform": platform.platform()}
-    lines |= {name: _version(name) for name in _REPORTED}
     devices = Devices.find(config.LaunchConfig())
-    lines |= {**dict(Machine.find().facts()), "devices": devices.describe(devices.available)}
+    lines = {**trial.facts_of(Machine.find()), "devices": devices.describe(devices.available)}
     print("\n".join(aligned(list(lines.items()))))
     return 0
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _config(parsed: argparse.Namespace) -> int:

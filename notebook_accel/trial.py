@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import datetime
 import getpass
-import importlib
 import importlib.metadata
 import io
 import os
@@ -21,13 +20,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from notebook_accel import VERSION, environment
 from notebook_accel import config as configuration
-from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, NotebookAccelError
 from notebook_accel.formatting import aligned, json_text
 from notebook_accel.launching.kernel import launcher
-from notebook_accel.launching.kernel.devices import Machine
+from notebook_accel.launching.kernel.devices import Machine, open_nvml
 from notebook_accel.launching.ranks import device_checks
 from notebook_accel.launching.ranks.device_checks import Outcome
 from notebook_accel.sessions.kernel.session import Session
@@ -35,7 +34,10 @@ from notebook_accel.sessions.kernel.session import Session
 REPORT = "notebook-accel-report.json"
 _DEADLINE_S = 60.0
 _STOP_DEADLINE_S = 30.0
-_PACKAGES = ("torch", "numpy", "ipython", "ipykernel", "ipywidgets", "cloudpickle", "msgspec", "nvidia-ml-py")
+_PACKAGES = (
+    *("torch", "torch-xla", "ipython", "ipykernel", "ipywidgets", "jupyterlab", "cloudpickle", "msgspec"),
+    *("nvidia-ml-py", "numpy", "accelerate"),
+)
 _OFF = "set it in the notebook, os.environ[...] = ..., and launch again"
 _SHARED, _ALONE, _TOGETHER, _STOP = "on one GPU: ", "each device alone", "all together", "stop in a collective"
 _NCCL_FIX = f"NCCL_P2P_DISABLE=1, then NCCL_SHM_DISABLE=1 or NCCL_IB_DISABLE=1; {_OFF}"
@@ -126,7 +128,7 @@ def run(config: LaunchConfig, show: Callable[[str], object] = print) -> Trial:
         view="none",
         name="trial",
     )
-    facts = {**_facts(), **dict(machine.facts())}
+    facts = {**facts_of(machine), **_driver(), **_switches()}
     show("\n".join(aligned(list(facts.items()))))
     checks = []
     checked = _checks(plain, shares_gpu=on_gpus and machine.devices.available == 1)
@@ -217,29 +219,27 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _facts() -> dict[str, str]:
-    versions = {"notebook-accel": "unknown"}
-    for name in ("notebook-accel", *_PACKAGES):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    system = f"{platform.system()} {platform.release()}, {platform.machine()}, {' '.join(platform.libc_ver())}"
-    if (driver := _driver()) is not None:
-        versions["NVIDIA driver"] = driver
-    switches = {name: os.environ[name] for name in environment.SWITCHES if name in os.environ}
-    return {**versions, "python": platform.python_version(), "system": system, **switches}
+def facts_of(machine: Machine) -> dict[str, str]:
+    """Return the versions and the machine, for a report."""
+    versions = {"notebook-accel": VERSION, "python": platform.python_version(), "platform": platform.platform()}
+    return {**versions, **{name: _version(name) for name in _PACKAGES}, **dict(machine.facts())}
 
 
-def _driver() -> str | None:
-    with contextlib.suppress(Exception):  # no driver, or no library of it
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        try:
-            return os.fsdecode(nvml.nvmlSystemGetDriverVersion())
-        finally:
-            nvml.nvmlShutdown()
-    return None
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _driver() -> dict[str, str]:
+    with contextlib.suppress(Exception), open_nvml() as (nvml, _):  # no driver, or no library of it
+        return {"NVIDIA driver": os.fsdecode(nvml.nvmlSystemGetDriverVersion())}
+    return {}
+
+
+def _switches() -> dict[str, str]:
+    return {name: os.environ[name] for name in environment.SWITCHES if name in os.environ}
 
 
 def anonymous(text: str) -> str:

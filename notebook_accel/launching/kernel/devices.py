@@ -165,7 +165,7 @@ def _index(entry: str, uuids: Sequence[str], *, by_uuid: bool) -> int | None:
 
 
 @contextlib.contextmanager
-def _nvml() -> Iterator[tuple[Any, list[Any]]]:
+def open_nvml() -> Iterator[tuple[Any, list[Any]]]:
     """Yield NVIDIA's management library and a handle of each installed GPU."""
     nvml: Any = importlib.import_module("pynvml")
     nvml.nvmlInit()
@@ -178,7 +178,7 @@ def _nvml() -> Iterator[tuple[Any, list[Any]]]:
 @functools.cache  # the library starts slowly, and a machine's GPUs don't change
 def _installed_gpus() -> tuple[str, ...] | None:
     """Return the UUIDs of NVIDIA's GPUs, ``MIG-`` for a divided one; ``None`` without the driver's library."""
-    with contextlib.suppress(Exception), _nvml() as (nvml, handles):  # no library, no driver, no permission
+    with contextlib.suppress(Exception), open_nvml() as (nvml, handles):  # no library, no driver, no permission
         return tuple("MIG-" if _is_divided(nvml, gpu) else os.fsdecode(nvml.nvmlDeviceGetUUID(gpu)) for gpu in handles)
     return None
 
@@ -379,7 +379,8 @@ def _gpus() -> tuple[Gpu, ...]:
     found = []
     if not environment.is_on(environment.NVML):
         return ()
-    with contextlib.suppress(Exception), _nvml() as (nvml, handles):  # no library, driver or permission; a divided GPU
+    # No library, driver or permission; a divided GPU.
+    with contextlib.suppress(Exception), open_nvml() as (nvml, handles):
         seen = visible([nvml.nvmlDeviceGetUUID(handle) for handle in handles], os.environ.get("CUDA_VISIBLE_DEVICES"))
         for handle in (handles[index] for index in seen or ()):
             name = os.fsdecode(nvml.nvmlDeviceGetName(handle))
