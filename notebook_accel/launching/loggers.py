@@ -62,8 +62,11 @@ def settings() -> dict[str, LoggerSettings]:
 
 def take_over(found: dict[str, LoggerSettings]) -> None:
     """Set up this process's loggers. Those that have handlers keep them, except for queues."""
+    present = logging.Logger.manager.loggerDict
     for name, each in found.items():
-        logger = logging.getLogger(name)
+        logger = present.get(name)
+        if not isinstance(logger, logging.Logger):  # to look up one that is there takes 10 µs in a fork
+            logger = logging.getLogger(name)
         if logger.level != each.level:  # setting a level clears the caches of all loggers, which takes 2 ms in a fork
             logger.setLevel(each.level)
         logger.propagate = each.propagate

@@ -22,10 +22,15 @@ def test_the_notebooks_filters_count_before_pythons_and_after_those_of_libraries
         warnings.simplefilter("always", FutureWarning)
         warnings.filterwarnings("error", "the .* way", UserWarning, "mine", 7)
         found = warning_filters.settings()
-        filters = [*warnings.filters]
         warnings.resetwarnings()
         warning_filters.take_over(found)
-        assert filters == warnings.filters
+        assert warning_filters.settings() == found
+        with pytest.raises(UserWarning, match="The old WAY"):
+            warnings.warn_explicit("The old WAY, again", UserWarning, "mine.py", 7, module="mine")
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.warn_explicit("The old WAY, again", UserWarning, "others.py", 7, module="others")
+            warnings.warn_explicit("Another way", UserWarning, "mine.py", 7, module="mine")
+        assert [str(each.message) for each in shown] == ["The old WAY, again", "Another way"]
         warnings.resetwarnings()
         warnings.simplefilter("default", DeprecationWarning)
         warnings.filterwarnings("default", category=PendingDeprecationWarning, module="__main__")
