@@ -348,7 +348,7 @@ def _share_processors(ranks: int) -> None:
     variables are for libraries that the rank imports itself, such as scipy, and for programs that it starts. A rank
     that has the whole machine keeps the settings of a process without a launch.
     """
-    each = max(1, _cores() // ranks)
+    each = max(1, host_memory.cores() // ranks)
     importlib.import_module("torch").set_num_threads(each)
     if each >= (os.cpu_count() or 1):
         return
@@ -362,15 +362,9 @@ def _share_processors(ranks: int) -> None:
 def prepare_for_forks() -> None:
     """Do in the template what every rank would do, and what needs nothing of the rank's."""
     openblas_counts()
-    _cores()
+    host_memory.cores()  # finds the control groups, which stay
     torch_hooks.install()
     random_numbers.install()
-
-
-@functools.cache
-def _cores() -> int:
-    """Return the number of processors that the template may use. First called there, since it reads several files."""
-    return host_memory.cores()
 
 
 @functools.cache
