@@ -22,6 +22,9 @@ from typing import Any
 
 _ROUTE = "_reply_subshell_for"
 
+# A page that was opened before ipywidgets was installed doesn't have its extension, and shows the text of a widget.
+_NO_WIDGETS = "Reload this page to see its widgets: ipywidgets was installed after the page was opened."
+
 
 def kernel() -> Any:
     """Return this process's ipykernel, or ``None``. Imports nothing, since plain scripts call this too."""
@@ -41,9 +44,9 @@ def is_watched(running: Any) -> bool:
 
 
 def widget_view(widget: Any, text: str) -> dict[str, Any]:
-    """Return the mime bundle that shows a widget, or text where widgets aren't shown."""
+    """Return the mime bundle that shows a widget, or text where widgets aren't shown, with what to do then."""
     view = {"model_id": widget.model_id, "version_major": 2, "version_minor": 0}
-    return {"application/vnd.jupyter.widget-view+json": view, "text/plain": text}
+    return {"application/vnd.jupyter.widget-view+json": view, "text/plain": f"{text}\n{_NO_WIDGETS}"}
 
 
 class LiveClicks:
