@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from notebook_accel import torch_internals
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training.backends import torch_group
 from notebook_accel.training.backends.backend import Backend
@@ -40,9 +41,9 @@ def collective_counts() -> list[int] | None:
     """
     if not dist.is_initialized():
         return None
-    groups: Iterable[Any] = dist.distributed_c10d._world.pg_map  # in the order in which they were made
+    groups = torch_internals.process_groups()
     compared = [group for group in groups if getattr(group, "group_desc", "") != torch_group.BACKGROUND]
-    begun = [number for group in compared for number in torch_group.call_counts(group)]
+    begun = [number for group in compared for number in torch_internals.call_counts(group)]
     return [int(torch_group.is_ours()), *begun, torch_group.own_calls()]
 
 
