@@ -17,7 +17,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,9 @@ from notebook_accel import environment, nccl, torch_internals
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import reporter
+from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.backends.watchdog import CollectiveWatchdog
 from notebook_accel.training.handlers import InitProcessGroupKwargs
-
-if TYPE_CHECKING:
-    from notebook_accel.training.backends.torch_distributed import TorchDistributed
 
 # Ranks arrive at different times when one of them downloads or unpacks something first.
 JOIN_DEADLINE_S = 600.0
@@ -45,6 +43,13 @@ _MAX_GRADIENT_GROUPS = 4  # each has connections and threads of its own
 # A store can outlive a group and keep its keys, or those of an earlier start of these ranks. So each group has its own
 # prefix. Ranks run the same program and count alike, from 0 after each restart.
 _group_numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+
+
+class Member(Backend, Protocol):
+    """A backend that uses the default group."""
+
+    def rejoin(self) -> None:
+        """Join the current default group, or create it with the previous one's options if there is none."""
 
 
 class Group:
@@ -71,7 +76,7 @@ class Group:
     ) -> None:
         self.options = options
         self.process_group = dist.group.WORLD
-        self.members: weakref.WeakSet[TorchDistributed] = weakref.WeakSet()
+        self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.gradient_groups: list[dist.ProcessGroup] = []
         self.mesh_groups = 0
         self.calls = 0
@@ -119,7 +124,7 @@ class Group:
         """True if this package created the group, False if the user's code did."""
         return self._deadline is not None
 
-    def remove(self, member: TorchDistributed) -> None:
+    def remove(self, member: Member) -> None:
         """Remove a member. If it was the last one and this package created the group, destroy the group."""
         self.members.discard(member)
         if self.members:
@@ -257,7 +262,7 @@ def is_ours() -> bool:
     return _current is not None and _current.is_current and bool(_current.members)
 
 
-def break_up() -> tuple[list[TorchDistributed], int]:
+def break_up() -> tuple[list[Member], int]:
     """Destroy the default group and every other group, even while they are in use.
 
     The ``Group`` object is kept until the next call, because destroying its gradient groups at once could deadlock, as
@@ -268,7 +273,7 @@ def break_up() -> tuple[list[TorchDistributed], int]:
     """
     global _broken, _current
     _broken, _current = _current, None
-    members: list[TorchDistributed] = []
+    members: list[Member] = []
     known = 1
     if _broken is not None:
         if _broken.is_current:
