@@ -13,6 +13,7 @@ from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
+from notebook_accel import torch_internals
 from notebook_accel.launching import device_state
 
 
@@ -55,7 +56,7 @@ class CudaWatch:
         # torch may be half imported, and the function is private. On failure, only the cell is recorded, not the line.
         with contextlib.suppress(Exception):
             if not cuda.is_initialized():
-                cuda._lazy_call(self._initializing)
+                torch_internals.at_cuda_start(self._initializing)
             self._is_queued = True
         return self._is_queued
 

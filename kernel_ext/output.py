@@ -12,7 +12,7 @@ import html
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from notebook_accel.formatting import format_count, plain_lines
+from notebook_accel.formatting import OutputWindow, format_count, plain_lines
 from notebook_accel.launching.views.rank_lines import AlikeLines, RankLine, margin
 from notebook_accel.protocol import events
 
@@ -49,20 +49,19 @@ class OutputLog:
         # The last of those that looked like errors, even if they are no longer in ``head`` or ``tail``.
         self.errors: collections.deque[RankLine] = collections.deque(maxlen=_ERROR_LINES)
         self.head: list[RankLine] = []  # the first lines; later ones are in ``tail``
-        self._tail: collections.deque[RankLine] = collections.deque(maxlen=_TAIL_LINES)
         self._by_rank: dict[int, collections.deque[RankLine]] = {}
-        self._has_gap = False
-        self._newest = AlikeLines(world_size, _MOMENT_S, self._keep)
+        self.window = OutputWindow[RankLine](_HEAD_LINES, _TAIL_LINES)
+        self._newest = AlikeLines(world_size, _MOMENT_S, lambda line: self.head.extend(self.window.add([line])))
 
     @property
     def tail(self) -> list[RankLine]:
         """The last lines that aren't in ``head``."""
-        return [*self._tail, *self._newest.unsettled][-_TAIL_LINES:]
+        return [*self.window.tail, *self._newest.unsettled]
 
     @property
     def left_out(self) -> int:
         """Number of lines between ``head`` and ``tail`` that weren't kept."""
-        return self.count - len(self.head) - len(self.tail)
+        return self.window.left_out
 
     def take(self, rank: int, event: events.Output) -> None:
         if event.left_out:
@@ -70,11 +69,10 @@ class OutputLog:
         self.add(rank, list(plain_lines(event.text)), event.time_s)
 
     def pass_over(self, rank: int, count: int) -> None:
-        """Count lines that are only in a log. There is one gap: lines before it that aren't in ``head`` go too."""
+        """Count a rank's lines that are only in its log."""
         self.count += count
         self._newest.settle()
-        self._has_gap = True
-        self._tail.clear()
+        self.window.pass_over(count)
         self._by_rank.pop(rank, None)
 
     def add(self, rank: int, texts: Sequence[str], now_s: float) -> None:
@@ -97,10 +95,6 @@ class OutputLog:
         """Return the last ``count`` lines that were kept without a gap."""
         kept = self.tail if self.left_out else [*self.head, *self.tail]
         return kept[-count:]
-
-    def _keep(self, line: RankLine) -> None:
-        """Keep a line that no other rank can join any more."""
-        (self.head if len(self.head) < _HEAD_LINES and not self._has_gap else self._tail).append(line)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +179,7 @@ def whole_output_html(output: OutputLog, log_folder: str) -> str:
 def output_lines(output: OutputLog, log_folder: str) -> list[str]:
     """Return the kept output as text."""
     head, tail = ([f"{output.prefix(line.ranks)}{line.text}" for line in part] for part in (output.head, output.tail))
-    whole = f"; the whole output is in {log_folder}" if log_folder else ""
-    gap = [f"… {format_count(output.left_out, 'line')} left out{whole} …"] if output.left_out else []
-    return [*head, *gap, *tail]
+    return [*head, *output.window.gap(log_folder), *tail]
 
 
 def _lines_html(lines: Iterable[RankLine], output: OutputLog, search: str = "") -> str:

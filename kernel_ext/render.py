@@ -18,6 +18,7 @@ from kernel_ext.output import OutputLog, faint, folded, output_lines, pre, scrol
 from kernel_ext.step_view import bar_html, step_html, step_text, verdict_html
 from kernel_ext.timeline import body_html
 from notebook_accel.formatting import (
+    OutputWindow,
     aligned,
     format_clock,
     format_count,
@@ -168,11 +169,9 @@ def _traceback_html(facts: RunFacts) -> str:
     """Show the failure's traceback; unfolded where no cell raises it."""
     if not facts.traceback:
         return ""
-    lines = list(plain_lines(facts.traceback.strip()))
-    left_out = len(lines) - _TRACEBACK_LINES
-    # Keep the last lines, which show the exception and its place.
-    gap = [f"… {format_count(left_out, 'line')} left out …"] if left_out > 0 else []
-    body = scrolled(pre(html.escape("\n".join([*gap, *lines[-_TRACEBACK_LINES:]])), "Traceback"))
+    window = OutputWindow[str](0, _TRACEBACK_LINES)  # the last lines, which show the exception and its place
+    window.add(list(plain_lines(facts.traceback.strip())))
+    body = scrolled(pre(html.escape("\n".join([*window.gap(), *window.tail])), "Traceback"))
     is_open, said = (" open", " · job.results() raises it") if facts.is_background else ("", "")
     return folded(f"traceback of rank {facts.failed_rank}{said}", body, f'class="nba-traceback"{is_open}')
 

@@ -91,7 +91,7 @@ _NAMES = {
     "training.memory_estimate": "MemoryEstimate estimate_memory",
     "training.parallelism": "ParallelismConfig",
     "training.random_state": "synchronize_rng_states",
-    "training.refusals": (
+    "refusals": (
         "DeepSpeedPlugin cpu_offload cpu_offload_with_hook disk_offload dispatch_model "
         "infer_auto_device_map init_empty_weights init_on_device load_checkpoint_and_dispatch "
         "load_checkpoint_in_model prepare_pippy"

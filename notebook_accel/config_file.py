@@ -18,62 +18,10 @@ from typing import Any
 
 import yaml
 
+from notebook_accel import refusals
 from notebook_accel.errors import ConfigError
 
 _TEXT = "tag:yaml.org,2002:str"
-# Accelerate's settings of context and sequence parallelism, besides their sizes.
-SEQUENCE_SETTINGS = (
-    "cp_backend", "cp_comm_strategy", "sp_attn_implementation", "sp_backend", "sp_seq_length",
-    "sp_seq_length_is_variable",
-)  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class _ForeignKey:
-    """The feature that a key of Accelerate asks for, the values that don't ask for it, and the alternative here."""
-
-    feature: str
-    harmless: tuple[Any, ...] = ()
-    instead: str = ""
-
-
-_EACH_MACHINE = "write num_nodes, node_rank and master_addr, and as num_processes the number on each machine"
-_PLUGIN = "give the Accelerator a TorchDynamoPlugin"
-# The keys of Accelerate 1.15 that aren't options here. Empty values and `no` are harmless for each.
-_KEYS: Mapping[str, _ForeignKey] = {
-    **dict.fromkeys(
-        ("command_file", "commands", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone"),
-        _ForeignKey("a TPU pod"),
-    ),
-    "compute_environment": _ForeignKey("a cloud service", ("LOCAL_MACHINE",)),
-    "debug": _ForeignKey("debug mode", instead="set the variable NOTEBOOK_ACCEL_DEBUG"),
-    "deepspeed_config": _ForeignKey("DeepSpeed"),
-    "distributed_type": _ForeignKey("another way of training", ("MULTI_CPU", "MULTI_GPU", "FSDP", "XLA")),
-    "downcast_bf16": _ForeignKey("another meaning of float on TPUs"),
-    "dynamo_config": _ForeignKey("a compiled model", ({"dynamo_backend": "NO"},)),  # see ConfigFile.unfolded
-    "dynamo_mode": _ForeignKey("a mode of torch.compile", ("default",), _PLUGIN),
-    "dynamo_use_dynamic": _ForeignKey("compiling for any shape", instead=_PLUGIN),
-    "dynamo_use_fullgraph": _ForeignKey("compiling in one graph", instead=_PLUGIN),
-    "dynamo_use_regional_compilation": _ForeignKey("compiling block by block", instead=_PLUGIN),
-    "enable_cpu_affinity": _ForeignKey("ranks bound to CPU cores"),
-    "fp16": _ForeignKey("what is another key now", instead="write mixed_precision: fp16"),
-    "fp8_config": _ForeignKey("FP8"),
-    "fsdp_config": _ForeignKey("settings of FSDP"),  # see ConfigFile.unfolded
-    "gpu_ids": _ForeignKey("certain GPUs", ("all",), "set the variable CUDA_VISIBLE_DEVICES"),
-    "ipex_config": _ForeignKey("Intel's extension"),
-    "megatron_lm_config": _ForeignKey("Megatron-LM"),
-    "mpirun_config": _ForeignKey("mpirun"),
-    "num_machines": _ForeignKey("several machines", (1,), _EACH_MACHINE),
-    "parallelism_config": _ForeignKey("a division of the ranks"),  # see ConfigFile.unfolded
-    "parallelism_config_cp_size": _ForeignKey("context parallelism", (1,)),
-    "parallelism_config_sp_size": _ForeignKey("sequence parallelism", (1,)),
-}
-# Keys about how several machines find each other, or about a script's function, which have no effect in a notebook;
-# and settings of context and sequence parallelism, which are only refused when their sizes ask for them.
-_WITHOUT_EFFECT = frozenset({
-    "machine_rank", "main_process_ip", "main_training_function", "same_network",
-    *(f"parallelism_config_{name}" for name in SEQUENCE_SETTINGS),
-})  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,10 +166,8 @@ def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
 
 def is_harmless(key: Any, value: Any) -> bool:
     """Return whether a key is one of Accelerate's, with a value that asks for no unsupported feature."""
-    if key in _WITHOUT_EFFECT:
-        return True
-    is_empty = not value or (isinstance(value, str) and value.lower() in {"no", "none", "false"})
-    return key in _KEYS and (is_empty or value in _KEYS[key].harmless)
+    row = refusals.row_of_key(key)
+    return row is not None and row.allows(value)
 
 
 def problems(file: ConfigFile, options: Collection[str]) -> list[tuple[Any, str]]:
@@ -230,10 +176,9 @@ def problems(file: ConfigFile, options: Collection[str]) -> list[tuple[Any, str]
     for key, value in file.values.items():
         if key in options or is_harmless(key, value):
             continue
-        if key in _KEYS:
+        if row := refusals.row_of_key(key):
             shown = "" if isinstance(value, (dict, list)) else f": {value}"
-            reason = f"; {_KEYS[key].instead} instead" if _KEYS[key].instead else ", which isn't supported here"
-            found.append((key, f"{key}{shown} asks for {_KEYS[key].feature}{reason}"))
+            found.append((key, f"{key}{shown} asks for {row.feature}, which isn't supported here{row.advice}"))
         else:
             close = difflib.get_close_matches(str(key), options, n=1)
             found.append((key, f"there is no option {key!r}" + (f"; is it {close[0]}?" if close else "")))

@@ -23,8 +23,6 @@ DYNAMO = "ACCELERATE_DYNAMO_"  # prefix of the settings of torch.compile
 USE_CPU = "ACCELERATE_USE_CPU"
 USE_FSDP = "ACCELERATE_USE_FSDP"
 USE_PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
-# Accelerate's variables for what isn't supported here.
-UNSUPPORTED = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM"}
 COMPAT = "NOTEBOOK_ACCEL_COMPAT"
 CONFIG_FILE = "NOTEBOOK_ACCEL_CONFIG_FILE"
 SESSION_FOLDER = "NOTEBOOK_ACCEL_SESSION_FOLDER"  # where ranks wait for a kernel, if their session was detached later

@@ -1,14 +1,16 @@
-"""Text for people: sizes, durations and counts, sanitized output of ranks, and coloured errors; JSON for programs."""
+"""Text for people: sizes, durations, counts, sanitized and bounded output, and coloured errors; JSON for programs."""
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+_Line = TypeVar("_Line")
 _SHORT_S = 10.0
 
 
@@ -165,3 +167,40 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as lines, with the cells of a column below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+class OutputWindow(Generic[_Line]):
+    """The first lines of long output, ``first`` of them, and its ``last`` ones. Those in the gap between are counted.
+
+    Attributes:
+        tail: The last lines that aren't among the first.
+        left_out: Number of lines in the gap.
+    """
+
+    def __init__(self, first: int, last: int) -> None:
+        self._free = first
+        self.tail = collections.deque[_Line](maxlen=last)
+        self.left_out = 0
+
+    def add(self, lines: Sequence[_Line]) -> Sequence[_Line]:
+        """Add lines, and return those that are among the first, which the window doesn't keep."""
+        head, others = lines[: self._free], lines[self._free :]
+        self._free -= len(head)
+        self.left_out += max(len(self.tail) + len(others) - (self.tail.maxlen or 0), 0)
+        self.tail.extend(others)
+        return head
+
+    def pass_over(self, count: int) -> None:
+        """Count lines that are only in a log. There is one gap: lines before it that aren't among the first go too."""
+        if count:
+            self.left_out += count + len(self.tail)
+            self.tail.clear()
+            self._free = 0
+
+    def gap(self, log: str = "") -> list[str]:
+        """Return a line about the gap; empty list if there is none.
+
+        ``log`` is the file or folder with the whole output, empty if there is none.
+        """
+        where = f"; the whole output is in {log}" if log else ""
+        return [f"[{format_count(self.left_out, 'line')} left out here{where}]"] if self.left_out else []

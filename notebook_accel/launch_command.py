@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import os
 import pathlib
@@ -20,7 +19,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from notebook_accel import config, config_file, environment
+from notebook_accel import config, environment, refusals
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, RankFailedError
 from notebook_accel.launching.kernel import foreground, launcher
@@ -29,97 +28,7 @@ from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.script import Script
 
 _INTERRUPT = "KeyboardInterrupt"
-_WHOLE = (
-    "DeepSpeed and Megatron-LM are not supported here; `accelerate launch` supports them, and --fsdp shards models here"
-)
-_COMPILE = "say it in the script: Accelerator(dynamo_plugin=TorchDynamoPlugin(mode=..., fullgraph=...))"
-_POD = "a TPU pod is not supported here: --tpu asks for the TPUs of this machine"
-_FP8 = "there is no arithmetic in 8 bits here: --mixed_precision bf16"
-_AWS = "Amazon SageMaker is not supported here"
-_PARALLEL = "there is no context or sequence parallelism here"
-
-
-@dataclasses.dataclass(frozen=True)
-class _ForeignFlag:
-    """A flag of ``accelerate launch`` that is no option here."""
-
-    name: str  # without the dashes in front
-    instead: str = ""  # the advice in the error
-    harmless: tuple[str, ...] | None = ()  # the values that need nothing beyond the behaviour here; ``None``: all
-    takes_value: bool = True  # whether a value follows the flag
-    short: str = ""  # another spelling
-
-    @property
-    def dest(self) -> str:
-        """The attribute of the parsed arguments, distinct from every option's."""
-        return f"accelerate_{self.name}"
-
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
-        names = [f"--{self.name}", *([self.short] if self.short else [])]
-        if self.takes_value:
-            parser.add_argument(*names, dest=self.dest, action="append", help=argparse.SUPPRESS)
-        else:
-            parser.add_argument(*names, dest=self.dest, action="store_const", const=[""], help=argparse.SUPPRESS)
-
-    def refused(self, parsed: argparse.Namespace) -> Iterator[str]:
-        """Yield the flag as the user typed it, for each value that can't be honoured."""
-        for value in getattr(parsed, self.dest, None) or ():
-            if self.harmless is not None and value.lower() not in self.harmless:
-                yield f"--{self.name} {value}".rstrip()
-
-
-def _group(instead: str, names: str, *, switches: str = "") -> list[_ForeignFlag]:
-    return [
-        *(_ForeignFlag(name, instead) for name in names.split()),
-        *(_ForeignFlag(name, instead, takes_value=False) for name in switches.split()),
-    ]
-
-
-# Flags of Accelerate 1.15: https://huggingface.co/docs/accelerate/package_reference/cli#accelerate-launch
-_FLAGS = (
-    # Harmless: tracebacks are the ranks' own, all output is shown and kept, and one machine is one network.
-    _ForeignFlag("quiet", harmless=None, takes_value=False, short="-q"),
-    _ForeignFlag("tee", harmless=None, short="-t"),
-    _ForeignFlag("same_network", harmless=None, takes_value=False),
-    _ForeignFlag("no_tpu_cluster", harmless=None, takes_value=False),
-    _ForeignFlag("role", "every rank has the role default", ("default",)),
-    _ForeignFlag("main_training_function", "the script itself is run, so it has to call its function", ("main",)),
-    _ForeignFlag("no_python", "ranks run Python: give the script, without its interpreter", takes_value=False),
-    _ForeignFlag("enable_cpu_affinity", "put `numactl` or `taskset` before the command", takes_value=False),
-    _ForeignFlag("downcast_bf16", "say it in the script: Accelerator(downcast_bf16=True)", takes_value=False),
-    _ForeignFlag("mpirun_hostfile", "ranks are started without mpirun, on this machine"),
-    _ForeignFlag("dynamo_mode", _COMPILE, ("default",)),
-    *_group(_COMPILE, "", switches="dynamo_use_fullgraph dynamo_use_dynamic dynamo_use_regional_compilation"),
-    *_group(_POD, "vm env", switches="tpu_cluster tpu_use_sudo"),
-    *_group(_AWS, "aws_access_key_id aws_secret_access_key"),
-    *_group(
-        _WHOLE,
-        "deepspeed_config_file zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path "
-        "offload_param_nvme_path gradient_clipping zero3_init_flag zero3_save_16bit_model deepspeed_hostfile "
-        "deepspeed_exclusion_filter deepspeed_inclusion_filter deepspeed_multinode_launcher "
-        "deepspeed_moe_layer_cls_names "
-        "megatron_lm_tp_degree megatron_lm_use_custom_fsdp megatron_lm_no_load_optim megatron_lm_eod_mask_loss "
-        "megatron_lm_overlap_cpu_optimizer_d2h_h2d megatron_lm_no_save_optim megatron_lm_optimizer_cpu_offload "
-        "megatron_lm_use_precision_aware_optimizer megatron_lm_decoder_last_pipeline_num_layers megatron_lm_pp_degree "
-        "megatron_lm_num_micro_batches megatron_lm_sequence_parallelism megatron_lm_recompute_activations "
-        "megatron_lm_use_distributed_optimizer megatron_lm_gradient_clipping megatron_lm_recompute_granularity "
-        "megatron_lm_recompute_method megatron_lm_recompute_num_layers megatron_lm_attention_backend "
-        "megatron_lm_expert_model_parallel_size megatron_lm_context_parallel_size megatron_lm_attention_dropout "
-        "megatron_lm_hidden_dropout megatron_lm_attention_softmax_in_fp32 megatron_lm_expert_tensor_parallel_size "
-        "megatron_lm_calculate_per_token_loss megatron_lm_use_rotary_position_embeddings",
-        switches="use_deepspeed use_megatron_lm",
-    ),
-    *_group(
-        _FP8,
-        "fp8_backend fp8_margin fp8_interval fp8_format fp8_amax_history_len fp8_amax_compute_algo "
-        "fp8_override_linear_precision fp8_opt_level fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim",
-        switches="fp8_use_autocast_during_eval",
-    ),
-    # Only the sizes turn a kind of parallelism on; its other settings have no effect without, as with Accelerate.
-    _ForeignFlag("use_parallelism_config", harmless=None, takes_value=False),
-    *(_ForeignFlag(f"parallelism_config_{kind}_size", _PARALLEL, ("1",)) for kind in ("cp", "sp")),
-    *(_ForeignFlag(f"parallelism_config_{name}", harmless=None) for name in config_file.SEQUENCE_SETTINGS),
-)
+_SHORT = {"quiet": ["-q"], "tee": ["-t"]}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,8 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--module", action="store_true", help="The script is a module's name, as for python -m.")
     for name in environment.FSDP_OPTIONS:
         parser.add_argument(f"--fsdp_{name}", dest=f"fsdp_{name}", action="append", help=argparse.SUPPRESS)
-    for flag in _FLAGS:
-        flag.add_to(parser)
+    for kind, options in (
+        (refusals.FLAG, {"action": "append"}),
+        (refusals.SWITCH, {"action": "append_const", "const": True}),
+    ):
+        for name in refusals.rows(kind):
+            spelt = [f"--{name}", *_SHORT.get(name, [])]
+            parser.add_argument(*spelt, dest=f"accelerate_{name}", help=argparse.SUPPRESS, **options)
     parser.add_argument("script", help="The script, or with -m the module.")
     arguments = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="The script's arguments.")
     arguments.required = False  # in the error about a missing script
@@ -161,14 +75,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _refuse_foreign_flags(parsed: argparse.Namespace) -> None:
     """Raise one error about all given flags of Accelerate that can't be honoured."""
-    by_reason: dict[str, list[str]] = {}
-    for flag in _FLAGS:
-        for shown in flag.refused(parsed):
-            by_reason.setdefault(flag.instead, []).append(shown)
-    if by_reason:
+    by_row: dict[refusals.Row, list[str]] = {}
+    for name, row in refusals.rows(refusals.FLAG, refusals.SWITCH).items():
+        for value in getattr(parsed, f"accelerate_{name}", None) or ():
+            if not row.allows(value):
+                by_row.setdefault(row, []).append(f"--{name}" if value is True else f"--{name} {value}")
+    if by_row:
+        found = "\n".join(f"  {', '.join(flags)}: {row.feature}{row.advice}" for row, flags in by_row.items())
         raise ConfigError(
-            "This line has flags that are not supported here:\n"
-            + "\n".join(f"  {', '.join(flags)}: {reason}" for reason, flags in by_reason.items()),
+            f"This line has flags for what isn't supported here:\n{found}",
             fix="leave these flags out, and follow the advice about each",
         )
 

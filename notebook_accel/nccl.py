@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from typing import Any
 
-from notebook_accel import environment
+from notebook_accel import environment, torch_internals
 
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # How torch 2.13 reacts when a collective has passed its deadline, and when a communicator hangs.
@@ -47,14 +46,10 @@ def abort() -> None:
     backends = _backends()
     if not backends:
         return
-    first = backends[0]
-    first._group_start()  # otherwise several communicators wait for each other
-    try:
+    with torch_internals.one_nccl_call(backends[0]):
         for backend in backends:
             with contextlib.suppress(RuntimeError):  # the backend has failed already
                 backend.abort()
-    finally:
-        first._group_end()
 
 
 def abort_soon(patience_s: float) -> None:
@@ -67,14 +62,10 @@ def abort_soon(patience_s: float) -> None:
 
 def _backends() -> list[Any]:
     """Return the NCCL backends of all process groups, the latest first; none if aborts are switched off."""
-    torch: Any = sys.modules.get("torch")
-    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     found: list[Any] = []
-    if torch is None or distributed is None or not environment.is_on(environment.NCCL_ABORT):
-        return found
-    for group in reversed(list(distributed._world.pg_map)):
+    for group in reversed(torch_internals.process_groups() if environment.is_on(environment.NCCL_ABORT) else []):
         with contextlib.suppress(RuntimeError):  # the group has no backend for this device
-            backend = group._get_backend(torch.device("cuda"))
+            backend = torch_internals.backend_for(group, "cuda")
             if backend.name() == "nccl":
                 found.append(backend)
     return found

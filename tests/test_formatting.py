@@ -7,6 +7,7 @@ import re
 import pytest
 
 from notebook_accel.formatting import (
+    OutputWindow,
     coloured,
     first_line,
     format_clock,
@@ -104,3 +105,21 @@ def test_json_has_null_for_numbers_that_json_lacks() -> None:
     numbers = [float("nan"), float("inf"), -float("inf"), 1e308, 0.1]
     assert json_text({"loss": numbers}) == '{"loss": [null, null, null, 1e+308, 0.1]}'
     assert json_text({"NaN": {1}}, indent=1, default=list) == '{\n "NaN": [\n  1\n ]\n}'
+
+
+def test_window_keeps_the_first_and_the_last_lines_around_one_gap() -> None:
+    window = OutputWindow[int](2, 3)
+    assert [*window.add([0]), *window.add([1, 2, 3])] == [0, 1]
+    assert (list(window.tail), window.gap()) == ([2, 3], [])
+    assert window.add([4, 5]) == []
+    assert (list(window.tail), window.gap("the log")) == (
+        [3, 4, 5],
+        ["[1 line left out here; the whole output is in the log]"],
+    )
+    window.pass_over(0)
+    window.pass_over(10)
+    window.add([6])
+    assert (list(window.tail), window.gap()) == ([6], ["[14 lines left out here]"])
+    window = OutputWindow[int](2, 3)
+    window.pass_over(1)
+    assert window.add([7]) == []  # the first lines are those before the gap

@@ -156,7 +156,7 @@ def test_flags_divide_the_ranks(script: pathlib.Path, capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out
     assert "0 │ {'tp': 2} 0\n" in shown and "1 │ {'tp': 2} 1\n" in shown
     assert launch("--parallelism_config_sp_size", 2, "train_squares.py") == 1
-    assert "--parallelism_config_sp_size 2: there is no context or sequence par" in capsys.readouterr().err
+    assert "--parallelism_config_sp_size 2: sequence parallelism" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("template")
@@ -276,8 +276,8 @@ def test_flags_for_what_is_not_done_here_are_named_all_at_once(
     assert launch(*line.split(), script, "train") == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "--zero_stage 3, --use_deepspeed: DeepSpeed and Megatron-LM are not supported here" in captured.err
-    assert "--dynamo_use_fullgraph: say it in the script: Accelerator(dynamo_plugin=" in captured.err
+    assert "--zero_stage 3, --use_deepspeed: DeepSpeed; --fsdp" in captured.err
+    assert "--dynamo_use_fullgraph: settings of torch.compile; give the Accelerator a TorchDynamo" in captured.err
     assert "--vm a, --vm b: a TPU pod" in captured.err
     assert "dynamo_mode" not in captured.err
 

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from notebook_accel import torch_internals
 from notebook_accel.errors import Finding
 
 _MOST_LOOKED_AT = 1000
@@ -44,7 +45,7 @@ def forks_lose_cuda() -> bool:
     stays false. If torch isn't imported, or has no CUDA, nothing is forked.
     """
     torch: Any = sys.modules.get("torch")
-    is_in_bad_fork = getattr(getattr(torch, "_C", None), "_cuda_isInBadFork", None)
+    is_in_bad_fork = torch_internals.bad_fork_check()
     # A CUDA build of torch answers yes even on a machine without a GPU, where forks have nothing to lose. Counting GPUs
     # does no harm, since the driver is initialised already.
     return is_in_bad_fork is not None and _is_true_in_a_fork(is_in_bad_fork) and torch.cuda.device_count() > 0

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import faulthandler
 import functools
-import json
 import os
 import select
 import signal
@@ -20,7 +19,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 
-from notebook_accel import environment
+from notebook_accel import environment, torch_internals
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol.channel import close_all
 
@@ -224,26 +223,12 @@ def _answer_requests(dump: int) -> None:
     while True:
         signal.sigwait({STACKS_REQUEST})
         with contextlib.suppress(OSError):
-            text = f"{STACKS_MARK}{_last_collective()}{_stacks()}{STACKS_MARK}"
+            collective = torch_internals.last_collective()
+            line = f"{COLLECTIVE_MARK}{collective}\n" if collective else ""
+            text = f"{STACKS_MARK}{line}{_stacks()}{STACKS_MARK}"
             rest = memoryview(text.encode(errors="backslashreplace"))
             while rest:
                 rest = rest[os.write(dump, rest) :]
-
-
-def _last_collective() -> str:
-    """Return a line with the collective that this process has entered last, by torch's Flight Recorder.
-
-    The line has the collective's number in its process group, its name and the group's name; it is empty if nothing was
-    recorded. All errors are ignored, since the recorder is no public interface of torch.
-    """
-    with contextlib.suppress(Exception):
-        recorder = sys.modules["torch._C._distributed_c10d"]._dump_fr_trace_json
-        recorded = json.loads(recorder(True, False)).get("entries", ())
-        last = max((one for one in recorded if not one["is_p2p"]), key=lambda one: one["record_id"], default=None)
-        if last is not None:
-            name = last["profiling_name"].partition(":")[2]
-            return f"{COLLECTIVE_MARK}{last['collective_seq_id']} {name} {last['process_group'][1]}\n"
-    return ""
 
 
 def _stacks() -> str:

@@ -8,19 +8,17 @@ class again. A loader leaves the iterator and the processes behind that ``persis
 
 from __future__ import annotations
 
-import collections
-import importlib
 import pickle
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from notebook_accel import torch_internals
 from notebook_accel.payload.unpicklable import StaysError
 
 _HOOKS_OF = ("torch.distributed.", "notebook_accel.training.")  # modules whose hooks work in the ranks only
 _HOOK_DICTS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 _PARAMETRIZE = "torch.nn.utils.parametrize"
-_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")  # torch's attributes for its compiler
 
 
 def is_sharded_tensor(value: object) -> bool:
@@ -80,7 +78,7 @@ def _reduce_tensor(tensor: Any, wholes: Mapping[int, Any]) -> Any:
         raise StaysError(tensor, "this tensor is one rank's share, and can be gathered only where all ranks take part")
     torch: Any = sys.modules["torch"]
     if isinstance(tensor, torch.nn.Parameter):
-        return torch._utils._rebuild_parameter, (whole, tensor.requires_grad, collections.OrderedDict())
+        return torch_internals.parameter_parts(whole, tensor.requires_grad)
     return _whole, (whole, tensor.requires_grad)
 
 
@@ -115,10 +113,8 @@ def _reduce_module(module: Any) -> Any:
 
 
 def _parametrized(names: tuple[str, ...], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    module, parametrize = make(*args), importlib.import_module(_PARAMETRIZE)
-    parametrize._inject_new_class(module)
-    for name in names:
-        parametrize._inject_property(module, name)
+    module = make(*args)
+    torch_internals.parametrize(module, names)
     return module
 
 
@@ -136,8 +132,7 @@ def _hooks_of_ranks(attributes: Mapping[str, Any]) -> set[int]:
 
 def _without(attributes: Mapping[str, Any], hooks: set[int]) -> dict[str, Any]:
     """Return a module's attributes without these hooks and without the state of ``fully_shard``."""
-    contract: Any = importlib.import_module("torch.distributed._composable.contract")
-    dropped = (contract.STATE_KEY, contract.REGISTRY_KEY, *_MARKS)
+    dropped = torch_internals.fully_shard_attributes()
     kept = {name: value for name, value in attributes.items() if name not in dropped}
     for name, found in _hook_dicts(kept).items():
         kept[name] = type(found)((number, hook) for number, hook in found.items() if number not in hooks)

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from notebook_accel import reporting
+from notebook_accel import refusals, reporting
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training import (
     accumulation,
@@ -40,7 +40,6 @@ from notebook_accel.training import (
     parallelism,
     process_group,
     random_state,
-    refusals,
     stopping,
     tracking,
     unprepared_warnings,
@@ -153,7 +152,7 @@ class Accelerator(ProcessState):
         downcast_bf16: bool = False,
         save_on_end: _Path | bool = False,
     ) -> None:
-        refusals.refuse(
+        refusals.refuse_arguments(
             deepspeed_plugin=deepspeed_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,

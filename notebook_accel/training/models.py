@@ -7,7 +7,6 @@ import copy
 import copyreg
 import dataclasses
 import functools
-import importlib
 import inspect
 import types
 import warnings
@@ -18,6 +17,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
+from notebook_accel import torch_internals
 from notebook_accel.errors import TrainingError
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import collectives, fsdp, gradients
@@ -231,7 +231,7 @@ def _refuse_other_mesh(model: torch.nn.Module, mesh: Any) -> None:
     """Raise ``TrainingError`` if a model has tensor-parallel parameters that don't belong to ``mesh``."""
     parameter: Any
     for parameter in filter(is_sharded_tensor, model.parameters()):
-        if mesh is None or _whole_mesh_of(parameter.device_mesh) is not _whole_mesh_of(mesh):
+        if mesh is None or torch_internals.root_mesh(parameter.device_mesh) is not torch_internals.root_mesh(mesh):
             raise TrainingError(
                 f"{type(model).__name__} has layers that are spread over a mesh of their own, and can't be sharded "
                 "over another one.",
@@ -240,14 +240,6 @@ def _refuse_other_mesh(model: torch.nn.Module, mesh: Any) -> None:
                 "Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=..., tp_size=...)), whose "
                 'accelerator.torch_device_mesh["tp"] parallelize_module takes',
             )
-
-
-def _whole_mesh_of(mesh: Any) -> Any:
-    """Return the root mesh that a mesh was sliced from, or the mesh itself."""
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    meshes: Any = importlib.import_module("torch.distributed.device_mesh")  # in torch 2.9
-    return meshes._mesh_resources.get_root_mesh(mesh)
 
 
 def unwrap_model(

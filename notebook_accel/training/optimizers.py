@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from notebook_accel import code_places
+from notebook_accel import code_places, torch_internals
 from notebook_accel.errors import CheckpointError, TrainingError
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training import collectives, fsdp, gradients, process_group
@@ -271,7 +271,7 @@ class _SchedulerByMetric(AcceleratedScheduler):
         super().step(metrics, *args, **kwargs)
 
     def _compare(self, metric: float) -> None:
-        store: Any = dist.distributed_c10d._get_default_store()
+        store = torch_internals.default_store()
         last, own = self._last
         for rank in range(1, dist.get_world_size() if last and dist.get_rank() == 0 else 0):
             theirs = float(store.get(f"{last}/{rank}")) if store.check([f"{last}/{rank}"]) else own

@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not listed in __all__
 
-from notebook_accel import reporting, time_limit
+from notebook_accel import reporting, time_limit, torch_internals
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
 from notebook_accel.training.backends.backend import Backend
@@ -172,7 +172,7 @@ def of_rank(backend: Backend, owner: object, *, saves_on_end: bool) -> Stopping:
 
 def _own_connection() -> Any:
     """Return a connection to the store of the default group, with keys that no other object of this process uses."""
-    default = dist.distributed_c10d._get_default_store()
+    default = torch_internals.default_store()
     number = next(_numbers.setdefault(dist.group.WORLD, itertools.count()))
-    own: Any = default.clone()  # type: ignore[attr-defined]  # the other connection may be waiting
+    own = default.clone()  # the other connection may be waiting
     return PrefixStore(f"notebook_accel/stopping/{number}", own)

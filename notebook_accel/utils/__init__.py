@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from notebook_accel.training.refusals import names_elsewhere
+from notebook_accel.refusals import names_elsewhere
 from notebook_accel.utils import (
     constants,
     dataclasses,

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from notebook_accel.refusals import names_elsewhere
 from notebook_accel.training.accumulation import GradientAccumulationPlugin
 from notebook_accel.training.checkpoint_folders import ProjectConfiguration
 from notebook_accel.training.compiling import DynamoBackend, TorchDynamoPlugin
@@ -19,7 +20,6 @@ from notebook_accel.training.handlers import (
 from notebook_accel.training.parallelism import ParallelismConfig
 from notebook_accel.training.precision import PrecisionType
 from notebook_accel.training.random_state import RNGType
-from notebook_accel.training.refusals import names_elsewhere
 from notebook_accel.training.states import DistributedType
 from notebook_accel.training.tracking import LoggerType
 from notebook_accel.utils.operations import TensorInformation

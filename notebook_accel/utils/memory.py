@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not listed in __all__
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not listed in __all__
 
+from notebook_accel import torch_internals
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training import process_group
 from notebook_accel.training.backends import group_recovery, torch_group
@@ -233,8 +234,7 @@ class _Exchange:
     @staticmethod
     def _connect() -> PrefixStore:
         # A connection of its own, since another thread may wait on the process group's.
-        own: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        return PrefixStore("batch size", own)
+        return PrefixStore("batch size", torch_internals.default_store().clone())
 
     @classmethod
     def next_announcement(cls, rank: int) -> Callable[[], bool]:

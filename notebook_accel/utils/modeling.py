@@ -9,9 +9,9 @@ import torch
 
 from notebook_accel import host_memory
 from notebook_accel.errors import ConfigError
+from notebook_accel.refusals import names_elsewhere
 from notebook_accel.training.model_files import size_bytes
 from notebook_accel.training.models import unwrap_model
-from notebook_accel.training.refusals import names_elsewhere
 
 __all__ = ["convert_file_size_to_int", "get_max_memory", "is_peft_model"]
 

@@ -100,8 +100,7 @@ import time
 from kernel_ext.panel import open_view
 from notebook_accel.protocol import agent_messages as messages, events
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.kernel.engine import LaunchRequest
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from notebook_accel import Accelerator
+from notebook_accel import Accelerator, torch_internals
 from notebook_accel.errors import CollectiveError
 from notebook_accel.reporting import reporter
-from notebook_accel.training.backends import torch_group, watchdog
+from notebook_accel.training.backends import torch_group
 from notebook_accel.training.backends.watchdog import CollectiveWatchdog
 from notebook_accel.training.handlers import InitProcessGroupKwargs
 from notebook_accel.utils import gather_object
@@ -228,9 +228,9 @@ def test_what_nccl_has_not_completed_is_read_off_torchs_flight_recorder(monkeypa
     said = {"pg_status": {"0": {"last_enqueued_collective": "7", "last_completed_collective": "6"}}}
     dump = {"_dump_nccl_trace_json": lambda includeCollectives: json.dumps(said).encode()}  # noqa: N803
     monkeypatch.setattr(torch._C, "_distributed_c10d", types.SimpleNamespace(**dump))
-    assert watchdog._nccl_status() == {"0": ("7", "6")}
+    assert torch_internals.nccl_status() == {"0": ("7", "6")}
     said.clear()  # like a recorder that is turned off
-    assert watchdog._nccl_status() == {}
+    assert torch_internals.nccl_status() == {}
 
 
 def prepare_on_one_rank() -> Any:

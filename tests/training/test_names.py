@@ -15,8 +15,7 @@ import pytest
 from packaging import version
 
 import notebook_accel
-from notebook_accel import ConfigError, state
-from notebook_accel.training import refusals
+from notebook_accel import ConfigError, refusals, state
 
 # Names of Accelerate that are missing here. All belong to other ways of training than this package's (DeepSpeed,
 # Megatron-LM, pipelines, SageMaker, other devices, launch commands), or are parts of how Accelerate works inside.
@@ -121,7 +120,7 @@ def test_missing_attributes_are_known(name: str) -> None:
 def test_names_that_point_to_accelerate_exist_there() -> None:
     modules = ["hooks", "big_modeling", "inference", "utils", "utils.deepspeed", "utils.modeling"]
     there = {name for module in modules for name in vars(importlib.import_module(f"accelerate.{module}"))}
-    assert set(refusals._REASONS) <= there
+    assert set(refusals.rows(refusals.NAME)) <= there
 
 
 @pytest.mark.parametrize(("module", "name", "reason"), [

@@ -7,17 +7,23 @@ import contextlib
 import dataclasses
 import math
 import os
+import pathlib
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from notebook_accel import environment, time_limit
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import LaunchError, ProcessStartError, RunError, SupervisorLostError
-from notebook_accel.launching.kernel.engine import RunReceiver
+from notebook_accel.errors import (
+    LaunchError,
+    NotebookAccelError,
+    ProcessStartError,
+    RunError,
+    SupervisorLostError,
+)
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.launching.run_folders import RunFolder
@@ -27,8 +33,6 @@ from notebook_accel.protocol import events
 from notebook_accel.protocol.agent_messages import ElasticOptions
 from notebook_accel.protocol.channel import ClosedError, Connection
 from notebook_accel.uninterruptible import Latch
-
-_Receiver = TypeVar("_Receiver", bound=RunReceiver)
 
 _SEND_DEADLINE_S = 10.0
 _DETACH_DEADLINE_S = 30.0
@@ -50,6 +54,39 @@ class ForkedTemplate:
         """Close this process's descriptors. The agent has its own."""
         self.connection.close()
         os.close(self.pidfd)
+
+
+class RunReceiver(Protocol):
+    """The receiver of an agent's events: a ``Job``, which documents these members, or a run's part on another node.
+
+    ``saves`` is about the first rank of each node. ``end`` gets the failure on another node that has ended the run.
+    """
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def config(self) -> LaunchConfig: ...
+    @property
+    def on_death(self) -> messages.OnDeath: ...
+    @property
+    def saves(self) -> bool: ...
+    @property
+    def log_folder(self) -> pathlib.Path | None: ...
+
+    def deliver(self, rank: int, event: events.Event) -> None: ...
+    def take_dumps(self, dumps: Sequence[messages.RankDump]) -> None: ...
+    def start(self, starting: messages.Starting) -> None: ...
+    def end(
+        self,
+        reason: messages.Reason,
+        error: NotebookAccelError | None = None,
+        elsewhere: messages.Failure | None = None,
+    ) -> None: ...
+
+
+_Receiver = TypeVar("_Receiver", bound=RunReceiver)
 
 
 class AgentLink(Generic[_Receiver]):

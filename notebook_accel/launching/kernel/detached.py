@@ -32,8 +32,7 @@ from notebook_accel.launching.kernel.detached_job import (
     request_of,
 )
 from notebook_accel.launching.kernel.detached_link import Link, send_order
-from notebook_accel.launching.kernel.engine import LaunchRequest
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.run_folders import HISTORY, JOURNAL_VERSION, PAYLOAD, RunFacts, RunFolder
 from notebook_accel.payload import serialization
 from notebook_accel.protocol import agent_messages as messages

@@ -14,8 +14,7 @@ from notebook_accel import config as configuration
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError, RunError
 from notebook_accel.launching import logs
-from notebook_accel.launching.kernel.engine import LaunchRequest
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.results import ResultFile
 from notebook_accel.launching.run_folders import JOURNAL_VERSION, PAYLOAD, RunFolder

@@ -10,8 +10,7 @@ from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError
 from notebook_accel.launching.kernel import local
-from notebook_accel.launching.kernel.engine import LaunchRequest
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.protocol.agent_messages import ElasticOptions, Meeting
 
 PORT = 29500  # the default of torchrun and Accelerate

@@ -1,87 +1,14 @@
-"""The interfaces between the launcher, a run's handle and the engines that run ranks."""
+"""The engines for other machines: their interface, and the one that the options name."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import pathlib
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import NotebookAccelError
-from notebook_accel.launching.ranks.worker import Target
-from notebook_accel.launching.spec import JobSpec
-from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, Starting
-from notebook_accel.protocol.events import Event
-
-if TYPE_CHECKING:
-    from notebook_accel.errors import Finding
-    from notebook_accel.launching.kernel.devices import Devices
-    from notebook_accel.launching.kernel.job import Job
-
-
-class RunReceiver(Protocol):
-    """The receiver of an agent's events: a ``Job``, which documents these members, or a run's part on another node.
-
-    ``saves`` is about the first rank of each node. ``end`` gets the failure on another node that has ended the run.
-    """
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def config(self) -> LaunchConfig: ...
-    @property
-    def on_death(self) -> OnDeath: ...
-    @property
-    def saves(self) -> bool: ...
-    @property
-    def log_folder(self) -> pathlib.Path | None: ...
-
-    def deliver(self, rank: int, event: Event) -> None: ...
-    def take_dumps(self, dumps: Sequence[RankDump]) -> None: ...
-    def start(self, starting: Starting) -> None: ...
-    def end(
-        self, reason: Reason, error: NotebookAccelError | None = None, elsewhere: Failure | None = None
-    ) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class LaunchRequest:
-    """A launch that has passed all checks, before any process is started for it.
-
-    Attributes:
-        target: The function or cell that the ranks run.
-        roots: The target's objects by the labels that messages use for them, such as ``argument 1``.
-        spec: The ranks' ``JobSpec``, without the sources of functions that are pickled.
-        config: The options.
-        devices: The ranks' devices in words, such as ``2 CPUs``.
-        variables: Environment variables that the launch sets for the ranks.
-        optional_names: Names of the target that are left out if they can't be pickled.
-        foreground_lock: Lock that is held while the cell waits for the run. An engine ends the run's processes once
-            the lock is free. ``None`` for a background run.
-        set_variables: Function that takes the pulled variables when the results are read. After a failure or an
-            interrupt, they have their values at that time.
-        on_death: What happens to the other ranks when one dies: ``stop`` or ``keep``.
-        detach: True if the run goes on when the kernel ends.
-        detached_id: The id of a detached run; empty for a new one.
-    """
-
-    target: Target
-    roots: Mapping[str, Any]
-    spec: JobSpec
-    config: LaunchConfig
-    devices: str = ""
-    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    optional_names: Sequence[str] = ()
-    foreground_lock: threading.Lock | None = None
-    set_variables: Callable[[dict[str, Any]], object] | None = None
-    on_death: OnDeath = "stop"
-    detach: bool = False
-    detached_id: str = ""
+from notebook_accel.errors import Finding
+from notebook_accel.launching.kernel.devices import Devices
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 
 
 class ClusterEngine(Protocol):

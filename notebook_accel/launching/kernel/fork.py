@@ -27,8 +27,7 @@ from notebook_accel.errors import ProcessStartError
 from notebook_accel.launching import processes
 from notebook_accel.launching.kernel import local, run_payload
 from notebook_accel.launching.kernel.agent_process import ForkedTemplate
-from notebook_accel.launching.kernel.engine import LaunchRequest
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.ranks import streams
 from notebook_accel.launching.ranks.worker import Inherited
 from notebook_accel.launching.template import preloading, template

@@ -21,8 +21,7 @@ from notebook_accel import environment, reporting, time_limit
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, ProcessStartError
 from notebook_accel.launching.kernel import run_payload
-from notebook_accel.launching.kernel.engine import LaunchRequest
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.ranks import failure, store, worker
 from notebook_accel.launching.results import Results
 from notebook_accel.protocol import events

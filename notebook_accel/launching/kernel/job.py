@@ -10,10 +10,11 @@ import pathlib
 import shlex
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from notebook_accel import uninterruptible
+from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import (
     LaunchError,
     NotebookAccelError,
@@ -25,8 +26,9 @@ from notebook_accel.errors import (
     RunTimeoutError,
 )
 from notebook_accel.launching import logs, run_folders, traces
-from notebook_accel.launching.kernel.engine import LaunchRequest
+from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.results import ResultFiles, Results
+from notebook_accel.launching.spec import JobSpec
 from notebook_accel.launching.state import failures, profiles
 from notebook_accel.launching.state.diagnosis import Diagnosis, diagnose
 from notebook_accel.launching.state.profiles import DEFAULT_STEPS, Profile, ProfileRequest
@@ -34,7 +36,7 @@ from notebook_accel.launching.state.rank import RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.stacks import RankStack, Silence, StackRequest, Stacks
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.protocol.agent_messages import Failure, RankDump, Reason, RunOrder, Starting
+from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, RunOrder, Starting
 from notebook_accel.protocol.events import Event, Numbered, Respawning, Restarting, Working
 from notebook_accel.uninterruptible import Latch
 
@@ -43,6 +45,41 @@ _DISCARD_DEADLINE_S = 10.0
 _TRACE_DEADLINE_S = 60.0  # for ranks to read what they have recorded
 
 Status = Literal["waiting", "starting", "running", "succeeded", "failed", "stopped", "detached"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchRequest:
+    """A launch that has passed all checks, before any process is started for it.
+
+    Attributes:
+        target: The function or cell that the ranks run.
+        roots: The target's objects by the labels that messages use for them, such as ``argument 1``.
+        spec: The ranks' ``JobSpec``, without the sources of functions that are pickled.
+        config: The options.
+        devices: The ranks' devices in words, such as ``2 CPUs``.
+        variables: Environment variables that the launch sets for the ranks.
+        optional_names: Names of the target that are left out if they can't be pickled.
+        foreground_lock: Lock that is held while the cell waits for the run. An engine ends the run's processes once
+            the lock is free. ``None`` for a background run.
+        set_variables: Function that takes the pulled variables when the results are read. After a failure or an
+            interrupt, they have their values at that time.
+        on_death: What happens to the other ranks when one dies: ``stop`` or ``keep``.
+        detach: True if the run goes on when the kernel ends.
+        detached_id: The id of a detached run; empty for a new one.
+    """
+
+    target: Target
+    roots: Mapping[str, Any]
+    spec: JobSpec
+    config: LaunchConfig
+    devices: str = ""
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    optional_names: Sequence[str] = ()
+    foreground_lock: threading.Lock | None = None
+    set_variables: Callable[[dict[str, Any]], object] | None = None
+    on_death: OnDeath = "stop"
+    detach: bool = False
+    detached_id: str = ""
 
 
 class Handle(abc.ABC):

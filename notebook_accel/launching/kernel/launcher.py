@@ -32,8 +32,8 @@ from notebook_accel.launching.kernel import (
 )
 from notebook_accel.launching.kernel.cell import Cell
 from notebook_accel.launching.kernel.devices import Devices
-from notebook_accel.launching.kernel.engine import ClusterEngine, LaunchRequest, connect_cluster
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.engine import ClusterEngine, connect_cluster
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.ranks import warning_filters
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec, Source

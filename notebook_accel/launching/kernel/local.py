@@ -15,8 +15,7 @@ from notebook_accel.errors import ConfigError, LaunchError, RunError
 from notebook_accel.launching import processes
 from notebook_accel.launching.kernel import run_payload
 from notebook_accel.launching.kernel.agent_process import ForkedTemplate, LocalAgent
-from notebook_accel.launching.kernel.engine import LaunchRequest
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol.agent_messages import ElasticOptions
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from notebook_accel import environment, host_memory, time_limit
+from notebook_accel import environment, host_memory, refusals, time_limit
 from notebook_accel.config import LaunchConfig, closest_flag, fields, mesh_sizes
 from notebook_accel.errors import ConfigError, Finding
 from notebook_accel.formatting import format_size
@@ -147,12 +147,12 @@ def check_environment() -> Iterator[Finding]:
                 (f"is it {close}? Otherwise " if close else "") + f"unset {name}",
                 refuses=False,
             )
-    for name, feature in environment.UNSUPPORTED.items():
+    for name, row in refusals.rows(refusals.VARIABLE).items():
         if name in os.environ and environment.is_true(os.environ[name]):
             yield Finding(
-                f"The environment variable {name} asks for {feature}, which isn't supported here.",
+                f"The environment variable {name} asks for {row.feature}, which isn't supported here.",
                 "The ranks would train without it.",
-                f"unset {name} (del os.environ[{name!r}]); --fsdp (fsdp=True) shards models here",
+                f"unset {name} (del os.environ[{name!r}]){row.advice}",
             )
 
 

@@ -17,8 +17,7 @@ from notebook_accel.errors import PayloadError
 from notebook_accel.formatting import format_size
 from notebook_accel.launching import logs
 from notebook_accel.launching.kernel.detached_job import new_detached_job
-from notebook_accel.launching.kernel.engine import LaunchRequest
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.run_folders import PAYLOAD, RunFolder
 from notebook_accel.launching.spec import Source
 from notebook_accel.payload import memory_files, serialization

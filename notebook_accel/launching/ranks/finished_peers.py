@@ -17,9 +17,8 @@ import threading
 import time
 import types
 from collections.abc import Sequence
-from typing import Any
 
-from notebook_accel import code_places, nccl
+from notebook_accel import code_places, nccl, torch_internals
 from notebook_accel.errors import CollectiveError, TrainingError
 from notebook_accel.formatting import ranks_in_words
 from notebook_accel.launching import processes
@@ -79,10 +78,9 @@ class FinishedPeers:
 
     def _are_all_groups_short(self) -> bool:
         """Return whether each process group that this rank is in has a rank that has finished."""
-        distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
-        if distributed is None:
+        if "torch.distributed.distributed_c10d" not in sys.modules:
             return False
-        members = [set(ranks) for ranks in list(distributed._world.pg_group_ranks.values()) if len(ranks) > 1]
+        members = [ranks for ranks in torch_internals.ranks_of_groups() if len(ranks) > 1]
         return all(ranks & self._finished for ranks in members)  # without members, the first group is being made
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from notebook_accel import host_memory
+from notebook_accel import host_memory, torch_internals
 from notebook_accel.errors import PayloadError
 from notebook_accel.formatting import format_size
 from notebook_accel.launching.ranks import store
@@ -160,7 +160,7 @@ def _store() -> Any:
     """Return the store that the ranks share, ``None`` if they have never met."""
     distributed: Any = sys.modules.get("torch.distributed")
     if store.latest() is None and distributed is not None and distributed.is_initialized():
-        return distributed.distributed_c10d._get_default_store()  # the ranks have met without our store
+        return torch_internals.default_store()  # the ranks have met without our store
     return store.latest()
 
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from notebook_accel import code_places
+from notebook_accel import code_places, torch_internals
 from notebook_accel.launching import processes
 from notebook_accel.launching.ranks import interruption, streams
 
@@ -63,7 +63,7 @@ def leave(*, is_waited_for: bool, inherited_modules: int) -> None:
         "objects that it destroys, such as open files": lambda: _destroy_objects(inherited_modules),
         "the removal of its shared memory": processes.end_tracker,
     }
-    _show_compile_times()
+    torch_internals.show_compile_times()
     _leave_out_finalizers()
     what = ""
     late = late_told("waits at most a minute", lambda: what) if is_waited_for else contextlib.nullcontext()
@@ -146,16 +146,6 @@ def _flush_files() -> Sequence[Any]:
         with contextlib.suppress(Exception):  # it is closed, or its disk is full
             file.flush()
     return files
-
-
-def _show_compile_times() -> None:
-    """Have torch make its table of compile times at the exit, which takes 3 ms, only if a logger shows it."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    with contextlib.suppress(AttributeError):  # private to torch
-        if dynamo is not None:
-            atexit.unregister(dynamo.dump_compile_times)
-            if dynamo.log.isEnabledFor(logging.INFO):
-                atexit.register(dynamo.dump_compile_times)
 
 
 def _leave_out_finalizers() -> None:

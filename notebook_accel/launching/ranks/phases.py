@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from notebook_accel import code_places, environment, host_memory, reporting
+from notebook_accel import code_places, environment, host_memory, reporting, torch_internals
 from notebook_accel.formatting import plain_text
 from notebook_accel.protocol import events
 
@@ -174,7 +174,7 @@ class StepClock:
         self._model = weakref.ref(model)
         self._counts.recent_exposed.clear()  # another model's gradients may be smaller
         if model.device_type == "cpu":  # on other devices a measurement can wait for the device
-            model._set_ddp_runtime_logging_sample_rate(1)
+            torch_internals.measure_exchanges(model)
 
     def end_backward(self, took_s: float) -> None:
         """Add the duration of a backward pass, and now and then read the communication time of an earlier one."""
@@ -190,8 +190,7 @@ class StepClock:
 
     def _read_communication(self, model: Any) -> None:
         """Read the model's measurement of its last exchange of gradients but one."""
-        data = model.logger._get_ddp_logging_data()
-        numbers: Mapping[str, int] = data.ints_map
+        numbers = torch_internals.measured_exchange(model)
         self._counts.gradient_bytes = numbers.get("total_parameter_size_bytes", 0)
         ended = numbers.get("backward_comm_time_end")
         if ended is None or ended == self._seen_comm:
@@ -290,7 +289,8 @@ class _Counts:
         self.steps = self.evaluations = self.exchanges = 0
         self.paused_s = self.starting_s = self.backward_s = 0.0
         self._measured_from = (0, time.perf_counter())  # steps and time at the end of the last pause
-        self.graphs_before, (self.xla_before, self.xla_before_s) = compiled_graphs(), _xla_compilations()
+        self.graphs_before = torch_internals.compiled_graphs()
+        self.xla_before, self.xla_before_s = _xla_compilations()
 
     def end_pause(self, began_s: float) -> float:
         """Count a pause that ends now, and return the time."""
@@ -346,8 +346,8 @@ class _Counts:
     ) -> events.StepTimes:
         """Return the counts as an event; ``queued`` is the share of the time in which a thread waited for a core."""
         wall_s, (xla, xla_s) = sum(seconds.values()), _xla_compilations()
-        graphs, xla = max(0, compiled_graphs() - self.graphs_before), xla - self.xla_before
-        recompiled = _last_recompilation() if graphs else ""
+        graphs, xla = max(0, torch_internals.compiled_graphs() - self.graphs_before), xla - self.xla_before
+        recompiled = torch_internals.last_recompilation() if graphs else ""
         if xla:  # the next compilation may have another reason
             recompiled, reporting.reporter().recompiled = reporting.reporter().recompiled, ""
         compiling = sum(count for line, count in lines.items() if line[1] == "compiling") / max(sum(lines.values()), 1)
@@ -468,24 +468,8 @@ def _activity(code: types.CodeType) -> str:
     return next((activity for part, activity in _ACTIVITIES if part in filename and _WRAPPER_FILE not in filename), "")
 
 
-def compiled_graphs() -> int:
-    """Return the number of graphs that ``torch.compile`` has compiled in this process."""
-    # Another thread may be importing the module at this moment.
-    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
-    return 0 if counters is None else int(counters["stats"].get("unique_graphs", 0))
-
-
 def _xla_compilations() -> tuple[int, float]:
     """Return the number of graphs that XLA has compiled in this process, and the seconds that it took."""
     read = getattr(sys.modules.get("torch_xla.debug.metrics"), "metric_data", None)
     data = None if read is None else read("CompileTime")
     return (int(data[0]), data[1] / 1e9) if data else (0, 0.0)
-
-
-def _last_recompilation() -> str:
-    """Return why ``torch.compile`` has compiled its last graph anew; empty if it was the first of its code."""
-    try:  # private to torch
-        reason: str | None = sys.modules["torch._dynamo.utils"].get_compilation_metrics()[-1].recompile_reason
-    except Exception:  # noqa: BLE001 - another thread may be compiling, and another torch may lack it
-        reason = None
-    return reason or ""

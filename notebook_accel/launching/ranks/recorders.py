@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from notebook_accel import torch_internals
 from notebook_accel.launching import traces
 from notebook_accel.launching.ranks import loops
 from notebook_accel.launching.ranks.phases import Line, running_line
@@ -75,7 +76,7 @@ class StepRecorder(Recorder):
 
     def begin(self) -> str:
         torch = sys.modules["torch"]
-        if torch.autograd._profiler_enabled():
+        if torch_internals.is_profiled():
             return "its code runs a profiler itself"
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_initialized():
@@ -156,18 +157,15 @@ class MemoryRecorder(Recorder):
             return "its code doesn't use CUDA, and torch records no other memory"
         if (allocator := torch.cuda.get_allocator_backend()) != "native":
             return f"torch records no memory of the allocator {allocator}"
-        if torch._C._cuda_isHistoryEnabled():  # there is only one history
+        if torch_internals.is_memory_recorded():  # there is only one history
             return "its code records the history of the allocator itself"
         if not self._path:
             return "its machine has no log folder for the snapshot"
-        options = {"context": "alloc", "stacks": "python", "max_entries": _MOST_ENTRIES, "clear_history": True}
-        torch.cuda.memory._record_memory_history("all", **options)
+        torch_internals.record_memory(_MOST_ENTRIES)
         return ""
 
     def stop(self) -> None:
-        memory = sys.modules["torch"].cuda.memory
-        self._snapshot = memory._snapshot()
-        memory._record_memory_history(None)
+        self._snapshot = torch_internals.recorded_memory()
 
     def event(self, *, number: str, why: str, steps: int) -> events.Profiled:
         with open(self._path, "wb") as file:

@@ -28,8 +28,7 @@ from notebook_accel.errors import (
 from notebook_accel.launching.kernel import run_payload
 from notebook_accel.launching.kernel.agent_process import agent_lost_error
 from notebook_accel.launching.kernel.devices import Devices
-from notebook_accel.launching.kernel.engine import LaunchRequest
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.ray import cluster, connection
 from notebook_accel.launching.ray.cluster import Cluster, Host, Node, Placement
 from notebook_accel.launching.ray.connection import Answer, last_line

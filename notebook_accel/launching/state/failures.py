@@ -14,15 +14,14 @@ from typing import Any
 
 from notebook_accel import code_places
 from notebook_accel.errors import NodeLostError, RankEnd, RankFailedError, RunError, SupervisorLostError, signal_name
-from notebook_accel.formatting import first_line, format_size, plain_lines
+from notebook_accel.formatting import OutputWindow, first_line, format_size, plain_lines
 from notebook_accel.launching.state.rank import CRASH, RankState
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.payload import serialization
 from notebook_accel.protocol.agent_messages import Failure, Reason
 from notebook_accel.protocol.events import REBUILDING, Ended, Failed, Memory, MemoryShortage
 
-_MOST_TRACEBACK_LINES = 300
-_FIRST_TRACEBACK_LINES = 50
+_FIRST_TRACEBACK_LINES, _LAST_TRACEBACK_LINES = 50, 250
 
 
 def in_a_line(state: RunState) -> str:
@@ -123,12 +122,9 @@ def _how_it_died(end: Ended) -> str:
 
 def _shown(traceback: str) -> str:
     """Return a rank's traceback, shortened for a notebook. Most of the kept lines are from its end."""
-    lines = list(plain_lines(traceback.rstrip("\n")))
-    unsent = len(lines) - _MOST_TRACEBACK_LINES
-    if unsent <= 0:
-        return "\n".join(lines)
-    first = lines[:_FIRST_TRACEBACK_LINES]
-    return "\n".join([*first, f"  [{unsent:,} lines left out]", *lines[unsent + len(first) :]])
+    window = OutputWindow[str](_FIRST_TRACEBACK_LINES, _LAST_TRACEBACK_LINES)
+    first = window.add(list(plain_lines(traceback.rstrip("\n"))))
+    return "\n".join([*first, *(f"  {gap}" for gap in window.gap()), *window.tail])
 
 
 def raised_error(

@@ -11,13 +11,12 @@ import operator
 import string
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from notebook_accel.formatting import aligned, format_clock, format_count, format_size, rank_spans
+from notebook_accel.formatting import aligned, format_clock, format_size, rank_spans
 from notebook_accel.launching.state.rank import RankState, metric_names
 from notebook_accel.protocol import events
 
-_Line = TypeVar("_Line")
 _MOST_LINES = 4  # more ranks are folded into one line
 _MOST_METRICS = 6
 
@@ -212,40 +211,6 @@ class AlikeLines:
         equal = self._by_text.get(text, [])
         below = bisect.bisect_right(equal, self._last.get(rank, -1), key=operator.attrgetter("number"))
         return equal[below] if below < len(equal) else None
-
-
-class LineLimit(Generic[_Line]):
-    """Passes on a rank's first lines, ``most`` of them, and keeps the ``last`` ones for the end of the run.
-
-    ``log_file`` has the whole output; it is empty if there is none.
-    """
-
-    def __init__(self, log_file: str, most: int, last: int) -> None:
-        self._log_file = log_file
-        self._free = most
-        self._left_out = 0
-        self.kept = collections.deque[_Line](maxlen=last)
-
-    def add(self, lines: Sequence[_Line]) -> Sequence[_Line]:
-        """Add lines, and return those to show now."""
-        shown, others = lines[: self._free], lines[self._free :]
-        self._free -= len(shown)
-        self._left_out += max(len(self.kept) + len(others) - (self.kept.maxlen or 0), 0)
-        self.kept.extend(others)
-        return shown
-
-    def leave_out(self, count: int) -> None:
-        """Count lines that the sender has left out. From then on, lines are kept for the end."""
-        if count:
-            self._left_out += count + len(self.kept)
-            self.kept.clear()
-            self._free = 0
-
-    @property
-    def note(self) -> list[str]:
-        """A line with the number of lines that are never shown; empty list if there are none."""
-        where = f"; the whole output is in {self._log_file}" if self._log_file else ""
-        return [f"[{format_count(self._left_out, 'line')} left out here{where}]"] if self._left_out else []
 
 
 class KernelDisplay:

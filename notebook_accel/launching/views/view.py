@@ -11,21 +11,20 @@ import importlib.metadata
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol, TextIO
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TextIO, TypeVar
 
-from notebook_accel.formatting import format_clock, plain_lines, plain_text
+from notebook_accel.formatting import OutputWindow, format_clock, plain_lines, plain_text
 from notebook_accel.launching.views import rank_lines
-from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay, LineLimit, RankLine
+from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay
 from notebook_accel.protocol import events
 
 if TYPE_CHECKING:
     from notebook_accel.launching.kernel.job import Job
 
+_Line = TypeVar("_Line")
 _GROUP = "notebook_accel.views"
-HOLD_S = 0.2
-"""Seconds that a line is held back, since other ranks may print the same and it can't be changed afterwards."""
-
+_HOLD_S = 0.2  # for which a line is held back, since other ranks may print the same and it can't be changed afterwards
 _PERIOD_S = 5.0  # between two lines of progress at first
 _LONGEST_PERIOD_S = 60.0  # reached in a run of 20 minutes
 _PERIOD_SHARE = 0.05  # of the time that the run has taken
@@ -93,6 +92,54 @@ def line_prefix(job: Job, ranks: Iterable[int]) -> str:
     return rank_lines.margin(ranks, job.total_ranks, first=job.first_rank, template=template)
 
 
+class RankPrinter(Generic[_Line]):
+    """Prints the lines of a run's ranks: the first of each rank as they come, and its last at the end.
+
+    Equal lines of several ranks are printed once.
+
+    Args:
+        job: The run.
+        first: Number of lines of each rank to print as they come.
+        last: Number of lines of each rank to keep for the end.
+        write: Function that prints lines of text.
+        text: Function that makes text of a line, if it is to be printed.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        first: int,
+        last: int,
+        write: Callable[[Iterable[str]], object],
+        text: Callable[[Any], str] = str,
+    ) -> None:
+        self._job = job
+        self._write = write
+        self._text = text
+        self._windows = [OutputWindow[_Line](first, last) for _ in range(job.world_size)]
+        self._alike = AlikeLines(job.world_size, _HOLD_S, lambda line: self._print(line.ranks, [line.text]))
+
+    def add(self, rank: int, lines: Sequence[_Line], came_s: float, left_out: int = 0) -> None:
+        """Add a rank's lines, which came at ``came_s``, after those that the sender has left out."""
+        self._windows[rank].pass_over(left_out)
+        self._alike.add(rank, list(map(self._text, self._windows[rank].add(lines))), came_s)
+
+    def settle(self, now_s: float = float("inf")) -> None:
+        """Print the lines that have been held back long enough at ``now_s``; without it, all lines."""
+        self._alike.settle(now_s)
+
+    def end(self) -> None:
+        """Print all that is left: the lines held back, and each rank's last lines."""
+        self._alike.settle()
+        for rank, window in enumerate(self._windows):
+            log = str(self._job.log_files[rank]) if self._job.log_files else ""
+            self._print([rank], [*window.gap(log), *map(self._text, window.tail)])
+
+    def _print(self, ranks: Iterable[int], texts: Sequence[str]) -> None:
+        prefix = line_prefix(self._job, ranks) if texts else ""
+        self._write(f"{prefix}{text}" for text in texts)
+
+
 def describe_interrupt(job: Job) -> str:
     """Return the course of an interrupt, and what another one does if it was the kernel's."""
     now = ", or now by another interrupt" if job.ended_by == KERNEL_INTERRUPT else ""
@@ -113,9 +160,7 @@ class LinesView:
         self._due_s = job.started_s + (_PERIOD_S if period_s is None else period_s)
         self._shown: list[str] = []
         most, last = (max(count // job.world_size, 1) for count in (_MOST_LINES, _LAST_LINES))
-        files = map(str, job.log_files) if job.log_files else [""] * job.world_size
-        self._limits = [LineLimit[str](file, most, last) for file in files]
-        self._alike = AlikeLines(job.world_size, HOLD_S, self._print_line)
+        self._lines = RankPrinter[str](job, most, last, self._print)
         self._silent_steps: dict[int, int | None] = {}
         self._nodes: list[str] = []
         self._has_told_of_interrupt = False
@@ -128,7 +173,7 @@ class LinesView:
         now_s = time.monotonic()
         for rank, event in self._job.events():
             self._take(rank, event, now_s)
-        self._alike.settle(now_s)
+        self._lines.settle(now_s)
         if self._job.ended_by == KERNEL_INTERRUPT and not self._job.done and not self._has_told_of_interrupt:
             self._has_told_of_interrupt = True
             self._print([f"[{describe_interrupt(self._job)}]"])
@@ -142,9 +187,7 @@ class LinesView:
         """Print the remaining lines, the last progress of each rank, and an error that no cell raises."""
         self._due_s = float("inf")
         self.refresh()
-        self._alike.settle()
-        for rank, limit in enumerate(self._limits):
-            self._print(f"{line_prefix(self._job, [rank])}{line}" for line in [*limit.note, *limit.kept])
+        self._lines.end()
         self._print_progress(self._job.ended_s or time.monotonic())
         diagnosis = self._job.diagnosis()
         self._print(filter(None, (diagnosis.sentence, diagnosis.cost)))
@@ -157,25 +200,21 @@ class LinesView:
             return self._period_s
         return min(max(_PERIOD_S, _PERIOD_SHARE * (now_s - self._job.started_s)), _LONGEST_PERIOD_S)
 
-    def _print_line(self, line: RankLine) -> None:
-        self._print([f"{line_prefix(self._job, line.ranks)}{line.text}"])
-
     def _print(self, lines: Iterable[str]) -> None:
         self._status_line.erase()
         self._out.writelines(f"{line}\n" for line in lines)
 
     def _take(self, rank: int, event: events.Event, now_s: float) -> None:
         if isinstance(event, _NOTICES):
-            self._alike.settle()  # print the lines that came before the notice
+            self._lines.settle()  # print the lines that came before the notice
         came_s = min(event.time_s, now_s)
         if isinstance(event, events.Output):
-            self._limits[rank].leave_out(event.left_out)
-            self._alike.add(rank, self._limits[rank].add(list(plain_lines(event.text))), came_s)
+            self._lines.add(rank, list(plain_lines(event.text)), came_s, event.left_out)
         elif isinstance(event, events.Display):
             self._status_line.erase()
             self._out.flush()
             if not self._displays.show(event) and (text := str(event.data.get("text/plain", ""))):
-                self._alike.add(rank, self._limits[rank].add(list(plain_lines(text))), came_s)
+                self._lines.add(rank, list(plain_lines(text)), came_s)
         elif isinstance(event, events.Silent):
             self._print_silent(rank, event)
         elif isinstance(event, events.Restarting):
@@ -204,7 +243,7 @@ class LinesView:
         described += self._nodes if described else []
         if described and described != self._shown:
             self._shown = described
-            self._alike.settle()
+            self._lines.settle()
             self._print(f"[{self._clock(now_s)}] {line}" for line in described)
 
     def _describe(self, now_s: float, *, folded: bool = False) -> list[str]:

@@ -7,19 +7,21 @@ moment, so that both appear in order. Equal lines of several ranks are shown onc
 from __future__ import annotations
 
 import contextlib
+import functools
 import html
 import os
+import pathlib
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from notebook_accel.formatting import clipped, format_clock, plain_text, ranks_in_words
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.views import rank_lines
-from notebook_accel.launching.views.rank_lines import AlikeLines, KernelDisplay, LineLimit, RankLine
-from notebook_accel.launching.views.view import HOLD_S, line_prefix
+from notebook_accel.launching.views.rank_lines import KernelDisplay
+from notebook_accel.launching.views.view import RankPrinter
 from notebook_accel.protocol.events import Display
 from notebook_accel.protocol.session_messages import Reply
 
@@ -39,17 +41,12 @@ _IMAGES = ("image/png", "image/jpeg")
 class _Log:
     """A rank's log file, and the position up to which it was read."""
 
-    def __init__(self, path: str, most_lines: int, show: Callable[[Sequence[str]], object]) -> None:
+    def __init__(self, path: pathlib.Path, show: Callable[[Sequence[bytes]], object]) -> None:
         self._path = path
-        self._most_lines = most_lines
         self._show = show
         self._descriptor = -1
         self._position = 0
         self._unfinished = b""  # the last line, without a newline yet
-        self.start()
-
-    def start(self) -> None:
-        self._limit = LineLimit[bytes](self._path, self._most_lines, _LAST_LINES)
 
     def read(self, until: int | None) -> None:
         """Show the lines up to ``until`` bytes, by default all."""
@@ -65,7 +62,7 @@ class _Log:
                 break
             self._position += len(data)
             *lines, self._unfinished = (self._unfinished + data).split(b"\n")
-            self.add(lines)
+            self._show(lines)
 
     def skip_earlier(self) -> None:
         """Skip all that is in the log now."""
@@ -75,17 +72,8 @@ class _Log:
     def end_line(self) -> None:
         """End an unfinished line, so that later output starts a new one."""
         if self._unfinished:
-            self.add([self._unfinished])
+            self._show([self._unfinished])
             self._unfinished = b""
-
-    def add(self, lines: Sequence[bytes]) -> None:
-        """Show lines up to the limit, and keep the last of the others."""
-        shown = self._limit.add(lines)
-        if shown:
-            self._show([_shown(line) for line in shown])
-
-    def rest(self) -> list[str]:
-        return [*self._limit.note, *map(_shown, self._limit.kept)]
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -97,17 +85,18 @@ def _shown(line: bytes) -> str:
     return clipped(plain_text(line.decode(errors="replace")))
 
 
+def _write(lines: Iterable[str]) -> None:
+    for line in lines:
+        sys.stdout.write(f"{line}\n")
+
+
 class CellOutput:
     """Shows the ranks' output under the cells that it belongs to; nothing if the run has no log files."""
 
     def __init__(self, job: Job) -> None:
-        most = max(_MOST_LINES // job.world_size, 1)
         self._job = job
-        self._alike = AlikeLines(job.world_size, HOLD_S, self._write)
-        self._logs = [
-            _Log(str(path), most, lambda lines, rank=rank: self._alike.add(rank, lines, time.monotonic()))  # type: ignore[misc]
-            for rank, path in enumerate(job.log_files)
-        ]
+        self._logs = [_Log(path, functools.partial(self._add, rank)) for rank, path in enumerate(job.log_files)]
+        self._lines = self._new_lines()
         self._display = KernelDisplay()
         self._progress = _CellProgress(job, self._display)
 
@@ -120,14 +109,21 @@ class CellOutput:
         """Start a cell. Output that ranks have written since the last cell appears here too."""
         self._display.begin_cell()
         self._progress.begin()
-        for log in self._logs:
-            log.start()
+        self._lines.settle()
+        self._lines = self._new_lines()
+
+    def _new_lines(self) -> RankPrinter[bytes]:
+        first = max(_MOST_LINES // self._job.world_size, 1)
+        return RankPrinter(self._job, first, _LAST_LINES, _write, _shown)
+
+    def _add(self, rank: int, lines: Sequence[bytes]) -> None:
+        self._lines.add(rank, lines, time.monotonic())
 
     def show_new(self) -> None:
         """Print new whole lines. Each is held back for a moment, in which other ranks may print the same line."""
         for log in self._logs:
             log.read(None)
-        self._alike.settle(time.monotonic())
+        self._lines.settle(time.monotonic())
         self._progress.show()
 
     def show_until(self, rank: int, log_bytes: int) -> None:
@@ -135,27 +131,21 @@ class CellOutput:
         if self._logs:
             self._logs[rank].read(log_bytes)
             self._logs[rank].end_line()
-        self._alike.settle()
+        self._lines.settle()
 
     def display(self, rank: int, event: Display) -> None:
         """Show a rank's display. A display of mere text becomes a line of the rank's output."""
         self.show_until(rank, event.log_bytes)
         if not self._display.show(event) and self._logs:
-            self._logs[rank].add([line.encode() for line in str(event.data.get(_TEXT, "")).splitlines()])
+            self._add(rank, [line.encode() for line in str(event.data.get(_TEXT, "")).splitlines()])
 
     def finish(self, replies: Mapping[int, Reply]) -> None:
         """Show the rest of these ranks' output, and their final step counts."""
         for rank, log in enumerate(self._logs):
             log.read(replies[rank].log_bytes if rank in replies else None)
             log.end_line()
-        self._alike.settle()
-        for rank, log in enumerate(self._logs):
-            for text in log.rest():
-                sys.stdout.write(f"{line_prefix(self._job, [rank])}{text}\n")
+        self._lines.end()
         self._progress.end({rank: reply.steps for rank, reply in replies.items()})
-
-    def _write(self, line: RankLine) -> None:
-        sys.stdout.write(f"{line_prefix(self._job, line.ranks)}{line.text}\n")
 
     def close(self) -> None:
         for log in self._logs:

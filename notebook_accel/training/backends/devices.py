@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from notebook_accel import environment
+from notebook_accel import environment, torch_internals
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import TrainingError
 
@@ -141,7 +141,7 @@ def clock_of(device: torch.device) -> Callable[[], float | None] | None:
 
     def clock() -> float:
         nvml = importlib.import_module("pynvml")
-        handle, kind = torch.cuda._get_pynvml_handler(device), nvml.NVML_CLOCK_SM
+        handle, kind = torch_internals.nvml_handle(device), nvml.NVML_CLOCK_SM
         return 100 * float(nvml.nvmlDeviceGetClockInfo(handle, kind) / nvml.nvmlDeviceGetMaxClockInfo(handle, kind))
 
     return _asking_nvml(device, clock)
@@ -167,7 +167,7 @@ def _gpu_memory(device: torch.device, total_bytes: int) -> tuple[int, int]:
     """
     try:
         nvml = importlib.import_module("pynvml")
-        memory = nvml.nvmlDeviceGetMemoryInfo(torch.cuda._get_pynvml_handler(device))
+        memory = nvml.nvmlDeviceGetMemoryInfo(torch_internals.nvml_handle(device))
         return int(memory.used), int(memory.total)
     except Exception:  # noqa: BLE001 - as above. For a part of a GPU, or without NVML: report this process's memory
         return torch.cuda.memory_reserved(device), total_bytes

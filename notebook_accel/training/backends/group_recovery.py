@@ -7,26 +7,22 @@ loaders' epochs and the loss scale, and the interrupted step starts over.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import itertools
 import os
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from notebook_accel import torch_internals
 from notebook_accel.payload.sharded_tensors import is_sharded_tensor
 from notebook_accel.training.backends import torch_group
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.trees import map_leaves, send_to_device
-
-if TYPE_CHECKING:
-    from notebook_accel.training.backends.torch_distributed import TorchDistributed
 
 _Key = tuple[int, int]
 
@@ -40,9 +36,9 @@ def collective_counts() -> list[int] | None:
     """
     if not dist.is_initialized():
         return None
-    groups: Iterable[Any] = dist.distributed_c10d._world.pg_map  # in the order in which they were made
+    groups = torch_internals.process_groups()
     compared = [group for group in groups if getattr(group, "group_desc", "") != torch_group.BACKGROUND]
-    begun = [number for group in compared for number in torch_group.call_counts(group)]
+    begun = [number for group in compared for number in torch_internals.call_counts(group)]
     return [int(torch_group.is_ours()), *begun, torch_group.own_calls()]
 
 
@@ -95,7 +91,7 @@ def _forget_all() -> None:
     _states.clear()
 
 
-def _rejoin(members: Sequence[TorchDistributed], backend: str | None) -> list[str]:
+def _rejoin(members: Sequence[torch_group.Member], backend: str | None) -> list[str]:
     """Create the new group, connect prepared objects to it, and return descriptions of those that were lost."""
     if not members:
         # Not ``dist.init_process_group``, which a session replaces to compare the cells' calls of it.
@@ -105,7 +101,7 @@ def _rejoin(members: Sequence[TorchDistributed], backend: str | None) -> list[st
         member.rejoin()
     common, left = _parallels.match(members[0].all_gather_object)
     for parallel in common:
-        reconnect(parallel)
+        parallel.reconnect()
     lost = [f"a prepared {type(item.module).__name__}, which not all ranks have: prepare it again" for item in left]
     if _copy_state_of_rank_0(members[0]):
         lost.append("gradients of an accumulation window that had begun")
@@ -149,51 +145,8 @@ _states = _TrackedObjects()
 
 
 def track_parallel(parallel: torch.nn.Module) -> None:
-    """Track a module that averages gradients, so that its method ``_connect`` can connect it to a later group."""
+    """Track a module that averages gradients, so that its method ``reconnect`` can connect it to a later group."""
     _parallels.add(parallel, "\n".join(f"{name} {tuple(p.shape)}" for name, p in parallel.named_parameters()))
-
-
-def reconnect(parallel: Any, *, again: bool = False) -> None:
-    """Connect a module to the current group, in place: variables that refer to it, such as ``model``, stay valid.
-
-    Args:
-        parallel: The module. It keeps its hooks.
-        again: The module is in this group already, and its parameters have changed.
-    """
-    before = dict(vars(parallel))
-    hooks = {
-        name: value
-        for name, value in before.items()
-        if isinstance(value, collections.OrderedDict) and "hooks" in name and value
-    }
-    module = parallel.module
-    vars(parallel).clear()
-    try:
-        with _temporarily_unfrozen(module, before["_watched"].trainable):
-            before["_connect"](parallel, module, again=again)
-    except BaseException:
-        vars(parallel).clear()
-        vars(parallel).update(before)  # so that a retry is possible
-        raise
-    # The second is False only within ``no_sync``.
-    kept = ["training", "require_backward_grad_sync", "_passes", "_has_said_uncalled"]
-    if again:
-        kept.append("_join_config")
-    vars(parallel).update(hooks, **{name: before[name] for name in kept if name in before})
-    parallel._passes.awaits_backward = False
-
-
-@contextlib.contextmanager
-def _temporarily_unfrozen(model: torch.nn.Module, unfrozen: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Unfreeze ``unfrozen`` in the body if the whole model is frozen, since torch refuses to wrap a frozen model."""
-    frozen = [] if any(parameter.requires_grad for parameter in model.parameters()) else list(unfrozen)
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 def track_state(stateful: Any) -> None:

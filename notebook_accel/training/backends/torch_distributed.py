@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
 import pickle
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +60,6 @@ class TorchDistributed(TorchDevice):
         self._scatter = ObjectScatter(self._host_device)
 
     def rejoin(self) -> None:
-        """Join the current default group, or create it with the previous one's options if there is none."""
         self._enter(self._group.options or InitProcessGroupKwargs())
 
     @property
@@ -212,6 +212,37 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
                 raise self._unused_parameters_error(error) from error
             raise
 
+    def reconnect(self, *, again: bool = False) -> None:
+        """Connect to the current group, in place.
+
+        Variables that refer to this module, such as ``model``, stay valid, and it keeps its hooks.
+
+        Args:
+            again: The module is in this group already, and its parameters have changed.
+        """
+        attributes = vars(self)
+        before = dict(attributes)
+        hooks = {
+            name: value
+            for name, value in before.items()
+            if isinstance(value, collections.OrderedDict) and "hooks" in name and value
+        }
+        module = self.module
+        attributes.clear()
+        try:
+            with _temporarily_unfrozen(module, before["_watched"].trainable):
+                before["_connect"](self, module, again=again)
+        except BaseException:
+            attributes.clear()
+            attributes.update(before)  # so that a retry is possible
+            raise
+        # The second is False only within ``no_sync``.
+        kept = ["training", "require_backward_grad_sync", "_passes", "_has_said_uncalled"]
+        if again:
+            kept.append("_join_config")
+        attributes.update(hooks, **{name: before[name] for name in kept if name in before})
+        self._passes.awaits_backward = False
+
     def _follow_changes(self) -> bool:
         """Update the parameters whose gradients torch averages. Return False if none requires a gradient."""
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
@@ -219,7 +250,7 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
         if self.find_unused_parameters and self._passes.local != self._passes.averaged_local:
             self._all_reduce(self._own_parameters())  # torch will forget what has been used since it last averaged
         added, hooks = self._watched.added(), self._comm_hooks
-        group_recovery.reconnect(self, again=True)
+        self.reconnect(again=True)
         for hook, state in hooks:
             for of_buckets in ("p_memory_dict", "q_memory_dict", "error_dict"):  # of PowerSGD: buckets differ now
                 getattr(state, of_buckets, {}).clear()
@@ -330,6 +361,19 @@ class _DataParallel(gradients.AveragingWrapper, DistributedDataParallel):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+
+@contextlib.contextmanager
+def _temporarily_unfrozen(model: torch.nn.Module, unfrozen: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Unfreeze ``unfrozen`` in the body if the whole model is frozen, since torch refuses to wrap a frozen model."""
+    frozen = [] if any(parameter.requires_grad for parameter in model.parameters()) else list(unfrozen)
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _register_hook(parallel: DistributedDataParallel, options: DistributedDataParallelKwargs) -> None:

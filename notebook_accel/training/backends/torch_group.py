@@ -17,22 +17,20 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not listed in __all__
 from torch.distributed.rendezvous import rendezvous
 
-from notebook_accel import environment, nccl
+from notebook_accel import environment, nccl, torch_internals
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import reporter
+from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.backends.watchdog import CollectiveWatchdog
 from notebook_accel.training.handlers import InitProcessGroupKwargs
-
-if TYPE_CHECKING:
-    from notebook_accel.training.backends.torch_distributed import TorchDistributed
 
 # Ranks arrive at different times when one of them downloads or unpacks something first.
 JOIN_DEADLINE_S = 600.0
@@ -45,6 +43,13 @@ _MAX_GRADIENT_GROUPS = 4  # each has connections and threads of its own
 # A store can outlive a group and keep its keys, or those of an earlier start of these ranks. So each group has its own
 # prefix. Ranks run the same program and count alike, from 0 after each restart.
 _group_numbers: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+
+
+class Member(Backend, Protocol):
+    """A backend that uses the default group."""
+
+    def rejoin(self) -> None:
+        """Join the current default group, or create it with the previous one's options if there is none."""
 
 
 class Group:
@@ -71,7 +76,7 @@ class Group:
     ) -> None:
         self.options = options
         self.process_group = dist.group.WORLD
-        self.members: weakref.WeakSet[TorchDistributed] = weakref.WeakSet()
+        self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.gradient_groups: list[dist.ProcessGroup] = []
         self.mesh_groups = 0
         self.calls = 0
@@ -98,7 +103,7 @@ class Group:
 
         Torch's own count of the default group isn't: it has messages between two ranks too.
         """
-        gradients = [number for group in self.gradient_groups for number in call_counts(group)]
+        gradients = [number for group in self.gradient_groups for number in torch_internals.call_counts(group)]
         return [reporter().stage, self.calls, *gradients]
 
     def absent_ranks(self) -> list[int]:
@@ -119,7 +124,7 @@ class Group:
         """True if this package created the group, False if the user's code did."""
         return self._deadline is not None
 
-    def remove(self, member: TorchDistributed) -> None:
+    def remove(self, member: Member) -> None:
         """Remove a member. If it was the last one and this package created the group, destroy the group."""
         self.members.discard(member)
         if self.members:
@@ -173,19 +178,19 @@ class Group:
         if key not in self._meshes:
             from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-            _forget_earlier_meshes()
+            torch_internals.forget_meshes()
             names = tuple(sizes)
             group = self.for_gradients(device) or self.process_group if len(sizes) == 1 else None
-            before = len(dist.distributed_c10d._world.pg_map)
+            before = len(torch_internals.process_groups())
             with self._sockets.opened_inside():
                 if group is not None:  # torch itself would use the default group
                     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=names)
                 else:
                     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=names)
                 for name, dimensions in joint.items():
-                    mesh[dimensions]._flatten(name)  # private, and what Accelerate calls
+                    torch_internals.flatten_mesh(mesh, dimensions, name)
             self._meshes[key] = mesh
-            self.mesh_groups += len(dist.distributed_c10d._world.pg_map) - before
+            self.mesh_groups += len(torch_internals.process_groups()) - before
         return self._meshes[key]
 
     def for_background(self) -> dist.ProcessGroup:
@@ -213,24 +218,6 @@ class Group:
             raise self._watchdog.explanation(timed_out="Timed out" in text or "timeout" in text) from error
 
 
-def call_counts(group: Any) -> Iterator[int]:
-    """Yield the numbers of collectives that a group's backends have begun."""
-    for device in sorted(group._device_types, key=str):
-        with contextlib.suppress(RuntimeError):  # some backends, such as MPI's, don't count
-            yield group._get_backend(device)._get_sequence_number_for_group()
-
-
-def _forget_earlier_meshes() -> None:
-    """Clear torch's caches by mesh: the one in Python and, in releases after 2.9, the one in C++."""
-    from torch.distributed.tensor import DTensor
-
-    dispatcher: Any = DTensor._op_dispatcher
-    dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
-    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if clear is not None:
-        clear()
-
-
 _current: Group | None = None
 _broken: Group | None = None
 
@@ -249,7 +236,7 @@ def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
     if not dist.is_initialized():
         _current = _make(place, device, options)
     elif _current is None:
-        store = dist.distributed_c10d._get_default_store()
+        store = torch_internals.default_store()
         _current = Group(place, GlooSockets(_port_of(store)), store)
     elif options not in (InitProcessGroupKwargs(), _current.options):
         warnings.warn(
@@ -275,7 +262,7 @@ def is_ours() -> bool:
     return _current is not None and _current.is_current and bool(_current.members)
 
 
-def break_up() -> tuple[list[TorchDistributed], int]:
+def break_up() -> tuple[list[Member], int]:
     """Destroy the default group and every other group, even while they are in use.
 
     The ``Group`` object is kept until the next call, because destroying its gradient groups at once could deadlock, as
@@ -286,17 +273,17 @@ def break_up() -> tuple[list[TorchDistributed], int]:
     """
     global _broken, _current
     _broken, _current = _current, None
-    members: list[TorchDistributed] = []
+    members: list[Member] = []
     known = 1
     if _broken is not None:
         if _broken.is_current:
             members = list(_broken.members)
             known += len(_broken.gradient_groups) + _broken.mesh_groups + (_broken._background is not None)
         _broken.stop_watchdog()
-    others = len(dist.distributed_c10d._world.pg_map) - known
+    others = len(torch_internals.process_groups()) - known
     aborts = environment.is_on(environment.NCCL_ABORT)
     if aborts and "nccl" in dist.get_backend_config():  # destroying waits for the GPU, which waits for other ranks
-        dist.distributed_c10d._abort_process_group()
+        torch_internals.abort_process_groups()
     else:
         dist.destroy_process_group()
     return members, others
@@ -349,13 +336,12 @@ def _lengthen_gloo() -> datetime.timedelta | None:
 
     Calls of the host, such as waiting for a rank that prepares the data, go through gloo.
     """
-    group: Any = dist.group.WORLD
     try:
-        gloo = group._get_backend(torch.device("cpu"))
+        gloo = torch_internals.backend_for(dist.group.WORLD, "cpu")
     except RuntimeError:  # NCCL alone was asked for
         return None
     deadline = datetime.timedelta(seconds=_COLLECTIVE_DEADLINE_S["cpu"])
-    gloo._set_default_timeout(deadline)
+    torch_internals.set_deadline(gloo, deadline)
     return deadline
 
 

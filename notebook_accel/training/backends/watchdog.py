@@ -14,10 +14,9 @@ import time
 import types
 from collections.abc import Callable
 
-import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not listed in __all__
 
-from notebook_accel import code_places, environment
+from notebook_accel import code_places, environment, torch_internals
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import CollectiveError
 from notebook_accel.reporting import reporter
@@ -62,7 +61,7 @@ class CollectiveWatchdog:
         self._warns_after_s = 0.9 * warns_before_s if warns_before_s else None
         self._answered = 0  # number of questions that this rank has answered
         # Without aborts nothing would follow from it.
-        self._status = _nccl_status if environment.is_on(environment.NCCL_ABORT) else dict
+        self._status = torch_internals.nccl_status if environment.is_on(environment.NCCL_ABORT) else dict
         self._initial_status = self._status()  # of earlier broken groups, whose collectives never complete
         self._watched_thread = threading.get_ident()
         self._pid = os.getpid()
@@ -241,22 +240,3 @@ class CollectiveWatchdog:
             return
         lines = self._collect(f"doing in {question}")
         sys.stderr.write(f"Rank {self._place.rank} has been standing still for long. The ranks are here:\n{lines}")
-
-
-def _nccl_status() -> dict[str, tuple[str, str]]:
-    """Return, by group, the numbers of the last collectives that NCCL has enqueued and completed.
-
-    They come from torch's flight recorder; reading it makes no CUDA call. There are none without NCCL, or where
-    TORCH_FR_BUFFER_SIZE=0 turns the recorder off.
-    """
-    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
-    if dump is None:
-        return {}
-    try:
-        groups = json.loads(dump(includeCollectives=False)).get("pg_status", {})
-        return {
-            group: (status["last_enqueued_collective"], status["last_completed_collective"])
-            for group, status in groups.items()
-        }
-    except (RuntimeError, KeyError, TypeError, ValueError, AttributeError):  # another version of torch
-        return {}

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from notebook_accel import torch_internals
 from notebook_accel.errors import CollectiveError
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.gradients import AveragingWrapper, TrainableParameters
@@ -176,8 +177,7 @@ class XlaDataParallel(AveragingWrapper):
     def _queue(self, _: torch.Tensor) -> None:
         if self._syncs and not self._is_queued:
             self._is_queued = True
-            engine: Any = torch.autograd.Variable._execution_engine  # as torch's DDP has it
-            engine.queue_callback(self._average)
+            torch_internals.after_backward(self._average)
 
     def _average(self) -> None:
         self._is_queued = False

@@ -18,8 +18,7 @@ from notebook_accel.errors import (
     RunStoppedError,
     RunTimeoutError,
 )
-from notebook_accel.launching.kernel.engine import LaunchRequest
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.results import Results, write_result_file
 from notebook_accel.launching.spec import JobSpec, Source

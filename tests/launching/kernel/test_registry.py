@@ -15,8 +15,7 @@ import pytest
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.kernel import detached_runs, registry
-from notebook_accel.launching.kernel.engine import LaunchRequest
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
 from tests.launching.test_run_folders import ended, held

@@ -18,8 +18,7 @@ from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import NotebookAccelError, RankFailedError, RunStoppedError, SupervisorLostError
 from notebook_accel.launching.kernel import launcher, run_payload
 from notebook_accel.launching.kernel.devices import Devices
-from notebook_accel.launching.kernel.engine import LaunchRequest
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.remote.host import NodeFacts, NodeHost
 from notebook_accel.launching.remote.run import AgentSlot, NodeClock, NodePart, RemoteRun

@@ -47,7 +47,7 @@ def test_text_of_an_exception_can_do_no_harm() -> None:
     assert "\x1b" not in str(error) and len(str(error)) < 30_000
     lines = error.remote_traceback.splitlines()
     assert lines[0].endswith("line 0, in f") and lines[-1] == "second line"
-    assert "  [9,702 lines left out]" in lines
+    assert "  [9,702 lines left out here]" in lines
 
 
 def test_others_are_one_line_each() -> None:

@@ -16,8 +16,7 @@ import pytest
 
 from notebook_accel.config import LaunchConfig
 from notebook_accel.launching.kernel import foreground
-from notebook_accel.launching.kernel.engine import LaunchRequest
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.launching.views import view
