@@ -28,7 +28,7 @@ _RANKS = """
 %%distributed -n {ranks} --use_cpu --view panel --background --out job
 import os, threading, time
 from notebook_accel import report, reporting
-from notebook_accel.launching.ranks.loops import LOOPS
+from notebook_accel.launching.ranks.progress import PROGRESS
 counter = reporting.Counter("steps")
 counter.start(epoch=1, total=1_000_000_000)
 sampler = next(thread for thread in threading.enumerate() if thread.name == "notebook-accel-reporter")
@@ -38,8 +38,8 @@ while (elapsed_s := time.monotonic() - began_s) < {seconds}:
     while counter.step < elapsed_s * {steps_per_s}:
         for _ in range(100): counter.step += 1
     report(loss=1 / (1 + elapsed_s), accuracy=elapsed_s)
-    for phase in ("data", "forward", "backward", "optimizer"): LOOPS.clock.enter(phase)
-    LOOPS.clock.begin_step(None)
+    for phase in ("data", "forward", "backward", "optimizer"): PROGRESS.clock.enter(phase)
+    PROGRESS.clock.begin_step(None)
     time.sleep(0.05)
 sampling = (time.clock_gettime(clock) - sampled_s) / elapsed_s
 

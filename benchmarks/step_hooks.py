@@ -27,6 +27,7 @@ from benchmarks import step_overhead
 from notebook_accel import reporting
 from notebook_accel.launching.ranks import torch_hooks
 from notebook_accel.launching.ranks.phases import StepClock
+from notebook_accel.launching.ranks.progress import PROGRESS
 
 EPOCHS = 40
 STEPS = EPOCHS * step_overhead.BATCHES
@@ -58,10 +59,10 @@ def hooks(*, measures: bool) -> Iterator[None]:
                  if name in vars(each)]  # fmt: skip
     originals.append((torch.autograd, "backward", torch.autograd.backward))
     handles: list[Any] = []
-    clock = torch_hooks._loops.clock = StepClock() if measures else None
+    clock = PROGRESS.clock = StepClock() if measures else None
     if clock is not None:
         clock.start()
-    reporter.before_sample.append(torch_hooks._loops.refresh)
+    reporter.before_sample.append(PROGRESS.refresh)
     torch_hooks._patch_loaders(loaders)
     torch_hooks._patch_backward(torch.autograd)
     torch_hooks._hook_optimizers(_Registering(handles))

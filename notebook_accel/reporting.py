@@ -120,6 +120,7 @@ class Reporter:
     """Samples counters, metrics and memory of this process and sends them to the agent, if there is a connection."""
 
     def __init__(self, connection: Sender | None = None) -> None:
+        self.prepared: Counter | None = None  # of the prepared loader that is read, the innermost of several
         self.outer: Counter | None = None  # of epochs around the shown counter, such as a bar over epochs
         self.is_compiling = False  # whether the running step is compiled
         self.recompiled = ""  # why XLA compiles a step anew, until that is sent; empty if no reason is known
@@ -175,16 +176,23 @@ class Reporter:
         return self._counting[0]
 
     def begin(self, counter: Counter, epoch: int | None, total: int | None) -> None:
-        """Set a counter to the beginning of an epoch, and show it."""
+        """Set a prepared loader's counter to the beginning of an epoch, and show it."""
         with self._lock:
             before = self._steps()
             counter.step, counter.epoch, counter.total = 0, epoch, total
             self._counting = counter, before
+        self.prepared = counter
 
     def show(self, counter: Counter) -> None:
         """Show this counter in the rank's row, from its present count on."""
         with self._lock:
             self._counting = counter, self._steps() - counter.step
+
+    def end(self, around: Counter | None) -> None:
+        """Show the counter of the prepared loader around one that has ended, if there is one."""
+        self.prepared = around
+        if around is not None:
+            self.show(around)
 
     def _steps(self) -> int:
         counter, before = self._counting
@@ -206,9 +214,10 @@ class Reporter:
     # Metrics ----------------------------------------------------------------------------------------------------------
 
     def begin_cell(self) -> None:
-        """Make room for the metrics of a session's next cell."""
+        """Begin with the loaders and metrics of a session's next cell."""
         self.has_own_loss = self._has_left_out = False
         self._names = set()
+        self.prepared = None  # an interrupted cell may have left its loader
 
     def hold_metrics(self) -> None:
         """Hold metrics until ``release_metrics``: reading a tensor earlier would compute its step twice."""

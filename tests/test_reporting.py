@@ -22,7 +22,7 @@ import notebook_accel
 from notebook_accel import reporting
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError
-from notebook_accel.launching.ranks.loops import Loops
+from notebook_accel.launching.ranks.progress import Progress
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError, Connection
 from notebook_accel.training.backends.devices import clock_of
@@ -233,7 +233,7 @@ def test_metric_that_there_is_no_room_for_is_named_once(rank: types.SimpleNamesp
         notebook_accel.report(late=1, m0=2, later=3)
     assert warned[0].filename == __file__
     notebook_accel.report(late=1)  # a second warning would be an error
-    with Loops().count_cell():
+    with Progress().count_cell():
         notebook_accel.report(next_cell=4)
     rank.end()
     rank.watcher.read_to_the_end()

@@ -134,8 +134,7 @@ class ActiveIterations:
                 self.current = outer
             if self.training is current:
                 self.training = outer
-            if outer is not None:
-                reporter().show(outer.counter)
+            reporter().end(None if outer is None else outer.counter)
 
     def upload_next(self) -> None:
         """Start the transfer of the next batch. Call it when the device has work during which the transfer can run."""

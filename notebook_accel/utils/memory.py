@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import inspect
-import json
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not listed in __all__
 
-from notebook_accel import torch_internals
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training import process_group
 from notebook_accel.training.backends import group_recovery, torch_group
+from notebook_accel.training.backends.backend import Backend
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
 
@@ -30,9 +25,6 @@ _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN has no room for its workspace
 )
-_DEADLINE_S = 1800.0  # one rank may evaluate or save for a long time after the others have returned
-_POLL_S = 0.05
-_WATCH_PERIOD_S = 0.5
 
 
 def find_executable_batch_size(
@@ -49,8 +41,7 @@ def find_executable_batch_size(
     new group. The next call begins with the size that was found. It is the attribute ``batch_size`` of the decorated
     function, and rank 0 prints it if it isn't the first one.
 
-    Ranks can only agree once there is an ``Accelerator``. In a process group that the user's code has made without one,
-    a rank that waits for another waits until the group's timeout.
+    Ranks can only do so once there is an ``Accelerator``, which makes their process group.
 
     Args:
         function: The function to decorate. Its first parameter is the batch size, which callers leave out.
@@ -62,7 +53,7 @@ def find_executable_batch_size(
 
     Raises:
         ConfigError: ``keep_effective_batch_size`` was given together with ``reduce_batch_size_fn``.
-        TrainingError: No size fits, or another rank's function raised.
+        TrainingError: No size fits, or the program has made the process group itself.
         TypeError: The function was called with a batch size.
     """
     if keep_effective_batch_size and reduce_batch_size_fn is not None:
@@ -154,145 +145,46 @@ def _attempt_on_all(function: Callable[[], Any]) -> tuple[bool, Any]:
 
     Raises:
         Exception: The function's own exception, if it isn't about memory.
-        TrainingError: Another rank raised an exception that isn't about memory.
+        TrainingError: Memory ran out in a group that the user's code has made.
     """
     _free_memory()
-    member = None
-    if torch_group.made_here() is not None:
-        # A group that exists already is joined, so that it is renewed if it breaks, even if nothing else uses it.
-        member = process_group.current(cpu="nccl" not in dist.get_backend_config())
-    value, runs_out, error = None, False, None
-    with _giving_up_with_others():
-        try:
-            value = function()
-        except Exception as raised:  # noqa: BLE001  any error is reported to the other ranks first
-            runs_out = should_reduce_batch_size(raised)
-            error = None if runs_out else raised  # an exception references frames, which reference tensors
-    place = process_group.rank_place()
-    if place.world_size == 1 or not dist.is_initialized():
-        if error is not None:
-            raise error
-        return runs_out, value
-    group = torch_group.made_here()
-    exchange = _Exchange(place.rank, place.world_size)
-    if runs_out:
-        exchange.announce_out_of_memory()
-    is_over = runs_out or (error is not None and exchange.has_memory_run_out())
-    if is_over and group is not None:
-        group.give_up()  # frees the waiting ranks, which then read the announcement
-    if error is not None and not is_over:
-        exchange.report(f"{type(error).__name__}: {error}", rejoins=False)
-        raise error
-    error = None  # caused by a peer that ran out of memory and gave up its group
-    gc.collect()  # so that objects of the failed attempt aren't reconnected
-    runs_out, rejoins = exchange.agree(rejoins=group is not None and bool(group.members))
-    del exchange
-    if runs_out and group is not None:
-        group_recovery.renew_group(None, rejoins=rejoins, namespace={})
-    del member
-    return runs_out, None if runs_out else value
-
-
-@contextlib.contextmanager
-def _giving_up_with_others() -> Iterator[None]:
-    """Give up the group during the body once memory has run out on another rank.
-
-    gloo's waits end without this, because that rank closes its connections. NCCL's only end if this rank aborts them.
-    """
-    is_over = threading.Event()
-
-    def watch() -> None:
-        announced = None
-        while not is_over.wait(_WATCH_PERIOD_S):
-            group = torch_group.made_here()
-            if group is None:  # the function may create it
-                continue
-            with contextlib.suppress(RuntimeError):  # the store ends with rank 0
-                announced = announced or _Exchange.next_announcement(process_group.rank_place().rank)
-                if announced():
-                    group.give_up()
-                    return
-
-    thread = threading.Thread(target=watch, name="notebook-accel-memory", daemon=True)
-    thread.start()
+    # A group that exists already is joined, so that it is renewed if it breaks, even if nothing else uses it.
+    member = _member()
     try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+        value = function()
+        if (others := _member()) is not None:
+            others.barrier()  # fails if memory runs out on a rank that is still in the function
+        if not _has_run_out_elsewhere():
+            return False, value
+    except Exception as error:
+        if not (should_reduce_batch_size(error) or _has_run_out_elsewhere()):
+            raise
+    # Here the exception is gone. It references frames, which reference tensors.
+    value = others = None
+    group = torch_group.made_here()
+    if group is not None:
+        group.give_up()
+        gc.collect()  # so that objects of the failed attempt aren't reconnected
+        group_recovery.renew_group(None, rejoins=member is not None, namespace={})
+    elif dist.is_initialized() and dist.get_world_size() > 1:
+        raise TrainingError(
+            "Memory ran out in a process group that the program has made itself, in which the other ranks wait.",
+            why="All ranks have to leave the group together, before they try a smaller batch.",
+            fix="make an Accelerator() before, instead of calling torch.distributed.init_process_group()",
+        )
+    return True, None
 
 
-class _Exchange:
-    """An exchange between all ranks at the end of an attempt. It uses their store, since their group may be broken."""
+def _member() -> Backend | None:
+    """Return this rank's backend if this package has made the process group, else ``None``."""
+    if torch_group.made_here() is None:
+        return None
+    return process_group.current(cpu="nccl" not in dist.get_backend_config())
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        store = self._connect()
-        self._store = PrefixStore(f"round {store.add(f'rounds of {rank}', 1)}", store)
 
-    @staticmethod
-    def _connect() -> PrefixStore:
-        # A connection of its own, since another thread may wait on the process group's.
-        return PrefixStore("batch size", torch_internals.default_store().clone())
-
-    @classmethod
-    def next_announcement(cls, rank: int) -> Callable[[], bool]:
-        """Return a function that returns whether memory has run out in the exchange that this rank will enter next."""
-        store = cls._connect()
-        round_store = PrefixStore(f"round {store.add(f'rounds of {rank}', 0) + 1}", store)
-        return lambda: bool(round_store.check(["memory"]))
-
-    def announce_out_of_memory(self) -> None:
-        """Announce that memory ran out. Call it before giving up the group on which other ranks wait."""
-        self._store.set("memory", "")
-
-    def has_memory_run_out(self) -> bool:
-        """Return whether any rank has announced that memory ran out."""
-        return bool(self._store.check(["memory"]))
-
-    def report(self, text: str, *, rejoins: bool) -> None:
-        """Report this rank's exception, if it isn't about memory, and whether the rank has an Accelerator."""
-        self._store.set(f"end of {self._rank}", json.dumps([text, rejoins]))
-
-    def agree(self, *, rejoins: bool) -> tuple[bool, bool]:
-        """Report no exception; return whether memory has run out, and whether all ranks have an Accelerator.
-
-        Raises:
-            TrainingError: Another rank has reported an exception. This doesn't wait for the other ranks.
-        """
-        self.report("", rejoins=rejoins)
-        keys = [f"end of {rank}" for rank in range(self._world_size)]
-        ends: dict[str, tuple[str, bool]] = {}
-
-        def is_known() -> bool:
-            ends.update({key: json.loads(self._store.get(key)) for key in keys if self._store.check([key])})
-            return len(ends) == len(keys) or any(text for text, _ in ends.values())
-
-        self._wait(is_known, keys)
-        for rank, key in enumerate(keys):
-            text, _ = ends.get(key, ("", False))
-            if text:
-                raise TrainingError(f"Rank {rank} failed while a batch size was being tried: {text}")
-        has_run_out = self.has_memory_run_out()
-        # Rank 0 may host the store, so it leaves last.
-        self._store.set(f"heard by {self._rank}", "")
-        if self._rank == 0:
-            keys = [f"heard by {rank}" for rank in range(self._world_size)]
-            self._wait(lambda: self._store.check(keys), keys)
-        return has_run_out, all(rejoins for _, rejoins in ends.values())
-
-    def _wait(self, is_enough: Callable[[], bool], keys: list[str]) -> None:
-        deadline = time.monotonic() + _DEADLINE_S
-        while not is_enough():
-            if time.monotonic() > deadline:
-                missing = [key for key in keys if not self._store.check([key])]
-                raise TrainingError(
-                    f"Rank {self._rank} waited {_DEADLINE_S:.0f} s for the other ranks to return from the function "
-                    f"whose batch size is sought; missing: {', '.join(missing)}.",
-                    fix="make every rank call it, and take as many steps as the others",
-                )
-            time.sleep(_POLL_S)
+def _has_run_out_elsewhere() -> bool:
+    group = torch_group.made_here()
+    return group is not None and group.has_memory_run_out()
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:

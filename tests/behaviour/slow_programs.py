@@ -112,11 +112,13 @@ def evaluates_each_step(is_prepared: bool) -> None:
 
 def evaluates_each_step_with_a_new_loader(is_prepared: bool) -> None:
     """An evaluation of two batches, whose loader is asked while gradients are enabled."""
-    held = _held_samples()
-    for _ in Program(is_prepared).steps():
+    held, made = _held_samples(), Program(is_prepared)
+    for _ in made.steps():
+        made.model.eval()
         for x, _ in DataLoader(held, batch_size=8):
             with torch.no_grad():
                 x.sum()
+        made.model.train()
 
 
 def slow_line_between_the_steps(is_prepared: bool) -> None:

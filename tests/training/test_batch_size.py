@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel import Accelerator, find_executable_batch_size
-from notebook_accel.errors import ConfigError
+from notebook_accel.errors import ConfigError, RankFailedError, TrainingError
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.training.backends import torch_group
 from notebook_accel.training.handlers import InitProcessGroupKwargs
 from tests.training import ranks
@@ -31,12 +32,12 @@ def three() -> Iterator[Ranks]:
 
 
 def train(accelerator: Accelerator, net: torch.nn.Module, batch_size: int, limits: list[int], where: str) -> Any:
-    """Take five steps; in the third, ranks whose limit is below the batch size run out of memory."""
+    """Take five steps; in the third, or at the end, ranks whose limit is below the batch size run out of memory."""
     optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.01))
     rank = accelerator.process_index
     for step in range(5):
         loss = net(torch.full((batch_size, 2), 1.0 + rank)).square().mean()
-        is_short = step == 2 and batch_size > limits[rank]
+        is_short = step == 2 and batch_size > limits[rank] and where != "at the end"
         if is_short and where == "before backward":
             raise torch.OutOfMemoryError("CUDA out of memory.")
         if is_short and where == "in backward":
@@ -48,6 +49,9 @@ def train(accelerator: Accelerator, net: torch.nn.Module, batch_size: int, limit
         optimizer.zero_grad()
         if where == "after backward":  # a collective in which the other ranks wait
             accelerator.gather(loss.detach())
+    if where == "at the end" and batch_size > limits[rank]:  # the others may have returned
+        time.sleep(0.5)
+        raise MemoryError
     return [parameter.tolist() for parameter in accelerator.unwrap_model(net).parameters()]
 
 
@@ -91,6 +95,7 @@ def search(kind: str, limits: list[int], where: str) -> Any:
     ("accelerator outside", "before backward", [8, 3, 8]),
     ("model outside", "in backward", [8, 8, 5]),
     ("all inside", "after backward", [4, 8, 8]),
+    ("model outside", "at the end", [3, 8, 8]),
 ])  # fmt: skip
 def test_all_ranks_go_on_with_a_smaller_size(three: Ranks, kind: str, where: str, limits: list[int]) -> None:
     outcomes = three.run(search, kind, limits, where)
@@ -107,7 +112,7 @@ def halve_without_closing_connections() -> Any:
     assert group is not None
     rank = accelerator.process_index
     if rank == 1:  # as with NCCL, whose peers don't see that this rank has given up
-        group.give_up = lambda: None  # type: ignore[method-assign]
+        group._watchdog._end_waits = lambda: None  # type: ignore[method-assign,union-attr]
     tried: list[int] = []
 
     @find_executable_batch_size(starting_batch_size=8, reduce_batch_size_fn=lambda: tried[-1] // 2)
@@ -140,10 +145,30 @@ def fail_beside() -> Any:
     training()
 
 
-def test_what_is_not_about_memory_is_raised_on_every_rank(two_ranks: Ranks) -> None:
-    first, second = two_ranks.replies(fail_beside)
-    assert "Rank 1 failed while a batch size was being tried: ValueError: not about memory" in str(first)
-    assert isinstance(second, ValueError)
+def test_what_is_not_about_memory_ends_the_run(launch: Callable[..., Job]) -> None:
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 failed.*ValueError: not about memory"):
+        launch(fail_beside, num_processes=2).results(timeout_s=60)
+
+
+def run_out_in_a_group_of_ones_own() -> str:
+    dist.init_process_group("gloo")
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def training(batch_size: int) -> None:
+        raise MemoryError
+
+    try:
+        training()
+    except TrainingError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return ""
+
+
+def test_ranks_that_cannot_leave_their_group_together_say_so(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(run_out_in_a_group_of_ones_own):
+        assert "Memory ran out in a process group that the program has made itself" in said
 
 
 def test_the_effective_size_is_kept(capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 
 from notebook_accel import reporting
-from notebook_accel.launching.ranks import loops
+from notebook_accel.launching.ranks import progress
 from notebook_accel.launching.ranks.recorders import MemoryRecorder, Recorder, StepRecorder
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
@@ -186,7 +186,7 @@ class _Profiling:
 
 def _stop_clock() -> None:
     """Stop the clock of phases until the next one begins: the time of starting or stopping isn't the program's."""
-    clock = loops.LOOPS.clock
+    clock = progress.PROGRESS.clock
     if clock is not None and clock.is_on:
         clock.enter("")
 

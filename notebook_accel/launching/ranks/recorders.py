@@ -19,7 +19,7 @@ from typing import Any
 
 from notebook_accel import torch_internals
 from notebook_accel.launching import traces
-from notebook_accel.launching.ranks import loops
+from notebook_accel.launching.ranks import progress
 from notebook_accel.launching.ranks.phases import Line, running_line
 from notebook_accel.protocol import events
 
@@ -100,7 +100,7 @@ class StepRecorder(Recorder):
         if done < self._steps:
             self._profiler.step()
         if done == 0:
-            clock = loops.LOOPS.clock
+            clock = progress.PROGRESS.clock
             if clock is not None:
                 clock.begin_trail()
             self._sampler.start()
@@ -110,7 +110,7 @@ class StepRecorder(Recorder):
         self._is_over.set()
         if self._sampler.is_alive():
             self._sampler.join()
-        clock = loops.LOOPS.clock
+        clock = progress.PROGRESS.clock
         if clock is not None:
             ahead_s = time.time() - time.perf_counter()
             self._marks = [((now_s + ahead_s) * 1e6, phase) for now_s, phase in clock.end_trail()]
@@ -134,7 +134,7 @@ class StepRecorder(Recorder):
         )
 
     def _sample_lines(self) -> None:
-        clock = loops.LOOPS.clock
+        clock = progress.PROGRESS.clock
         while not self._is_over.wait(_SAMPLE_PERIOD_S):
             line = ("" if clock is None else clock.phase, *running_line())
             self._lines[line] += 1

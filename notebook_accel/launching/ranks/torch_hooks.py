@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from notebook_accel import code_places, environment, reporting
-from notebook_accel.launching.ranks import loops, profiling, random_numbers
+from notebook_accel.launching.ranks import profiling, progress, random_numbers
 from notebook_accel.launching.ranks.import_hooks import when_imported
 from notebook_accel.launching.ranks.phases import StepClock
 
 _STREAM = 1  # torch's ``_DatasetKind.Iterable``
 _main = threading.main_thread().ident
-_loops = loops.LOOPS
+_progress = progress.PROGRESS
 _profiler = profiling.PROFILER
 _place = environment.RankPlace()
 
@@ -32,6 +32,7 @@ _place = environment.RankPlace()
 @functools.cache
 def install() -> None:
     """Place the hooks now, or when torch is imported."""
+    when_imported("torch.nn.modules.module", _patch_modules)
     when_imported("torch.nn.parallel.distributed", _patch_models)
     when_imported("torch.utils.data.dataloader", _patch_loaders)
     when_imported("torch.autograd", _patch_backward)
@@ -44,16 +45,15 @@ def begin() -> None:
     """Count this rank's steps, and measure their phases unless the launch has ``profile="off"``."""
     global _place
     _place = environment.RankPlace.from_environment()  # the program may change the variables
-    reporting.reporter().before_sample.append(_loops.refresh)
     if os.environ.get(environment.PROFILE) != "off":
-        _loops.clock = StepClock()
-        _loops.clock.start()
+        _progress.clock = StepClock()
+        _progress.clock.start()
     install()
 
 
 def _measuring_clock() -> StepClock | None:
     """Return the clock if it measures what this thread does now, else ``None``."""
-    clock = _loops.clock
+    clock = _progress.clock
     return clock if clock is not None and clock.is_on and threading.get_ident() == _main else None
 
 
@@ -68,7 +68,7 @@ def _patch_loaders(module: types.ModuleType) -> None:
         with _measured_start(self, has_gradients=are_gradients_enabled()):
             iterator = original_iter(self)
         if isinstance(iterator, iterator_class):
-            _loops.begin(self, iterator)
+            _progress.begin_loop(self, iterator)
         return iterator
 
     @functools.wraps(original_init)
@@ -77,14 +77,15 @@ def _patch_loaders(module: types.ModuleType) -> None:
         if self._dataset_kind != _STREAM:
             self._base_seed += random_numbers.worker_seed(loader) * self._num_workers
         if not isinstance(loader, loader_class):  # fastai's: a shell around the loader `d`, which isn't torch's
-            _loops.begin(getattr(loader, "d", loader), self)
+            _progress.begin_loop(getattr(loader, "d", loader), self)
 
     @functools.wraps(original_next)
     def __next__(self: Any) -> Any:  # noqa: N807
-        loop: loops.LoopCounter | None = getattr(self, loops.ATTRIBUTE, None)
+        loop: progress.LoopCounter | None = getattr(self, progress.ATTRIBUTE, None)
         if loop is None:
             return original_next(self)
-        is_evaluation = _loops.evaluates(has_gradients=are_gradients_enabled(), is_known=loop.is_evaluation)
+        has_gradients = are_gradients_enabled()
+        is_evaluation = _progress.evaluates(has_gradients=has_gradients, trains=loop.trains)
         clock, began_s = _measuring_clock(), 0.0
         if clock is not None:
             began_s = clock.enter("evaluation" if is_evaluation else "data")
@@ -95,12 +96,12 @@ def _patch_loaders(module: types.ModuleType) -> None:
             if clock is not None:
                 clock.enter("other")
             raise
-        if loop is not _loops.current:
-            _loops.turn_to(loop, are_gradients_enabled())
+        if loop is not _progress.current:
+            _progress.turn_to(loop, is_evaluation=is_evaluation or not has_gradients)
         loop.step += 1
         if loop.step == loop.total:
-            _loops.losses_left = loops.LOSSES_PER_SAMPLE
-        if _profiler.is_due and loop is _loops.current and not is_evaluation and threading.get_ident() == _main:
+            _progress.losses_left = progress.LOSSES_PER_SAMPLE
+        if _profiler.is_due and loop is _progress.current and not is_evaluation and threading.get_ident() == _main:
             _profiler.begin_step()
         if clock is not None:
             _begin_step(clock, loop, self, began_s, is_evaluation)
@@ -116,8 +117,7 @@ def _measured_start(loader: Any, *, has_gradients: bool) -> Iterator[None]:
     if clock is None:
         yield
         return
-    is_known = _loops.is_for_evaluation(getattr(loader, "dataset", None))
-    is_evaluation = _loops.evaluates(has_gradients=has_gradients, is_known=is_known)
+    is_evaluation = _progress.evaluates(has_gradients=has_gradients)
     before = clock.phase
     began_s = clock.enter("evaluation" if is_evaluation else "data")
     try:
@@ -128,7 +128,9 @@ def _measured_start(loader: Any, *, has_gradients: bool) -> Iterator[None]:
             clock.add_start(ended_s - began_s)
 
 
-def _begin_step(clock: StepClock, loop: loops.LoopCounter, iterator: Any, began_s: float, is_evaluation: bool) -> None:
+def _begin_step(
+    clock: StepClock, loop: progress.LoopCounter, iterator: Any, began_s: float, is_evaluation: bool
+) -> None:
     """Tell the clock that a training step or an evaluation begins with a batch, awaited since ``began_s``."""
     if is_evaluation:
         if loop.step == 1:
@@ -137,7 +139,7 @@ def _begin_step(clock: StepClock, loop: loops.LoopCounter, iterator: Any, began_
     now_s = clock.enter("forward")
     if loop.step == 1 and iterator._num_workers and not iterator._persistent_workers:
         clock.add_start(now_s - began_s)
-    if loop is _loops.current:
+    if loop is _progress.current:
         clock.begin_step(iterator._num_workers, iterator._dataset_kind == _STREAM)
 
 
@@ -146,9 +148,9 @@ def _patch_backward(module: types.ModuleType) -> None:
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
-        _loops.trained += 1
-        if _loops.losses_left:
-            _loops.losses_left -= 1
+        _progress.trained += 1
+        if _progress.losses_left:
+            _progress.losses_left -= 1
             _report_loss(args[0] if args else kwargs.get("tensors"))
         clock = _measuring_clock()
         if clock is None:
@@ -166,7 +168,7 @@ def _patch_backward(module: types.ModuleType) -> None:
 
 
 def _report_loss(differentiated: Any) -> None:
-    loss = _loops.loss if _loops.loss is not None else differentiated
+    loss = _progress.loss if _progress.loss is not None else differentiated
     loss = getattr(loss, reporting.LOSS_ATTRIBUTE, loss)
     is_dense = getattr(loss, "is_cpu", False) or getattr(loss, "is_cuda", False)
     # Reading a tensor that is made of others, such as a DTensor, may need all ranks.
@@ -193,11 +195,11 @@ def _patch_accelerator(module: types.ModuleType) -> None:
 
     @functools.wraps(original)
     def backward(self: Any, loss: Any, **kwargs: Any) -> Any:
-        _loops.loss = loss
+        _progress.loss = loss
         try:
             return original(self, loss, **kwargs)
         finally:
-            _loops.loss = None
+            _progress.loss = None
 
     module.Accelerator.backward = backward
 
@@ -215,11 +217,11 @@ def _hook_optimizers(module: types.ModuleType) -> None:
             is_first = False
             reporting.reporter().begin_training()
             _warn_of_unconnected_ranks(_place)
-        is_step = _loops.step_optimizer(optimizer)
+        is_step = _progress.step_optimizer(optimizer)
         if is_step and _profiler.is_due and threading.get_ident() == _main:
             _profiler.begin_step()
         if (clock := _measuring_clock()) is not None:
-            clock.enter("forward" if _loops.is_alone else "other")
+            clock.enter("forward" if _progress.is_alone else "other")
             if is_step:
                 clock.begin_step(None)
 
@@ -250,7 +252,19 @@ def _patch_models(module: types.ModuleType) -> None:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        if _loops.clock is not None:
-            _loops.clock.add_model(self)
+        if _progress.clock is not None:
+            _progress.clock.add_model(self)
 
     model_class.__init__ = __init__
+
+
+def _patch_modules(module: types.ModuleType) -> None:
+    """Notice ``model.eval()``: many programs disable gradients only inside the loop that evaluates."""
+    original = module.Module.eval
+
+    @functools.wraps(original)
+    def eval(self: Any) -> Any:  # noqa: A001 - the name that stacks show
+        _progress.note_evaluated(self)
+        return original(self)
+
+    module.Module.eval = eval

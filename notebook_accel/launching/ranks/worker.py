@@ -29,7 +29,6 @@ from notebook_accel.errors import PayloadError
 from notebook_accel.launching import loggers, torch_settings
 from notebook_accel.launching.processes import arm_stacks, set_title
 from notebook_accel.launching.ranks import (
-    bars,
     displays,
     failure,
     finished_peers,
@@ -38,6 +37,7 @@ from notebook_accel.launching.ranks import (
     ipython_shims,
     leaving,
     profiling,
+    progress,
     random_numbers,
     store,
     streams,
@@ -413,7 +413,7 @@ def _install_hooks(namespace: dict[str, Any], rank: int) -> None:
     """Install what replaces the kernel for the user's code, and what counts and measures that code's steps."""
     ipython_shims.install(namespace)
     displays.install(rank)
-    bars.install()
+    progress.install()
     torch_hooks.begin()
     when_imported("multiprocessing.resource_tracker", track_what_is_made_here)
 

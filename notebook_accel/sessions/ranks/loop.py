@@ -21,7 +21,16 @@ import msgspec
 
 from notebook_accel import environment, nccl, reporting
 from notebook_accel.formatting import clipped
-from notebook_accel.launching.ranks import displays, failure, gathering, interruption, loops, profiling, streams, worker
+from notebook_accel.launching.ranks import (
+    displays,
+    failure,
+    gathering,
+    interruption,
+    profiling,
+    progress,
+    streams,
+    worker,
+)
 from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files, sharded_tensors
@@ -281,7 +290,7 @@ class _SessionRank:
         self._tracker.let_go()
         reporting.reporter().stage = 2 * number
         try:
-            with loops.LOOPS.count_cell():
+            with progress.PROGRESS.count_cell():
                 yield
             displays.end()
             reporting.reporter().stage = 2 * number + 1

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not listed in __all__
 from torch.distributed.rendezvous import rendezvous
 
-from notebook_accel import environment, nccl, torch_internals
+from notebook_accel import environment, torch_internals
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.reporting import reporter
@@ -133,13 +133,14 @@ class Group:
         if self.was_made_here and self.is_current:
             dist.destroy_process_group()
 
-    def give_up(self) -> None:
-        """Make this rank's waits for other ranks fail. Afterwards only ``break_up`` may be called.
+    def has_memory_run_out(self) -> bool:
+        """Return whether memory has run out on another rank, which has given up the group."""
+        return self._watchdog is not None and self._watchdog.has_memory_run_out()
 
-        With gloo, ranks that wait for this one fail as well. With NCCL, they have to give up the group themselves.
-        """
-        self._sockets.shut_down()
-        nccl.abort()
+    def give_up(self) -> None:
+        """Give up the group on all ranks, since memory has run out; see ``CollectiveWatchdog.give_up``."""
+        if self._watchdog is not None:
+            self._watchdog.give_up()
 
     def stop_watchdog(self) -> None:
         """Stop the watchdog, which tells the other ranks that this one has left."""

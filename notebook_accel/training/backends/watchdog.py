@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, not listed in __all__
 
-from notebook_accel import code_places, environment, torch_internals
+from notebook_accel import code_places, environment, nccl, torch_internals
 from notebook_accel.environment import RankPlace
-from notebook_accel.errors import CollectiveError
+from notebook_accel.errors import CollectiveError, TrainingError
 from notebook_accel.reporting import reporter
 
 _PERIOD_S = 1.0
@@ -35,7 +35,7 @@ class CollectiveWatchdog:
     Args:
         store: The ranks' store, under a prefix of this group's own.
         place: This rank's place in the group.
-        free: A function that makes every wait for other ranks raise.
+        free: A function that makes every wait for other ranks raise, except NCCL's.
         deadline_s: Deadline of a collective in seconds, ``None`` if unknown.
         warns_before_s: A deadline in seconds, after which a collective raises no error. Shortly before it, the watchdog
             writes to stderr what the ranks are doing. The warning frees no rank.
@@ -55,6 +55,7 @@ class CollectiveWatchdog:
     ) -> None:
         self._store = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]  # its own connection: the other may be waiting
         self._place = place
+        self._others = [rank for rank in range(place.world_size) if rank != place.rank]
         self._free = free
         self._deadline_s = deadline_s
         self._progress = progress
@@ -100,6 +101,38 @@ class CollectiveWatchdog:
             "accelerator.end_training() and a new Accelerator() on every rank",
             lost_peer=not timed_out,
         )
+
+    def has_memory_run_out(self) -> bool:
+        """Return whether another rank has announced that memory has run out."""
+        try:
+            return any(self._store.check([f"{rank} memory"]) for rank in self._others)
+        except RuntimeError:  # the rank that served the store has ended
+            return False
+
+    def give_up(self) -> None:
+        """Make this rank's waits for other ranks raise, and the others do so too, since memory has run out.
+
+        Each rank calls this when memory runs out on it, or when it knows of another. Afterwards the group can only be
+        destroyed. Rank 0, which may serve the store, returns when all ranks have called this.
+
+        Raises:
+            TrainingError: On rank 0, a rank didn't call this until the deadline of a collective.
+        """
+        self._publish("memory", "")  # before the others' waits fail
+        self._end_waits()
+        awaited = [f"{rank} memory" for rank in self._others if self._place.rank == 0]
+        deadline = time.monotonic() + (self._deadline_s or _DEADLINE_S)
+        while not all(self._store.check([key]) for key in awaited):
+            if time.monotonic() > deadline:
+                raise TrainingError(
+                    "Memory ran out on a rank, and others still haven't come to a call in which they wait for it.",
+                    fix="make every rank call the function, and take as many steps as the others",
+                )
+            time.sleep(_POLL_S)
+
+    def _end_waits(self) -> None:
+        self._free()
+        nccl.abort()
 
     def absent_ranks(self) -> list[int]:
         """Wait until each other rank has come to this call or has passed it, and return those that have passed it.
@@ -174,9 +207,11 @@ class CollectiveWatchdog:
     def _handle_trouble(self, standing_s: float) -> bool:
         """Publish where this rank is, and free it if a peer has failed or ended; return whether it was freed."""
         self._publish("doing", self._position())
-        others = [rank for rank in range(self._place.world_size) if rank != self._place.rank]
-        has_failed = any(self._store.check([f"{rank} failed"]) for rank in others)
-        has_ended = any(self._store.check([f"{rank} ended"]) for rank in others)
+        if self.has_memory_run_out():
+            self._end_waits()
+            return True
+        has_failed = any(self._store.check([f"{rank} failed"]) for rank in self._others)
+        has_ended = any(self._store.check([f"{rank} ended"]) for rank in self._others)
         if has_failed or (has_ended and standing_s > _GRACE_S):
             self._free()
             return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -70,6 +70,7 @@ def gradients_off_inside_the_evaluation() -> None:
     made = Training()
     for x, y in made.loader:
         made.step(x, y)
+    made.model.eval()
     for x, _ in made.evaluation:
         with torch.no_grad():
             made.model(x)
@@ -326,32 +327,30 @@ def bar_over_enumerated_batches() -> None:
             look()
 
 
-def prepared_beside_a_bar(bar: Any, is_over_epochs: bool) -> None:
+def prepared_beside_a_bar(epochs: Iterable[int], bar: Any = None) -> None:
     import notebook_accel
 
     made, accelerator = Training(), notebook_accel.Accelerator(cpu=True)
     made.model, made.optimizer, made.loader = accelerator.prepare(made.model, made.optimizer, made.loader)
-    for _ in range(EPOCHS):
+    for _ in epochs:
         for x, y in made.loader:
             made.step(x, y)
-            if not is_over_epochs:
+            if bar is not None:
                 bar.update()
             look()
-        if is_over_epochs:
-            bar.update()
-    bar.close()
+        look()  # between two epochs
 
 
 def prepared_beside_a_bar_over_all_steps() -> None:
     from tqdm.auto import tqdm
 
-    prepared_beside_a_bar(tqdm(range(EPOCHS * 16)), is_over_epochs=False)
+    prepared_beside_a_bar(range(EPOCHS), tqdm(range(EPOCHS * 16)))
 
 
-def prepared_beside_a_bar_over_epochs() -> None:
+def prepared_inside_a_bar_over_epochs() -> None:
     from tqdm.auto import tqdm
 
-    prepared_beside_a_bar(tqdm(total=EPOCHS), is_over_epochs=True)
+    prepared_beside_a_bar(tqdm(range(EPOCHS), mininterval=0))
 
 
 def prepared() -> None:
@@ -379,10 +378,9 @@ def with_accelerate() -> None:
 LOOPS: dict[Callable[[], None], tuple[int, int | None, int | None, int]] = {
     epochs_and_evaluations: (16, 16, 3, 3 * 16 + 3 * 8),
     gradients_off_inside_the_evaluation: (16, 16, 1, 16 + 8),
-    # A first batch could be one of two loaders in turns, except the one after the last batch of training.
-    evaluation_inside_an_epoch: (16, 16, 1, 16 + 3 * 7 + 8),
+    evaluation_inside_an_epoch: (16, 16, 1, 16 + 4 * 8),
     evaluation_that_is_not_asked_for_its_end: (16, 16, 3, 3 * 16 + 3 * 8),
-    evaluation_of_some_batches_after_each_step: (16, 16, 1, 16 + 15 * 2 + 3),
+    evaluation_of_some_batches_after_each_step: (16, 16, 1, 16 + 16 * 3),
     left_early: (5, 16, 3, 15),
     a_look_at_a_batch_first: (16, 16, 1, 17),
     persistent_workers: (16, 16, 3, 48),
@@ -400,11 +398,10 @@ LOOPS: dict[Callable[[], None], tuple[int, int | None, int | None, int]] = {
     full_batches_after_a_loader: (10, None, None, 3 * 24 + 10),
     bar_over_batches: (16, 16, None, 48),
     bar_over_all_steps: (48, 48, None, 48),
-    # Two batches of 4 samples show that these bars count samples.
-    bars_over_samples: (16, 16, 3, 48 + 6),
-    bar_over_all_samples: (16, 16, 3, 48 + 6),
+    bars_over_samples: (64, 64, None, 3 * 64),
+    bar_over_all_samples: (3 * 64, 3 * 64, None, 3 * 64),
     bar_over_epochs: (16, 16, 3, 48),
-    bar_over_enumerated_batches: (16, 16, 3, 48),
+    bar_over_enumerated_batches: (16, None, None, 48),
     prepared: (16, 16, 3, 48),
     with_accelerate: (16, 16, 3, 48),
 }
