@@ -1,8 +1,9 @@
 """The progress of a rank: the counter that its row shows.
 
-The shown counter is that of a prepared loader; else that of the innermost open bar of tqdm or rich; else that of the
-loop over a ``DataLoader``; else that of the optimizer's steps. A bar over a sequence that has a loop or another bar
-inside each of its steps counts epochs: what runs inside it is shown instead, with the epoch of the outermost bar.
+The shown counter is that of a prepared loader; else that of the open bar of tqdm or rich that has opened or moved last,
+the inner one of two; else that of the loop over a ``DataLoader``; else that of the optimizer's steps. A bar over a
+sequence that has a loop or another bar inside each of its steps counts epochs: what runs inside it is shown instead,
+with the epoch of the outermost bar.
 
 The row keeps the last count until something else begins. ``torch_hooks`` calls this for loops and optimizers, whichever
 library runs them. Bars are patched here, so that nothing is drawn over the rank's output.
@@ -94,13 +95,14 @@ class BarCounter(reporting.Counter):
         inner: Number of the bars and loops that have begun directly inside it.
     """
 
-    __slots__ = ("_names", "bar", "inner")
+    __slots__ = ("_names", "_seen", "bar", "inner")
 
     def __init__(self, bar: Any, step: str = "n", total: str = "total", label: str = "desc") -> None:
         self.bar = bar
         self.inner = 0
         self.epoch = None
         self._names = step, total, label
+        self._seen = self.step
 
     @property
     def step(self) -> int:  # type: ignore[override]  # only the bar changes it
@@ -114,6 +116,11 @@ class BarCounter(reporting.Counter):
     @property
     def label(self) -> str:  # type: ignore[override]
         return str(getattr(self.bar, self._names[2], None) or "")
+
+    def has_moved(self) -> bool:
+        """Return whether it has counted on since the last call. A bar that starts anew hasn't."""
+        before, self._seen = self._seen, self.step
+        return self._seen > before
 
     @property
     def counts_epochs(self) -> bool:
@@ -149,6 +156,7 @@ class Progress:
         self.trainer_epochs: BarCounter | None = None
         # From the outermost to the innermost. Never changed in place, since the sampling thread reads it too.
         self._bars: tuple[BarCounter, ...] = ()
+        self._latest: BarCounter | None = None  # of these, the one that has opened or moved last
         self._epochs: weakref.WeakKeyDictionary[Any, LoopCounter] = weakref.WeakKeyDictionary()  # latest, by loader
         self._training: LoopCounter | None = None  # the latest loop that trains
         self._evaluated: weakref.ref[Any] | None = None  # the model whose `eval` was called last
@@ -177,6 +185,10 @@ class Progress:
             self._note_training(loop)
             if loop.trains:
                 loop.set_evaluation(False)
+        # Not always the innermost: many programs open a bar for each phase before their loops, and reset it by hand.
+        for bar in self._bars:
+            if bar.has_moved():
+                self._latest = bar
         self._choose()
 
     def _choose(self, *, has_begun: bool = False) -> None:
@@ -190,7 +202,7 @@ class Progress:
         if not reporter.is_connected:  # a fork, such as a loader's worker, may lack the thread that holds a lock
             return
         shown, loop = reporter.shown, self.current
-        bars = () if self.trainer_epochs else self._bars
+        bars, bar = ((), None) if self.trainer_epochs else (self._bars, self._latest)
         if loop is not None and loop.is_over:  # after an evaluation, training is shown again
             loop = self._training if shown is loop and not loop.trains else None
         counter: reporting.Counter
@@ -198,8 +210,8 @@ class Progress:
             counter = reporter.prepared
         elif type(shown) is reporting.Counter and not has_begun:
             return
-        elif bars and not bars[-1].counts_epochs:
-            counter = bars[-1]
+        elif bar is not None and not bar.counts_epochs:
+            counter = bar
         elif loop is not None:
             counter = loop.known or loop
         else:
@@ -214,12 +226,14 @@ class Progress:
         """Add a bar that opens inside the open ones, unless it is open."""
         if not any(other.bar is counter.bar for other in self._bars):
             self._begin_inside()
-            self._bars = (*self._bars, counter)
+            self._bars, self._latest = (*self._bars, counter), counter
             self._choose(has_begun=True)
 
     def close_bars(self, *closed: Any) -> None:
         """Remove bars that close."""
         self._bars = tuple(counter for counter in self._bars if not any(counter.bar is bar for bar in closed))
+        if self._latest not in self._bars:
+            self._latest = self._bars[-1] if self._bars else None
         self._choose()
 
     def _begin_inside(self) -> None:
