@@ -56,8 +56,7 @@ import time
 from kernel_ext.panel import PanelView
 from notebook_accel.protocol import events
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.kernel.engine import LaunchRequest
-from notebook_accel.launching.kernel.job import Job
+from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.spec import JobSpec
 

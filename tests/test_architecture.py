@@ -45,6 +45,16 @@ def test_arrows_are_the_imports(graph: grimp.ImportGraph) -> None:
     assert drawn == found, f"the picture should have these arrows: {sorted(found)}"
 
 
+def test_no_two_modules_import_each_other() -> None:
+    """Not even for types. The package is the door to a module that reads its version."""
+    graph = grimp.build_graph(*_PACKAGES, cache_dir=None)
+    imports = {(module, each) for module in graph.modules for each in graph.find_modules_directly_imported_by(module)}
+    assert {pair for pair in imports if pair[0] < pair[1] and pair[::-1] in imports} == {
+        ("notebook_accel.launching.ranks.bars", "notebook_accel.launching.ranks.loops"),
+        ("notebook_accel", "notebook_accel.launching.kernel.detached"),
+    }
+
+
 def test_table_has_the_folders_that_there_are() -> None:
     rows = re.findall(r"^\| `((?:kernel_ext|notebook_accel)/[\w/]*)` \|", _PAGE, flags=re.MULTILINE)
     modules = (path for package in _PACKAGES for path in (_ROOT / package).rglob("*.py"))
