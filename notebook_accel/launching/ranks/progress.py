@@ -177,6 +177,8 @@ class Progress:
             self._note_training(loop)
             if loop.trains:
                 loop.set_evaluation(False)
+            elif self.evaluates(has_gradients=True):  # ignite calls `model.eval()` with each batch
+                loop.set_evaluation(True)
         self._choose()
 
     def _choose(self, *, has_begun: bool = False) -> None:
