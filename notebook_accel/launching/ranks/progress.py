@@ -185,6 +185,8 @@ class Progress:
             self._note_training(loop)
             if loop.trains:
                 loop.set_evaluation(False)
+            elif self.evaluates(has_gradients=True):  # ignite calls `model.eval()` with each batch
+                loop.set_evaluation(True)
         # Not always the innermost: many programs open a bar for each phase before their loops, and reset it by hand.
         for bar in self._bars:
             if bar.has_moved():

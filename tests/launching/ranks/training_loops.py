@@ -70,8 +70,8 @@ def gradients_off_inside_the_evaluation() -> None:
     made = Training()
     for x, y in made.loader:
         made.step(x, y)
-    made.model.eval()
     for x, _ in made.evaluation:
+        made.model.eval()  # with each batch, as ignite does
         with torch.no_grad():
             made.model(x)
         look()
@@ -327,6 +327,17 @@ def bar_over_enumerated_batches() -> None:
             look()
 
 
+def loader_after_a_bar_of_rich_that_was_left() -> None:
+    from rich.progress import Progress
+
+    with Progress() as progress:
+        progress.update(progress.add_task("looking"), advance=3)  # of 100
+    made = Training()
+    for x, y in made.loader:
+        made.step(x, y)
+        look()
+
+
 def prepared_beside_a_bar(epochs: Iterable[int], bar: Any = None) -> None:
     import notebook_accel
 
@@ -402,6 +413,7 @@ LOOPS: dict[Callable[[], None], tuple[int, int | None, int | None, int]] = {
     bar_over_all_samples: (3 * 64, 3 * 64, None, 3 * 64),
     bar_over_epochs: (16, 16, 3, 48),
     bar_over_enumerated_batches: (16, None, None, 48),
+    loader_after_a_bar_of_rich_that_was_left: (16, 16, 1, 16),  # a bar counts from its first update
     prepared: (16, 16, 3, 48),
     with_accelerate: (16, 16, 3, 48),
 }
