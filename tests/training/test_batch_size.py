@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from notebook_accel import Accelerator, find_executable_batch_size
-from notebook_accel.errors import ConfigError
+from notebook_accel.errors import ConfigError, TrainingError
 from notebook_accel.training.backends import torch_group
 from notebook_accel.training.handlers import InitProcessGroupKwargs
 from tests.training import ranks
@@ -88,7 +88,7 @@ def search(kind: str, limits: list[int], where: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "where", "limits"), [
-    ("accelerator outside", "before backward", [8, 3, 8]),
+    pytest.param("accelerator outside", "before backward", [8, 3, 8], marks=pytest.mark.slow),
     ("model outside", "in backward", [8, 8, 5]),
     ("all inside", "after backward", [4, 8, 8]),
 ])  # fmt: skip
@@ -123,6 +123,7 @@ def halve_without_closing_connections() -> Any:
     return tried, total, time.monotonic() - begun
 
 
+@pytest.mark.slow
 def test_ranks_give_up_by_themselves_once_memory_has_run_out_elsewhere(two_ranks: Ranks) -> None:
     for tried, total, took_s in two_ranks.run(halve_without_closing_connections):
         assert (tried, total) == ([8, 4], 2)
@@ -144,6 +145,22 @@ def test_what_is_not_about_memory_is_raised_on_every_rank(two_ranks: Ranks) -> N
     first, second = two_ranks.replies(fail_beside)
     assert "Rank 1 failed while a batch size was being tried: ValueError: not about memory" in str(first)
     assert isinstance(second, ValueError)
+
+
+def test_the_size_falls_by_a_tenth_down_to_1() -> None:
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=20)
+    def training(batch_size: int, most: int) -> str:
+        tried.append(batch_size)
+        if batch_size > most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return f"{batch_size} of {most}"
+
+    assert training(15) == "14 of 15"
+    assert tried == [20, 18, 16, 14]
+    with pytest.raises(TrainingError, match="every batch size down to 1"):
+        training(0)
 
 
 def test_the_effective_size_is_kept(capfd: pytest.CaptureFixture[str]) -> None:

@@ -29,26 +29,19 @@ _STEPS = 36  # an epoch has 32
 _PARTS = {"tp_size": 2}
 _SHARES_AND_PARTS = {"dp_shard_size": 2, "tp_size": 2}
 _COPIES_AND_SHARES = {"dp_replicate_size": 2, "dp_shard_size": 2}
-_LAYOUTS: list[tuple[int, dict[str, int]]] = [(2, _PARTS), (4, _SHARES_AND_PARTS), (4, _COPIES_AND_SHARES)]
+slow = pytest.mark.slow
 
 
-@pytest.fixture
-def groups(one_rank: Ranks, two_ranks: Ranks, four_ranks: Ranks) -> dict[int, Ranks]:
-    """Return the ranks by their number."""
-    return {1: one_rank, 2: two_ranks, 4: four_ranks}
-
-
-@pytest.mark.parametrize(("ranks", "parallel", "window"), [(2, _PARTS, 1), *((*layout, 2) for layout in _LAYOUTS)])
+@pytest.mark.parametrize(("ranks", "parallel"), [
+    (2, _PARTS), pytest.param(4, _SHARES_AND_PARTS, marks=slow), pytest.param(4, _COPIES_AND_SHARES, marks=slow),
+])  # fmt: skip
 def test_losses_and_weights_are_those_of_one_process(
-    groups: dict[int, Ranks], ranks: int, parallel: dict[str, int], window: int
+    groups: dict[int, Ranks], ranks: int, parallel: dict[str, int]
 ) -> None:
-    """With clipping, a schedule, groups of parameters, frozen ones and tied ones."""
-    expected, weights = groups[1].run(
-        sharded_programs.trained, Case(sharded=False, window=window, groups=True), _STEPS
-    )[0]
-    by_rank = groups[ranks].run(
-        sharded_programs.trained, Case(window=window, groups=True, parallel=parallel), _STEPS, deadline_s=_DEADLINE_S
-    )
+    """With accumulation, clipping, a schedule, groups of parameters, frozen ones and tied ones."""
+    whole, divided = Case(sharded=False, window=2, groups=True), Case(window=2, groups=True, parallel=parallel)
+    expected, weights = groups[1].run(sharded_programs.trained, whole, _STEPS)[0]
+    by_rank = groups[ranks].run(sharded_programs.trained, divided, _STEPS, deadline_s=_DEADLINE_S)
     for losses, _ in by_rank:
         assert losses == pytest.approx(expected, rel=0, abs=1e-6)
     trained = by_rank[0][1]
@@ -87,7 +80,7 @@ def train_with_dropout(precision: str) -> Any:
     return losses, whole, optimizer.param_groups[0]["foreach"], schedule.last_epoch
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=slow)])
 def test_ranks_with_parts_stay_equal(two_ranks: Ranks, precision: str) -> None:
     """Their seeds differ at first, and what isn't cut into parts has no other tie between them."""
     (losses, whole, foreach, steps), of_rank_1 = two_ranks.run(train_with_dropout, precision, deadline_s=_DEADLINE_S)
@@ -143,12 +136,10 @@ def test_ranks_with_parts_count_as_one(groups: dict[int, Ranks], ranks: int, par
 
 
 @pytest.mark.parametrize(("ranks", "saved_as", "loaded_on", "loaded_as"), [
-    (2, _PARTS, 2, _PARTS),
     (2, _PARTS, 1, {}),
     (1, {}, 2, _PARTS),
-    (4, _SHARES_AND_PARTS, 2, _PARTS),
-    (4, _SHARES_AND_PARTS, 4, _COPIES_AND_SHARES),
-    (4, _COPIES_AND_SHARES, 4, _SHARES_AND_PARTS),
+    pytest.param(4, _SHARES_AND_PARTS, 2, _PARTS, marks=slow),
+    pytest.param(4, _COPIES_AND_SHARES, 4, _SHARES_AND_PARTS, marks=slow),
 ], ids=str)  # fmt: skip
 def test_checkpoints_fit_any_division(
     groups: dict[int, Ranks],
@@ -174,7 +165,7 @@ def save_whole_model(parallel: dict[str, int], folder: str) -> Any:
     return weights
 
 
-@pytest.mark.parametrize(("ranks", "parallel"), _LAYOUTS, ids=str)
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, _PARTS), (4, _SHARES_AND_PARTS), (4, _COPIES_AND_SHARES)], ids=str)
 def test_whole_weights_are_saved(
     groups: dict[int, Ranks], tmp_path: pathlib.Path, ranks: int, parallel: dict[str, int]
 ) -> None:
@@ -279,7 +270,7 @@ def train_whole() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=slow)], ids=str)
 def test_loaders_follow_the_mesh_of_a_model(groups: dict[int, Ranks], shape: tuple[int, ...]) -> None:
     expected = groups[1].run(train_whole)[0]
     for losses in groups[2 ** len(shape)].run(train_on_own_mesh, shape, deadline_s=_DEADLINE_S):

@@ -175,6 +175,7 @@ def wait_for_a_rank_that_comes_late(late_s: float) -> Any:
     return deadline
 
 
+@pytest.mark.slow
 def test_ranks_with_gpus_wait_for_each_other_by_gloo_and_for_long() -> None:
     with ranks.running(2) as both:
         half_an_hour = datetime.timedelta(seconds=1800)

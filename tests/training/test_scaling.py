@@ -219,13 +219,3 @@ def test_a_program_that_calls_the_scaler_itself() -> None:
     assert ours.scaler.get_growth_interval() == SETTINGS.growth_interval
     ours.scaler.update(8.0)
     assert ours.scaler.get_scale() == 8.0
-
-
-def test_the_scale_falls_with_a_skipped_step() -> None:
-    """Programs compare the scale before and after a step to find out whether it was skipped."""
-    ours = Ours(1)
-    before = ours.scaler.get_scale()
-    ours.backward(0, math.inf)
-    ours.step(0)
-    assert ours.optimizers[0].step_was_skipped
-    assert ours.scaler.get_scale() == before / 2

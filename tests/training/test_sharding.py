@@ -36,44 +36,27 @@ def chunks(samples: list[int], size: int) -> list[list[int]]:
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
-@settings(deadline=None)
-@given(lengths, sizes, worlds)
-def test_ranks_take_batches_in_turn_and_the_tail_is_filled_from_the_front(n: int, size: int, world: int) -> None:
-    batches = chunks(filled(list(range(n)), size * world), size)
-    for rank, shard in enumerate(shards(n, size, world)):
-        assert list(shard) == batches[rank::world]
-        assert len(shard) == len(batches[rank::world])
-
-
-@settings(deadline=None)
-@given(lengths, sizes, worlds)
-def test_without_even_batches_nothing_is_repeated(n: int, size: int, world: int) -> None:
-    batches = chunks(list(range(n)), size)
-    for rank, shard in enumerate(shards(n, size, world, even_batches=False)):
-        assert list(shard) == batches[rank::world]
-        assert len(shard) == len(batches[rank::world])
-
-
-@settings(deadline=None)
-@given(lengths, sizes, worlds, st.booleans())
-def test_drop_last_leaves_out_incomplete_rounds(n: int, size: int, world: int, even: bool) -> None:
-    whole = n // (size * world) * size * world
-    batches = chunks(list(range(whole)), size)
-    for rank, shard in enumerate(shards(n, size, world, drop_last=True, even_batches=even)):
-        assert list(shard) == batches[rank::world]
-        assert len(shard) == len(batches[rank::world])
-        assert shard.tails == {}
-
-
-@settings(deadline=None)
-@given(lengths, sizes, worlds, st.booleans())
-def test_split_batches_cuts_each_batch(n: int, part: int, world: int, even: bool) -> None:
-    samples = filled(list(range(n)), part * world) if even else list(range(n))
-    for rank, shard in enumerate(shards(n, part * world, world, split_batches=True, even_batches=even)):
-        own = slice(rank * part, (rank + 1) * part)
-        expected = [cut for batch in chunks(samples, part * world) if (cut := batch[own])]
-        assert list(shard) == expected
-        assert len(shard) == len(expected)
+@settings(deadline=None, max_examples=300)
+@given(lengths, sizes, worlds, st.booleans(), st.booleans(), st.booleans())
+def test_ranks_take_batches_in_turn_and_the_tail_is_filled_from_the_front(
+    n: int, size: int, world: int, drop_last: bool, even: bool, split: bool
+) -> None:
+    """A stream is shared out like a dataset. With ``split`` ranks take parts of each batch."""
+    batch_size = size * world if split else size
+    samples = list(range(n))
+    if drop_last:
+        samples = samples[: n // (size * world) * size * world]
+    elif even:
+        samples = filled(samples, size * world)
+    options = {"drop_last": drop_last, "split_batches": split, "even_batches": even}
+    for rank, shard in enumerate(shards(n, batch_size, world, **options)):
+        own = slice(rank * size, (rank + 1) * size)
+        expected = [cut for taken in chunks(samples, size * world) if (cut := taken[own])]
+        assert (list(shard), len(shard)) == (expected, len(expected))
+        assert not drop_last or shard.tails == {}
+        stream = IterableDatasetShard(SizedStream(n), batch_size, drop_last, world, rank, split, even)
+        assert list(stream) == list(itertools.chain(*expected))
+        assert len(stream) == sum(map(len, expected))
 
 
 @settings(deadline=None)
@@ -155,25 +138,6 @@ def test_sampler_without_an_end() -> None:
     assert list(itertools.islice(shard, 3)) == [[1], [3], [5]]
     with pytest.raises(TypeError):
         len(shard)
-
-
-@settings(deadline=None)
-@given(lengths, sizes, worlds, st.booleans(), st.booleans(), st.booleans())
-def test_stream_is_shared_out_like_a_dataset(
-    n: int, size: int, world: int, drop_last: bool, even: bool, split: bool
-) -> None:
-    batch_size = size * world if split else size
-    samples = list(range(n))
-    if drop_last:
-        samples = samples[: n // (size * world) * size * world]
-    elif even:
-        samples = filled(samples, size * world)
-    for rank in range(world):
-        shard = IterableDatasetShard(SizedStream(n), batch_size, drop_last, world, rank, split, even)
-        own = slice(rank * size, (rank + 1) * size)
-        expected = [sample for taken in chunks(samples, size * world) for sample in taken[own]]
-        assert list(shard) == expected
-        assert len(shard) == len(expected)
 
 
 def test_stream_is_told_its_epoch() -> None:

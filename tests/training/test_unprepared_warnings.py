@@ -8,7 +8,7 @@ import pathlib
 import re
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,8 +20,6 @@ from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, environm
 from notebook_accel.training import optimizers, unprepared_warnings
 from notebook_accel.training.unprepared_warnings import schedule_hint
 from tests.training.ranks import Ranks
-
-KINDS = ("model", "optimizer", "loader")
 
 
 def warned(unprepared: str, steps: int, *, calls_model: bool = True, calls_backward: bool = True) -> list[str]:
@@ -46,37 +44,34 @@ def warned(unprepared: str, steps: int, *, calls_model: bool = True, calls_backw
     return [re.split(" has been| isn't| sums", str(warning.message))[0] for warning in caught]
 
 
-@pytest.mark.parametrize("unprepared", [*KINDS, "nothing"])
-def test_on_two_ranks(two_ranks: Ranks, unprepared: str) -> None:
-    expected = [f"No {unprepared}"] if unprepared in KINDS else []
-    assert two_ranks.run(warned, unprepared, 2) == [expected, []]
+OWN_BACKWARD, UNCALLED = {"calls_backward": False}, {"calls_model": False}
 
 
-def with_own_backward(unprepared: str, steps: int) -> list[str]:
-    return warned(unprepared, steps, calls_backward=False)
-
-
-@pytest.mark.parametrize(("unprepared", "expected"), [
-    ("nothing", ["loss.backward()"]), ("loader", ["loss.backward()", "No loader"]), ("model", [
-        "loss.backward()", "No model",
-    ]),
+@pytest.mark.parametrize(("unprepared", "steps", "options", "expected"), [
+    ("model", 2, {}, ["No model"]),
+    ("optimizer", 2, {}, ["No optimizer"]),
+    ("loader", 2, {}, ["No loader"]),
+    ("nothing", 2, {}, []),
+    ("nothing", 2, OWN_BACKWARD, ["loss.backward()"]),
+    ("nothing", 1, OWN_BACKWARD, []),
+    ("loader", 2, OWN_BACKWARD, ["loss.backward()", "No loader"]),
+    ("loader", 1, OWN_BACKWARD, ["No loader"]),
+    ("model", 2, OWN_BACKWARD, ["loss.backward()", "No model"]),
+    ("model", 1, OWN_BACKWARD, ["No model"]),
+    ("optimizer", 1, UNCALLED, ["The prepared model"]),
+    ("optimizer", 1, UNCALLED | OWN_BACKWARD, ["The prepared model"]),
+    ("nothing", 1, UNCALLED, []),  # the optimizer averages
+    ("nothing", 1, UNCALLED | OWN_BACKWARD, []),
 ])  # fmt: skip
-def test_programs_that_call_backward_of_the_loss(two_ranks: Ranks, unprepared: str, expected: list[str]) -> None:
-    assert two_ranks.run(with_own_backward, unprepared, 2) == [expected, []]
-    assert two_ranks.run(with_own_backward, unprepared, 1) == [expected[1:], []]
+def test_on_two_ranks(
+    two_ranks: Ranks, unprepared: str, steps: int, options: dict[str, bool], expected: list[str]
+) -> None:
+    assert two_ranks.run(functools.partial(warned, unprepared, steps, **options)) == [expected, []]
 
 
-def without_calling_the_model(unprepared: str) -> list[list[str]]:
-    return [warned(unprepared, 1, calls_model=False, calls_backward=calls) for calls in (False, True)]
-
-
-def test_prepared_model_that_is_not_called(two_ranks: Ranks) -> None:
-    assert two_ranks.run(without_calling_the_model, "optimizer") == [[["The prepared model"]] * 2, [[], []]]
-    assert two_ranks.run(without_calling_the_model, "nothing") == [[[], []]] * 2  # the optimizer averages
-
-
-def test_an_accelerator_that_does_not_train_is_not_warned_of(two_ranks: Ranks) -> None:
-    assert two_ranks.run(beside_another_training) == [[], []]
+def test_on_one_rank() -> None:
+    assert [warned(kind, 2) for kind in ("model", "optimizer", "loader")] == [[], ["No optimizer"], []]
+    assert warned("optimizer", 1) == []
 
 
 def beside_another_training() -> list[str]:
@@ -89,10 +84,6 @@ def beside_another_training() -> list[str]:
         other(torch.ones(1, 1)).sum().backward()
         optimizer.step()
     return [str(warning.message) for warning in caught]
-
-
-def test_a_step_without_gradients_is_not_warned_of(two_ranks: Ranks) -> None:
-    assert two_ranks.run(steps_before_it_trains) == [[], []]
 
 
 def steps_before_it_trains() -> list[str]:
@@ -111,6 +102,11 @@ def steps_before_it_trains() -> list[str]:
                 optimizer.step()
                 optimizer.zero_grad()
     return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("program", [beside_another_training, steps_before_it_trains])
+def test_what_trains_nothing_prepared_is_not_warned_of(two_ranks: Ranks, program: Callable[[], list[str]]) -> None:
+    assert two_ranks.run(program) == [[], []]
 
 
 def test_steps_of_another_training_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,11 +132,6 @@ def test_steps_of_another_training_are_looked_at_once(monkeypatch: pytest.Monkey
     optimizer.step()
     assert len(looks) > 1
     assert looks[-1] is optimizer
-
-
-def test_on_one_rank() -> None:
-    assert [warned(kind, 2) for kind in KINDS] == [[], ["No optimizer"], []]
-    assert warned("optimizer", 1) == []
 
 
 def sgd() -> torch.optim.Optimizer:
@@ -173,17 +164,6 @@ def test_schedule_hint(scheduler: Any, ranks: int, window: int, text: str) -> No
     assert schedule_hint(scheduler(), ranks=ranks, window=window) == text
 
 
-def test_the_schedule_ends_where_it_is_said_to_end() -> None:
-    scheduler = lr_scheduler.OneCycleLR(sgd(), max_lr=1.0, total_steps=25)
-    scheduler.optimizer.step()
-    for _ in range(13):
-        assert scheduler.last_epoch < 25
-        for _ in range(2):
-            if scheduler.last_epoch < 25:
-                scheduler.step()
-    assert scheduler.last_epoch == 25
-
-
 def hinted(**options: Any) -> list[str]:
     """Return the log messages of a scheduler that is prepared twice."""
     records: list[logging.LogRecord] = []
@@ -202,16 +182,12 @@ def hinted(**options: Any) -> list[str]:
     return [record.getMessage() for record in records]
 
 
-def hinted_when_split() -> list[str]:
-    return hinted(split_batches=True)
-
-
 def test_rank_0_hints_once_a_schedule(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(hinted)
     assert len(first) == 2
     assert "its 8 steps end after 4 steps" in first[0]
     assert second == []
-    assert two_ranks.run(hinted_when_split) == [[], []]
+    assert two_ranks.run(functools.partial(hinted, split_batches=True)) == [[], []]
 
 
 class OfRank(Sampler[int]):
@@ -233,14 +209,12 @@ def split_twice(kind: str) -> list[str]:
     data = TensorDataset(torch.arange(16))
     rank = accelerator.process_index
     loaders: dict[str, Any] = {
-        "subset": lambda: DataLoader(Subset(data, range(rank, 16, 2)), batch_size=2, shuffle=True),
         "subset of a subset": lambda: DataLoader(
             Subset(Subset(data, range(rank, 16, 2)), range(6)), batch_size=2, shuffle=True
         ),
         "length": lambda: DataLoader(TensorDataset(torch.arange(16 - 4 * rank)), batch_size=16, shuffle=True),
         "sampler": lambda: DataLoader(data, batch_size=2, sampler=OfRank(rank)),
         "half for all": lambda: DataLoader(Subset(data, range(0, 16, 2)), batch_size=2, shuffle=True),
-        "whole": lambda: DataLoader(data, batch_size=2, shuffle=True),
         "own sampler": lambda: DataLoader(data, batch_size=2, sampler=OfRank(0)),
     }
     loader = accelerator.prepare(loaders[kind]())
@@ -254,8 +228,7 @@ def split_twice(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "is_split"), [
-    ("subset", True), ("subset of a subset", True), ("length", True), ("sampler", True),
-    ("half for all", False), ("whole", False), ("own sampler", False),
+    ("subset of a subset", True), ("length", True), ("sampler", True), ("half for all", False), ("own sampler", False),
 ])  # fmt: skip
 def test_data_that_are_split_by_rank_already(two_ranks: Ranks, kind: str, is_split: bool) -> None:
     expected = ["The ranks have different datasets or s"] * is_split
@@ -392,7 +365,7 @@ SECOND = r"A second accumulate block .* 2 micro-batches.*accumulate\(first, seco
 CLOSURE = r"Only the last of 2 micro-batches counts .*step\(closure\) calls.*one.step\(closure\)"
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "sharded"])
 @pytest.mark.parametrize(("program", "expected"), [
     ("optimizer first", DROPPED),
     ("model first", DROPPED),
