@@ -34,6 +34,7 @@ States = list[dict[str, Any]]
 
 def shares_of(make: Callable[[], DataLoader[Any]], ranks: int, states: States, **options: Any) -> list[Any]:
     """Return the loaders of all ranks of a run, which go on from the states of an earlier one if there are any."""
+    torch.manual_seed(6 if states else 5)  # an epoch that goes on draws no new order
     loaders = [prepare_data_loader(make(), num_processes=ranks, process_index=rank, **options) for rank in range(ranks)]
     for rank, loader in enumerate(loaders if states else ()):
         loader.load_state_dict(states[rank if rank < len(states) else 0])
@@ -44,7 +45,7 @@ def read(loaders: list[Any], rounds: int | None = None) -> tuple[list[int], Stat
     """Return what all ranks read together in an epoch, or in its first rounds, and their states after these."""
     by_rank, states = [], []
     for loader in loaders:
-        torch.manual_seed(5)  # all ranks draw alike
+        torch.manual_seed(5 if loader.state_dict()["begun"] is None else 6)
         running = iter(loader)
         by_rank.append([batch.tolist() for batch in itertools.islice(running, rounds)])
         states.append(loader.state_dict())
