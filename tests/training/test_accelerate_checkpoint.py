@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pathlib
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import ConfigError, ProjectConfiguration
 from notebook_accel.errors import CheckpointError
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, caught_warnings
 
 
 class Tied(torch.nn.Module):
@@ -85,8 +84,7 @@ def notebook() -> Any:
 
 def load(accelerator: Any, folder: pathlib.Path | None) -> str:
     """Load a checkpoint of Accelerate, of which rank 0 says in one warning that its weights alone are loaded."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         loaded: str = accelerator.load_state(folder)
     texts = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
     told = ["the weights of models are loaded, and nothing else" in text for text in texts]

@@ -111,10 +111,11 @@ def difference(theirs: Any, ours: Any, path: str = "") -> str:
     return "" if theirs == ours else f"{path}: {theirs!r} there, {ours!r} here"
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("number", [
-    pytest.param(number, id="-".join(map(str, case)), marks=[pytest.mark.slow] if "compiled" in case else [])
+@pytest.mark.parametrize(("number", "world"), [
+    pytest.param(number, world, id=f"{'-'.join(map(str, case))}-{world}", marks=marks)
     for number, case in enumerate(CASES)
+    for world in ([2] if case[0] == "compiled" else [1, 2])
+    for marks in ([pytest.mark.slow] if case[0] == "compiled" or world == 1 else [],)
 ])  # fmt: skip
 def test_numbers_are_the_same(groups: dict[int, ranks.Ranks], tmp_path: pathlib.Path, world: int, number: int) -> None:
     results = groups[world].run(side_by_side, number, str(tmp_path), deadline_s=100)

@@ -7,7 +7,6 @@ import copy
 import functools
 import pathlib
 import pickle
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +23,7 @@ from notebook_accel.training import models
 from notebook_accel.training.backends import torch_distributed
 from notebook_accel.training.gradients import TrainableParameters
 from notebook_accel.utils import extract_model_from_parallel
-from tests.training.ranks import Ranks, running
+from tests.training.ranks import Ranks, caught_warnings, running
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -442,8 +441,7 @@ def test_a_prepared_model_has_the_methods_of_the_model_in_it(two_ranks: Ranks) -
 def data_parallel() -> tuple[str, list[str]]:
     net = torch.nn.DataParallel(Net())
     assert type(extract_model_from_parallel(net)).__name__ == "Net"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         model = Accelerator(cpu=True).prepare(net)
     kind = type(getattr(model, "module", model)).__name__
     return kind, [str(warning.message) for warning in caught]
@@ -463,8 +461,7 @@ def comes_apart(folder: str, *, is_prepared: bool) -> list[str]:
     for x, y in training.loader:
         training.accelerator.backward(training.models[0].loss(x, y))
         optimizer.step()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         training.accelerator.save_state(folder)
     assert {warning.filename for warning in caught} <= {__file__}
     return [str(warning.message) for warning in caught]
@@ -484,8 +481,7 @@ def bare_parameter(*, is_prepared: bool) -> list[str]:
     net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(_digits(), batch_size=32))
     if is_prepared:
         prompt = accelerator.prepare(prompt)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for x, y in loader:
             accelerator.backward(F.cross_entropy(net(x + prompt), y))
     return [str(warning.message) for warning in caught]

@@ -34,7 +34,7 @@ from notebook_accel.training.handlers import GradScalerKwargs
 from notebook_accel.training.precision import LossScaler
 from tests import processes
 from tests.training import ranks
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, caught_warnings
 
 
 class Register:
@@ -114,8 +114,7 @@ def test_objects_that_are_prepared_too_late_are_warned_of(tmp_path: pathlib.Path
     accelerator, model, others = objects()
     accelerator.prepare(model)
     accelerator.load_state(tmp_path / "state")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         accelerator.prepare(*others)
     late = [str(warning.message).split()[1] for warning in caught if "after load_state" in str(warning.message)]
     assert late == ["optimizer", "loader", "scheduler"]
@@ -524,8 +523,7 @@ def test_loading_before_anything_was_prepared(tmp_path: pathlib.Path) -> None:
 def warnings_of(function: Callable[[], Any]) -> tuple[Any, list[str]]:
     """Return a function's value and the warnings about ``save_state`` that it causes."""
     checkpoint_saving._warn_of_absence.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         value = function()
     return value, [f"{warning.filename}: {warning.message}" for warning in caught if "save_state" in str(warning)]
 

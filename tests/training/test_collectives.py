@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +12,7 @@ from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.sharding import Tail
 from notebook_accel.utils import operations
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, caught_warnings
 
 
 class Pair(NamedTuple):
@@ -279,8 +278,7 @@ def gather_rows_of_a_tail(rows: int) -> list[str]:
     collectives._has_warned = False
     backend = process_group.join()
     tail = Tail((4, 1), (4, 4))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for _ in range(2):
             collectives.gather(backend, {"loss": torch.tensor(1.0), "rows": torch.ones(rows)}, tail)
             collectives.gather_for_metrics(backend, torch.ones(rows), tail)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import datetime
-import warnings
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from notebook_accel.training.handlers import (
     Handlers,
     InitProcessGroupKwargs,
 )
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, caught_warnings
 
 
 def test_each_kind_finds_its_place() -> None:
@@ -114,8 +113,7 @@ def deadlines(seconds: list[int]) -> list[str]:
     """Return the warnings of Accelerators with these deadlines, one after the other."""
     if dist.is_initialized():  # from an earlier test
         dist.destroy_process_group()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for each in seconds:
             handler = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=each))
             accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])

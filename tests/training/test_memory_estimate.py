@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, MemoryEstimate, estimate_memory
 from notebook_accel.errors import ConfigError
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, caught_warnings
 
 
 class Blocks(torch.nn.Module):
@@ -140,8 +139,7 @@ def prepare_on_a_device_of(size_bytes: int, settings: dict[str, Any]) -> list[st
     backend: Any = accelerator._backend
     backend.memory = lambda: lambda: (0, size_bytes)
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with caught_warnings() as caught:
             accelerator.prepare(model, optimizer)
     finally:
         del backend.memory

@@ -3,7 +3,6 @@ from __future__ import annotations
 import linecache
 import math
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from notebook_accel.training.optimizers import (
     prepare_scheduler,
 )
 from notebook_accel.training.precision import LossScaler
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, caught_warnings
 
 
 def make(steps: int = 1, **options: Any) -> tuple[torch.nn.Parameter, AcceleratedOptimizer, GradientState]:
@@ -182,8 +181,7 @@ def plateau(metric: str) -> tuple[list[float], list[tuple[str, str]]]:
         net, sgd, lr_scheduler.ReduceLROnPlateau(sgd, patience=0, factor=0.5)
     )
     rates = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for epoch in range(4):
             accelerator.backward(net(torch.ones(1, 1)).sum())
             optimizer.step()

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 from notebook_accel import Accelerator, DataLoaderConfiguration, prepare_data_loader
 from notebook_accel.utils import set_seed
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, caught_warnings
 
 
 class Stream(IterableDataset[int]):
@@ -143,8 +143,7 @@ def numbers_after(folder: str, load: bool) -> Any:
     if not load:
         accelerator.save_state(folder)
         return torch.rand(3).tolist(), ""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         accelerator.load_state(folder)
     return torch.rand(3).tolist(), [str(warning.message) for warning in caught]
 

@@ -6,7 +6,6 @@ import functools
 import logging
 import pathlib
 import re
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, environment
 from notebook_accel.training import optimizers, unprepared_warnings
 from notebook_accel.training.unprepared_warnings import schedule_hint
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, caught_warnings
 
 
 def warned(unprepared: str, steps: int, *, calls_model: bool = True, calls_backward: bool = True) -> list[str]:
@@ -32,8 +31,7 @@ def warned(unprepared: str, steps: int, *, calls_model: bool = True, calls_backw
         "loader": DataLoader(torch.ones(8, 1), batch_size=1),
     }
     parts |= {kind: accelerator.prepare(part) for kind, part in parts.items() if kind != unprepared}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for x in parts["loader"]:
             with accelerator.accumulate(parts["model"]):
                 loss = (parts["model"] if calls_model else model)(x).sum()
@@ -79,8 +77,7 @@ def beside_another_training() -> list[str]:
     accelerator.prepare(torch.nn.Linear(1, 1))
     other = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         other(torch.ones(1, 1)).sum().backward()
         optimizer.step()
     return [str(warning.message) for warning in caught]
@@ -92,8 +89,7 @@ def steps_before_it_trains() -> list[str]:
     net = torch.nn.Linear(1, 1)
     loader = DataLoader(torch.ones(8, 1), batch_size=1)
     net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for number, x in enumerate(loader):
             with accelerator.accumulate(net):
                 loss = net(x).sum()
@@ -218,8 +214,7 @@ def split_twice(kind: str) -> list[str]:
         "own sampler": lambda: DataLoader(data, batch_size=2, sampler=OfRank(0)),
     }
     loader = accelerator.prepare(loaders[kind]())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for _ in range(2):
             for _ in loader:
                 pass
@@ -241,8 +236,7 @@ def gathered_late(kind: str, samples: int, outer_batch: int | None) -> list[str]
     outer: Any = [None, None]
     if outer_batch is not None:
         outer = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4 * outer_batch)), batch_size=outer_batch))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for _ in outer:  # an evaluation in the middle of training
             seen = []
             losses = []
@@ -285,8 +279,7 @@ def skipping_again(folder: str, batches: int, skips: str) -> list[str]:
             break
     accelerator, model, loader = prepared()
     accelerator.load_state(folder)
-    with warnings.catch_warnings(record=True) as caught, environment.patched({environment.COMPAT: ""}):
-        warnings.simplefilter("always")
+    with caught_warnings() as caught, environment.patched({environment.COMPAT: ""}):
         rest = accelerator.skip_first_batches(loader, batches) if skips == "before" else loader
         for epoch in range(2):
             for step, x in enumerate(loader if epoch else rest):
@@ -330,8 +323,7 @@ def window(program: str, *, steps: int = 2, sharded: bool = False) -> list[str]:
         accelerator.backward(loss) if "inside" in program else None
         return loss
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for x in loader:
             if program == "a block each":
                 for net, optimizer in zip(nets, (one, two), strict=True):
