@@ -15,7 +15,6 @@ import pytest
 
 from notebook_accel import notebook_launcher
 
-slow = pytest.mark.slow
 _IMPORT = re.compile(r"^(\s*)(from|import) accelerate(?!\.test_utils)", re.MULTILINE)
 _SAME_TENSORS = "def are_the_same_tensors(tensor):\n    return len(gather(tensor[None]).unique(dim=0)) == 1\n\n\n"
 # Lines that are replaced in a program, by its name.
@@ -52,12 +51,10 @@ def run(name: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("engine")
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "name",
-    ["test_ops", *(pytest.param(f"test_{name}", marks=slow) for name in ("sync", "script", "distributed_data_loop"))],
-)
+@pytest.mark.parametrize("name", ["test_ops", "test_sync", "test_script", "test_distributed_data_loop"])
 def test_program_ends_without_an_error(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     if name == "test_sync":  # a shorter last window is divided as Accelerate does
         monkeypatch.setenv("NOTEBOOK_ACCEL_COMPAT", "accelerate")

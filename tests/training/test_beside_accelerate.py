@@ -47,7 +47,6 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("training", (13, "stream", "LambdaLR"), {"num_steps": 2}),
     ("training", (24, "numbers", "StepLR"), {"num_steps": 2, "precision": "bf16"}),
     ("compiled", ("eager",), {}),
-    ("compiled", ({"backend": "AOT_EAGER", "dynamic": True},), {}),
     ("compiled", ("aot_eager",), {"mixed_precision": "bf16"}),
     ("compiled", ({"backend": "eager", "use_regional_compilation": True},), {}),
     ("compiled", ("no",), {}),

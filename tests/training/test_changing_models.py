@@ -625,6 +625,7 @@ def test_unfreezing_between_uneven_epochs(two_ranks: Ranks) -> None:
     assert first.startswith("[")
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_called_can_not_be_joined() -> None:
     with running(2) as ranks:
         for reply in ranks.replies(uneven, True):

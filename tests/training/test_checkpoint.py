@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -35,6 +36,8 @@ from notebook_accel.training.precision import LossScaler
 from tests import processes
 from tests.training import ranks
 from tests.training.ranks import Ranks, caught_warnings
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 class Register:
@@ -586,8 +589,8 @@ def call_on_one(folder: str, call: str, caller: int, sharded: bool) -> str:
 
 @pytest.mark.parametrize(("call", "caller", "sharded", "text"), [
     ("save_state", 0, True, "save_state wasn't called on rank 1.\nEach rank writes its share"),
-    ("save_state", 1, False, "save_state wasn't called on rank 0.\nRank 0 writes"),
-    ("load_state", 0, False, "load_state wasn't called on rank 1.\nOtherwise the ranks would train different"),
+    slow("save_state", 1, False, "save_state wasn't called on rank 0.\nRank 0 writes"),
+    slow("load_state", 0, False, "load_state wasn't called on rank 1.\nOtherwise the ranks would train different"),
 ])  # fmt: skip
 def test_a_rank_alone_cannot(
     two_ranks: Ranks, tmp_path: pathlib.Path, call: str, caller: int, sharded: bool, text: str
@@ -618,6 +621,7 @@ def save_late(folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_is_waited_for(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
     assert two_ranks.run(save_late, str(tmp_path / "state")) == [[], []]
     assert json.loads((tmp_path / "state" / MANIFEST).read_text())["world_size"] == 2
@@ -668,6 +672,7 @@ def fail_before_save(folder: str, told: str) -> None:
     accelerator.save_state(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("engine")
 def test_rank_0_does_not_save_alone_because_another_has_failed(tmp_path: pathlib.Path) -> None:
     with pytest.raises(RankFailedError, match="no more data"):

@@ -140,7 +140,7 @@ def test_a_stream_that_each_rank_reads_for_itself(two_ranks: Ranks) -> None:
     assert first[0] == [0, 1, 102, 103, 4, 5, 106]
 
 
-@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("even", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_each_sample_once_where_workers_share_a_stream(two_ranks: Ranks, even: bool) -> None:
     for epochs in two_ranks.run(gather_epochs, "shared", {"even_batches": even}):
         assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 2

@@ -32,7 +32,7 @@ from tests.training import sharded_programs
 from tests.training.ranks import Ranks, caught_warnings
 from tests.training.sharded_programs import Block, Case, Writer
 
-slow = pytest.mark.slow
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def assert_close(ours: list[Any], expected: list[Any]) -> None:
@@ -51,7 +51,7 @@ def test_losses_are_those_of_whole_models(two_ranks: Ranks) -> None:
     assert whole[0][-1] < 0.8 * whole[0][0]
 
 
-@pytest.mark.parametrize(("ranks", "at_most"), [(2, 0.55), pytest.param(4, 0.30, marks=slow)])
+@pytest.mark.parametrize(("ranks", "at_most"), [(2, 0.55), slow(4, 0.30)])
 def test_a_rank_holds_its_share(groups: dict[int, Ranks], ranks: int, at_most: float) -> None:
     group = groups[ranks]
     whole = group.run(sharded_programs.held_bytes, Case(sharded=False))
@@ -64,12 +64,12 @@ def test_a_rank_holds_its_share(groups: dict[int, Ranks], ranks: int, at_most: f
 
 @pytest.mark.parametrize("case", [
     Case(calls="model first", groups=True),
-    Case(calls="optimizer first", groups=True),
-    pytest.param(Case(plugin={"auto_wrap_policy": "no_wrap", "reshard_after_forward": False}), marks=slow),
-    pytest.param(Case(plugin={"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 500}), marks=slow),
+    slow(Case(calls="optimizer first", groups=True)),
+    slow(Case(plugin={"auto_wrap_policy": "no_wrap", "reshard_after_forward": False})),
+    slow(Case(plugin={"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 500})),
     Case(plugin={"transformer_cls_names_to_wrap": ["Block"], "activation_checkpointing": True}),
     Case(plugin={"ignored_modules": r"blocks\.1|norm"}, window=3),
-    pytest.param(Case(plugin={"sync_module_states": False}), marks=slow),
+    slow(Case(plugin={"sync_module_states": False})),
 ], ids=lambda case: f'{case.calls} {case.plugin}')  # fmt: skip
 def test_settings_change_no_number(two_ranks: Ranks, case: Case) -> None:
     whole = Case(sharded=False, window=case.window, groups=case.groups)
@@ -221,7 +221,7 @@ def gradients_dropped(folder: str, by: str) -> list[Any]:
     return weights
 
 
-@pytest.mark.parametrize("by", ["optimizer", "model", pytest.param("compiled model", marks=slow), "checkpoint"])
+@pytest.mark.parametrize("by", ["optimizer", slow("model"), slow("compiled model"), "checkpoint"])
 def test_gradients_that_a_program_drops_are_gone(two_ranks: Ranks, tmp_path: pathlib.Path, by: str) -> None:
     whole, sharded = two_ranks.run(gradients_dropped, str(tmp_path / "state"), by)[0]
     assert_close(sharded, whole)
@@ -472,7 +472,7 @@ def two_models() -> Any:
     return names, [float(state["embedding.weight"].norm()) for state in states if state]
 
 
-@slow
+@pytest.mark.slow
 def test_two_models_one_of_them_compiled(two_ranks: Ranks) -> None:
     (names, norms), _ = two_ranks.run(two_models, deadline_s=100)
     assert names[0] == names[1]

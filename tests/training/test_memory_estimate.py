@@ -118,7 +118,7 @@ def test_it_says_what_makes_a_model_fit(settings: dict[str, Any], device_memory:
 
 def test_what_it_advises_fits() -> None:
     """The advice for a device of any size is true of an estimate for that, and for no smaller number of ranks."""
-    for size in range(150_000, 1_300_000, 50_000):
+    for size in range(150_000, 1_300_000, 100_000):
         advised = re.search(r"on (\d+) ranks", str(estimate_memory(Blocks, num_processes=2, device_memory=size))[60:])
         if advised is not None:
             ranks = int(advised[1])

@@ -99,7 +99,7 @@ def epochs_of_own_size(kind: str, sizes: list[int], dispatch: bool) -> Any:
     return [gathered(accelerator, loader) for _ in range(2)]
 
 
-@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("dispatch", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["stream", "dataset", "a size", "no size", "a worker"])
 def test_batches_of_different_sizes(two_ranks: Ranks, kind: str, dispatch: bool) -> None:
     samples = [list(range(sum(sizes))) for sizes in OWN_SIZES]

@@ -74,6 +74,7 @@ def leave_the_loop(steps: int) -> Any:
     return found
 
 
+# The one default test that waits for a deadline.
 def test_a_rank_that_leaves_its_loop(pair: ranks.Ranks) -> None:
     for found in pair.run(leave_the_loop, 3):
         first, second = [line for line in found["message"].splitlines() if line.startswith("  rank")]
@@ -248,6 +249,7 @@ if accelerator.process_index == 0:
     accelerator.reduce(torch.ones(1))"""
 
 
+@pytest.mark.slow
 def test_a_cell_in_which_one_rank_ends_early(notebook: kernels.Kernel) -> None:
     outcome = notebook.run(CELL, 60.0)
     assert outcome.error_name == "RankFailedError"

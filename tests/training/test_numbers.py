@@ -244,7 +244,7 @@ def test_one_rank(case: Case) -> None:
     assert_trained_alike([train(case)], reference(case, 1))
 
 
-@drawn(40)
+@drawn(30)  # some seconds, for all that can be combined
 @given(case=cases)
 def test_two_ranks(two_ranks: Ranks, case: Case) -> None:
     expected = reference(case, 2)  # first, since it skips cases that can't be trained

@@ -89,7 +89,7 @@ def prepare_again_and_again() -> list[float]:
     accelerator = Accelerator(cpu=True)
     model = model_of_ones()
     found = []
-    for fold in range(10):
+    for fold in range(3):
         net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         accelerator.backward(net(torch.tensor([[float(accelerator.process_index + fold)]])).sum())
         found.append(model.weight.grad.item())  # type: ignore[union-attr]
@@ -99,7 +99,7 @@ def prepare_again_and_again() -> list[float]:
 
 
 def test_one_model_prepared_again_and_again(two_ranks: Ranks) -> None:
-    assert two_ranks.run(prepare_again_and_again) == [[fold + 0.5 for fold in range(10)]] * 2
+    assert two_ranks.run(prepare_again_and_again) == [[fold + 0.5 for fold in range(3)]] * 2
 
 
 def compiled_gradients(first: bool) -> Any:
@@ -117,7 +117,7 @@ def compiled_gradients(first: bool) -> Any:
     return seen
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_compiled_before_or_after_prepare(two_ranks: Ranks, first: bool) -> None:
     assert two_ranks.run(compiled_gradients, first) == [[0.0, 1.0], [0.5, 1.0]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 from typing import Any
@@ -29,11 +30,11 @@ _STEPS = 36  # an epoch has 32
 _PARTS = {"tp_size": 2}
 _SHARES_AND_PARTS = {"dp_shard_size": 2, "tp_size": 2}
 _COPIES_AND_SHARES = {"dp_replicate_size": 2, "dp_shard_size": 2}
-slow = pytest.mark.slow
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("ranks", "parallel"), [
-    (2, _PARTS), pytest.param(4, _SHARES_AND_PARTS, marks=slow), pytest.param(4, _COPIES_AND_SHARES, marks=slow),
+    (2, _PARTS), slow(4, _SHARES_AND_PARTS), slow(4, _COPIES_AND_SHARES),
 ])  # fmt: skip
 def test_losses_and_weights_are_those_of_one_process(
     groups: dict[int, Ranks], ranks: int, parallel: dict[str, int]
@@ -80,7 +81,7 @@ def train_with_dropout(precision: str) -> Any:
     return losses, whole, optimizer.param_groups[0]["foreach"], schedule.last_epoch
 
 
-@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=slow)])
+@pytest.mark.parametrize("precision", ["no", slow("bf16")])
 def test_ranks_with_parts_stay_equal(two_ranks: Ranks, precision: str) -> None:
     """Their seeds differ at first, and what isn't cut into parts has no other tie between them."""
     (losses, whole, foreach, steps), of_rank_1 = two_ranks.run(train_with_dropout, precision, deadline_s=_DEADLINE_S)
@@ -137,9 +138,9 @@ def test_ranks_with_parts_count_as_one(groups: dict[int, Ranks], ranks: int, par
 
 @pytest.mark.parametrize(("ranks", "saved_as", "loaded_on", "loaded_as"), [
     (2, _PARTS, 1, {}),
-    (1, {}, 2, _PARTS),
-    pytest.param(4, _SHARES_AND_PARTS, 2, _PARTS, marks=slow),
-    pytest.param(4, _COPIES_AND_SHARES, 4, _SHARES_AND_PARTS, marks=slow),
+    slow(1, {}, 2, _PARTS),
+    slow(4, _SHARES_AND_PARTS, 2, _PARTS),
+    slow(4, _COPIES_AND_SHARES, 4, _SHARES_AND_PARTS),
 ], ids=str)  # fmt: skip
 def test_checkpoints_fit_any_division(
     groups: dict[int, Ranks],
@@ -165,7 +166,9 @@ def save_whole_model(parallel: dict[str, int], folder: str) -> Any:
     return weights
 
 
-@pytest.mark.parametrize(("ranks", "parallel"), [(2, _PARTS), (4, _SHARES_AND_PARTS), (4, _COPIES_AND_SHARES)], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(2, _PARTS), slow(4, _SHARES_AND_PARTS), slow(4, _COPIES_AND_SHARES)], ids=str
+)
 def test_whole_weights_are_saved(
     groups: dict[int, Ranks], tmp_path: pathlib.Path, ranks: int, parallel: dict[str, int]
 ) -> None:
@@ -205,8 +208,8 @@ def whole_gradient() -> Any:
 
 @pytest.mark.parametrize(("variables", "strategy"), [
     ({"LOCAL_WORLD_SIZE": "2"}, "HYBRID_SHARD"),
-    ({"LOCAL_WORLD_SIZE": "2", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD_ZERO2"}, None),
-    (
+    slow({"LOCAL_WORLD_SIZE": "2", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD_ZERO2"}, None),
+    slow(
         {
             "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
             "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
@@ -270,7 +273,8 @@ def train_whole() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
 def test_loaders_follow_the_mesh_of_a_model(groups: dict[int, Ranks], shape: tuple[int, ...]) -> None:
     expected = groups[1].run(train_whole)[0]
     for losses in groups[2 ** len(shape)].run(train_on_own_mesh, shape, deadline_s=_DEADLINE_S):
@@ -331,8 +335,8 @@ def average_over_joint_dimensions(parallel: dict[str, int]) -> Any:
     ("ranks", "parallel", "names"),
     [
         (2, {}, ([], [])),
-        (4, _SHARES_AND_PARTS, (["dp_shard", "tp"], ["dp_shard_cp"])),
-        (4, _COPIES_AND_SHARES, (["dp_replicate", "dp_shard"], ["dp_replicate", "dp_shard_cp"])),
+        slow(4, _SHARES_AND_PARTS, (["dp_shard", "tp"], ["dp_shard_cp"])),
+        slow(4, _COPIES_AND_SHARES, (["dp_replicate", "dp_shard"], ["dp_replicate", "dp_shard_cp"])),
     ],
 )
 def test_losses_are_averaged_over_accelerates_names(

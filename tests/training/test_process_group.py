@@ -116,6 +116,7 @@ def test_missing_ranks_are_named() -> None:
             assert f"Rank {rank} waited 2 s for the others; missing: rank 1, rank 3." in str(error)
 
 
+@pytest.mark.slow
 def test_nobody_at_the_store() -> None:
     port = ranks.free_port()
     alone = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -27,14 +27,14 @@ def test_saved_on_four_ranks(groups: dict[int, Ranks], tmp_path: pathlib.Path) -
     case = Case(groups=True)
     (expected, losses), *_ = groups[4].run(sharded_programs.saved, str(tmp_path / "state"), case)
     assert len(losses) == sharded_programs.RESUMED_STEPS
-    for ranks in (4, 2, 1):
+    for ranks in (4, 1):
         (state, resumed), *_ = groups[ranks].run(sharded_programs.loaded, str(tmp_path / "state"), case)
         assert state == expected, ranks
         assert resumed == pytest.approx(losses, rel=0, abs=1e-6), ranks
 
 
 @pytest.mark.parametrize(("first", "second"), [
-    pytest.param(Case(sharded=False), Case(), id="whole to sharded"),
+    pytest.param(Case(sharded=False), Case(), id="whole to sharded", marks=slow),
     pytest.param(Case(), Case(sharded=False), id="sharded to whole"),
     pytest.param(Case(plugin={"state_dict_type": "full_state_dict"}), Case(), id="in whole files", marks=slow),
     pytest.param(Case(plugin={"ignored_modules": "blocks.1"}), Case(), id="ignored modules", marks=slow),
@@ -45,6 +45,8 @@ def test_saved_on_four_ranks(groups: dict[int, Ranks], tmp_path: pathlib.Path) -
 ])  # fmt: skip
 def test_from_one_kind_to_another(groups: dict[int, Ranks], tmp_path: pathlib.Path, first: Case, second: Case) -> None:
     (expected, losses), *_ = groups[2].run(sharded_programs.saved, str(tmp_path / "state"), first)
+    files = "model.safetensors" if not first.sharded or "state_dict_type" in first.plugin else "sharded"
+    assert {"model.safetensors", "sharded"} & {*os.listdir(tmp_path / "state")} == {files}
     (state, resumed), *_ = groups[4].run(sharded_programs.loaded, str(tmp_path / "state"), second)
     assert state == expected
     tolerance = 1e-6 if first.precision == "no" else 0.05
@@ -60,9 +62,6 @@ def test_each_rank_writes_its_share(groups: dict[int, Ranks], tmp_path: pathlib.
     ]  # fmt: skip
     sizes = [os.path.getsize(tmp_path / "sharded" / "sharded" / f"__{rank}_0.distcp") for rank in (0, 1)]
     assert max(sizes) < 1.2 * min(sizes)
-    groups[2].run(sharded_programs.saved, str(tmp_path / "whole"), Case(plugin={"state_dict_type": "full_state_dict"}))
-    assert "model.safetensors" in sharded_programs.files_in(str(tmp_path / "whole"))
-    assert "sharded" not in os.listdir(tmp_path / "whole")
 
 
 class Registered:

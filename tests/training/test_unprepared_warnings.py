@@ -290,7 +290,7 @@ def skipping_again(folder: str, batches: int, skips: str) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize(("batches", "skipped"), [(3, 3), (7, 3)])
+@pytest.mark.parametrize(("batches", "skipped"), [pytest.param(3, 3, marks=pytest.mark.slow), (7, 3)])
 def test_batches_that_are_skipped_twice(two_ranks: Ranks, tmp_path: pathlib.Path, batches: int, skipped: int) -> None:
     [said], of_rank_1 = two_ranks.run(skipping_again, str(tmp_path / "inside"), batches, "inside")
     assert said.startswith(
