@@ -329,26 +329,6 @@ def test_gradients_that_are_summed_by_hand_are_saved(tmp_path: pathlib.Path, sto
     assert len(saved) == stop % 2  # those that a step has used aren't saved
 
 
-def test_a_seedable_sampler_keeps_its_seed(tmp_path: pathlib.Path) -> None:
-    def prepared(seed: int) -> tuple[Accelerator, Any]:
-        torch.manual_seed(seed)
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
-        return accelerator, accelerator.prepare(DataLoader(torch.arange(20), shuffle=True))
-
-    accelerator, loader = prepared(1)
-    epochs = [[batch.item() for batch in loader]]
-    epochs.append([])
-    for batch in loader:
-        epochs[1].append(batch.item())
-        if len(epochs[1]) == 5:
-            accelerator.save_state(tmp_path / "state")
-    epochs.append([batch.item() for batch in loader])
-    accelerator, loader = prepared(2)
-    accelerator.load_state(tmp_path / "state")
-    assert [batch.item() for batch in loader] == epochs[1][5:]
-    assert [batch.item() for batch in loader] == epochs[2]
-
-
 def with_a_tensor(folder: str, stop_after: int) -> list[float]:
     """Train a model and a bare tensor, two batches a step; save after ``stop_after`` batches, or load."""
     accelerator = Accelerator(cpu=True)
