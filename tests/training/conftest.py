@@ -46,3 +46,11 @@ def four_ranks() -> Iterator[ranks.Ranks]:
 def three_ranks() -> Iterator[ranks.Ranks]:
     with ranks.running(3) as running:
         yield running
+
+
+@pytest.fixture
+def groups(
+    one_rank: ranks.Ranks, two_ranks: ranks.Ranks, three_ranks: ranks.Ranks, four_ranks: ranks.Ranks
+) -> dict[int, ranks.Ranks]:
+    """Return the shared ranks by their number."""
+    return {1: one_rank, 2: two_ranks, 3: three_ranks, 4: four_ranks}

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar
@@ -208,6 +209,14 @@ def running(size: int, **variables: str) -> Iterator[Ranks]:
         yield ranks
     finally:
         ranks.close()
+
+
+@contextlib.contextmanager
+def caught_warnings() -> Iterator[list[warnings.WarningMessage]]:
+    """Return the warnings of the body, each as often as it comes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
 
 
 def _nurse(requests: socket.socket) -> None:

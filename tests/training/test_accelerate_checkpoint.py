@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pathlib
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from notebook_accel import ConfigError, ProjectConfiguration
 from notebook_accel.errors import CheckpointError
-from tests.training.ranks import Ranks, running
+from tests.training.ranks import Ranks, caught_warnings
 
 
 class Tied(torch.nn.Module):
@@ -85,8 +84,7 @@ def notebook() -> Any:
 
 def load(accelerator: Any, folder: pathlib.Path | None) -> str:
     """Load a checkpoint of Accelerate, of which rank 0 says in one warning that its weights alone are loaded."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         loaded: str = accelerator.load_state(folder)
     texts = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
     told = ["the weights of models are loaded, and nothing else" in text for text in texts]
@@ -147,29 +145,6 @@ def test_a_model_has_to_be_prepared(tmp_path: pathlib.Path) -> None:
     accelerator.prepare(DataLoader(range(4)))
     with pytest.raises(CheckpointError, match="no model has been prepared"):
         accelerator.load_state(tmp_path)
-
-
-def save_and_load_on_other_ranks(folder: str, saves: bool) -> Any:
-    if saves:
-        accelerator, net, _ = prepared(accelerate)
-        accelerator.save_state(folder)
-        found = weights(accelerator.unwrap_model(net))
-        accelerator.end_training()
-        PartialState().destroy_process_group()
-        return found
-    accelerator, net, _ = prepared(notebook())
-    load(accelerator, pathlib.Path(folder))
-    found = weights(accelerator.unwrap_model(net))
-    accelerator.end_training()
-    return found
-
-
-def test_another_number_of_ranks(tmp_path: pathlib.Path) -> None:
-    saved = save_and_load_on_other_ranks(str(tmp_path / "one"), True)
-    with running(2) as own_ranks:  # Accelerate makes a group in them that it can't leave behind
-        by_two = own_ranks.run(save_and_load_on_other_ranks, str(tmp_path / "two"), True)
-        assert own_ranks.run(save_and_load_on_other_ranks, str(tmp_path / "one"), False) == [saved, saved]
-    assert save_and_load_on_other_ranks(str(tmp_path / "two"), False) == by_two[0]
 
 
 def test_what_does_not_fit(tmp_path: pathlib.Path) -> None:

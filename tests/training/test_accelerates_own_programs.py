@@ -51,6 +51,7 @@ def run(name: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("engine")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ["test_ops", "test_sync", "test_script", "test_distributed_data_loop"])

@@ -126,17 +126,6 @@ def test_models_sync_at_the_end_of_a_window(options: dict[str, Any], local: int)
     assert [model.local for model in models] == [local, local]
 
 
-def test_nothing_of_a_loader_stays_after_a_break() -> None:
-    accumulating = state(4)
-    with contextlib.suppress(KeyError), ACTIVE_ITERATIONS.iterating(Counter(), 1) as current:
-        current.is_last = True
-        ACTIVE_ITERATIONS.hand_out(current)
-        assert accumulating.end_of_dataloader
-        raise KeyError
-    assert not accumulating.end_of_dataloader
-    assert accumulating.tail is None
-
-
 def test_inner_loader_is_the_one_that_counts() -> None:
     accumulating = state(1)
     with ACTIVE_ITERATIONS.iterating(Counter(), 1) as outer:

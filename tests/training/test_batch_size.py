@@ -92,8 +92,8 @@ def search(kind: str, limits: list[int], where: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "where", "limits"), [
-    ("accelerator outside", "before backward", [8, 3, 8]),
-    ("model outside", "in backward", [8, 8, 5]),
+    pytest.param("accelerator outside", "before backward", [8, 3, 8], marks=pytest.mark.slow),
+    pytest.param("model outside", "in backward", [8, 8, 5], marks=pytest.mark.slow),
     ("all inside", "after backward", [4, 8, 8]),
     ("model outside", "at the end", [3, 8, 8]),
 ])  # fmt: skip
@@ -128,6 +128,7 @@ def halve_without_closing_connections() -> Any:
     return tried, total, time.monotonic() - begun
 
 
+@pytest.mark.slow
 def test_ranks_give_up_by_themselves_once_memory_has_run_out_elsewhere(two_ranks: Ranks) -> None:
     for tried, total, took_s in two_ranks.run(halve_without_closing_connections):
         assert (tried, total) == ([8, 4], 2)
@@ -169,6 +170,21 @@ def run_out_in_a_group_of_ones_own() -> str:
 def test_ranks_that_cannot_leave_their_group_together_say_so(two_ranks: Ranks) -> None:
     for said in two_ranks.run(run_out_in_a_group_of_ones_own):
         assert "Memory ran out in a process group that the program has made itself" in said
+
+
+def test_the_size_falls_by_a_tenth_down_to_1() -> None:
+    tried: list[int] = []
+
+    def training(batch_size: int, most: int) -> str:
+        tried.append(batch_size)
+        if batch_size > most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return f"{batch_size} of {most}"
+
+    assert find_executable_batch_size(training, 20)(17) == "16 of 17"
+    with pytest.raises(TrainingError, match="every batch size down to 1"):
+        find_executable_batch_size(training, 2)(0)
+    assert tried == [20, 18, 16, 2, 1]
 
 
 def test_the_effective_size_is_kept(capfd: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,6 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("training", (13, "stream", "LambdaLR"), {"num_steps": 2}),
     ("training", (24, "numbers", "StepLR"), {"num_steps": 2, "precision": "bf16"}),
     ("compiled", ("eager",), {}),
-    ("compiled", ({"backend": "AOT_EAGER", "dynamic": True},), {}),
     ("compiled", ("aot_eager",), {"mixed_precision": "bf16"}),
     ("compiled", ({"backend": "eager", "use_regional_compilation": True},), {}),
     ("compiled", ("no",), {}),
@@ -111,8 +110,12 @@ def difference(theirs: Any, ours: Any, path: str = "") -> str:
     return "" if theirs == ours else f"{path}: {theirs!r} there, {ours!r} here"
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: "-".join(map(str, CASES[number])))
+@pytest.mark.parametrize(("number", "world"), [
+    pytest.param(number, world, id=f"{'-'.join(map(str, case))}-{world}", marks=marks)
+    for number, case in enumerate(CASES)
+    for world in ([2] if case[0] == "compiled" else [1, 2])
+    for marks in ([pytest.mark.slow] if case[0] == "compiled" or world == 1 else [],)
+])  # fmt: skip
 def test_numbers_are_the_same(groups: dict[int, ranks.Ranks], tmp_path: pathlib.Path, world: int, number: int) -> None:
     results = groups[world].run(side_by_side, number, str(tmp_path), deadline_s=100)
     assert len(results) == world

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pathlib
 import pickle
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from notebook_accel import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from notebook_accel.errors import TrainingError
 from notebook_accel.training import models
+from notebook_accel.training.backends import torch_distributed
 from notebook_accel.training.gradients import TrainableParameters
 from notebook_accel.utils import extract_model_from_parallel
-from tests.training.ranks import Ranks, running
+from tests.training.ranks import Ranks, caught_warnings, running
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -96,32 +97,19 @@ class Training:
         return [float(value) for tensor in whole for value in tensor.detach().flatten()[::7]]
 
 
-def unfreezes(sharded: bool) -> list[float]:
-    training = Training(sharded=sharded, frozen="first")
-    training.run()
-    training.evaluate()
-    _set_learning(training.net, True)
-    training.run()
-    return training.weights()
-
-
-def unfreezes_a_whole_model(sharded: bool) -> list[float]:
+def unfreezes_a_whole_model(sharded: bool = False) -> list[float]:
     training = Training(sharded=sharded, frozen="all")
     training.run()
     _set_learning(training.net, True)
     training.run()
+    if not sharded:  # nothing of the ranks travels with the model
+        copied = pickle.loads(pickle.dumps(training.models[0]))
+        assert (type(copied), len(copied._forward_pre_hooks)) == (Net, 0)
+        assert torch.equal(copied[0].weight, training.net[0].weight)
     return training.weights()
 
 
-def freezes(sharded: bool) -> list[float]:
-    training = Training(sharded=sharded)
-    training.run()
-    _set_learning(training.net[0], False)
-    training.run()
-    return training.weights()
-
-
-def adds_a_layer(sharded: bool) -> list[float]:
+def adds_a_layer(sharded: bool = False) -> list[float]:
     training = Training(sharded=sharded)
     training.run()
     torch.manual_seed(training.accelerator.process_index)  # the ranks begin with rank 0's weights all the same
@@ -132,7 +120,7 @@ def adds_a_layer(sharded: bool) -> list[float]:
     return training.weights()
 
 
-def replaces_a_layer(sharded: bool) -> list[float]:
+def replaces_a_layer(sharded: bool = False) -> list[float]:
     training = Training(sharded=sharded)
     training.run()
     torch.manual_seed(training.accelerator.process_index)
@@ -143,7 +131,7 @@ def replaces_a_layer(sharded: bool) -> list[float]:
     return training.weights()
 
 
-def freezes_halves_by_turns(sharded: bool) -> list[float]:
+def freezes_halves_by_turns(sharded: bool = False) -> list[float]:
     training = Training(sharded=sharded, gradient_accumulation_steps=3)
     for step, _ in enumerate(training.epoch()):
         _set_learning(training.net[0], step % 6 < 3)
@@ -151,7 +139,7 @@ def freezes_halves_by_turns(sharded: bool) -> list[float]:
     return training.weights()
 
 
-def casts_there_and_back(sharded: bool) -> list[float]:
+def casts_there_and_back(sharded: bool = False) -> list[float]:
     """Train after a cast of the model, or of what ``prepare`` returned, as after moves to the CPU and back."""
     training = Training(sharded=sharded)
     for model in (training.net, training.models[0]):
@@ -159,28 +147,6 @@ def casts_there_and_back(sharded: bool) -> list[float]:
         model.float().double()
     training.run()
     return training.weights()
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-@pytest.mark.parametrize(
-    "program",
-    [
-        unfreezes,
-        unfreezes_a_whole_model,
-        freezes,
-        adds_a_layer,
-        replaces_a_layer,
-        freezes_halves_by_turns,
-        casts_there_and_back,
-    ],
-)
-def test_models_that_change(
-    one_rank: Ranks, two_ranks: Ranks, program: Callable[[bool], list[float]], sharded: bool
-) -> None:
-    [alone] = one_rank.run(program, False)
-    first, second = two_ranks.run(program, sharded)
-    assert first == second
-    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
 
 
 def loses_and_gets_buffers() -> list[float]:
@@ -193,17 +159,6 @@ def loses_and_gets_buffers() -> list[float]:
     training.net.register_buffer("mine", torch.full((1,), 1.0 + training.accelerator.process_index))
     training.run()
     return [*training.weights(), *training.net.mine.tolist()]
-
-
-def replaces_the_optimizers_list() -> list[float]:
-    """The optimizer gets as many other parameters, and the model is trained by a method."""
-    training = Training()
-    training.run(training.models[0].loss)
-    torch.manual_seed(7)
-    training.net[2] = torch.nn.Linear(24, 10).double()
-    training.optimizer.param_groups[0]["params"] = list(training.net.parameters())
-    training.run(training.models[0].loss)
-    return training.weights()
 
 
 def has_an_auxiliary_model() -> list[float]:
@@ -235,24 +190,7 @@ def toggles(after_the_call: bool) -> list[float]:
     return training.weights()
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        loses_and_gets_buffers,
-        replaces_the_optimizers_list,
-        has_an_auxiliary_model,
-        functools.partial(toggles, False),
-        functools.partial(toggles, True),
-    ],
-)
-def test_whole_models_that_change(one_rank: Ranks, two_ranks: Ranks, program: Callable[[], list[float]]) -> None:
-    [alone] = one_rank.run(program)
-    first, second = two_ranks.run(program)
-    assert first == second
-    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
-
-
-def part_and_whole(sharded: bool) -> list[float]:
+def part_and_whole(sharded: bool = False) -> list[float]:
     """A model and its first layer are prepared, and both are called."""
     training = Training(sharded=sharded)
     accelerator = Accelerator(cpu=True, split_batches=True, fsdp_plugin=training.accelerator.state.fsdp_plugin)
@@ -261,31 +199,6 @@ def part_and_whole(sharded: bool) -> list[float]:
     part, *training.models, training.optimizer = accelerator.prepare(training.net[0], training.net, optimizer)
     training.run(lambda x, y: F.cross_entropy(training.models[0](x), y) + part(x).square().mean())
     return training.weights()
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-def test_a_model_and_a_part_of_it(one_rank: Ranks, two_ranks: Ranks, sharded: bool) -> None:
-    [alone] = one_rank.run(part_and_whole, False)
-    first, second = two_ranks.run(part_and_whole, sharded)
-    assert first == second
-    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
-
-
-def pickles_after_unfreezing() -> list[Any]:
-    training = Training(frozen="all")
-    training.run()
-    _set_learning(training.net, True)
-    training.run()
-    copied = pickle.loads(pickle.dumps(training.models[0]))
-    return [
-        type(copied).__name__,
-        len(copied._forward_pre_hooks),
-        torch.equal(copied[0].weight, training.net[0].weight),
-    ]
-
-
-def test_nothing_of_the_ranks_travels_with_a_model_that_was_unfrozen(two_ranks: Ranks) -> None:
-    assert two_ranks.run(pickles_after_unfreezing) == [["Net", 0, True]] * 2
 
 
 def clipped_adversaries(uses_made_again: bool) -> int:
@@ -297,9 +210,7 @@ def clipped_adversaries(uses_made_again: bool) -> int:
     nets = [Net(1, 64), Net(2, 1)]
     optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
     make, judge, *optimizers, loader = accelerator.prepare(*nets, *optimizers, DataLoader(_digits(), batch_size=32))
-    calls: list[object] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(make), "_average", lambda _, them: calls.append(them))
+    with averages_of(make) as calls:
         for x, _ in loader:
             with torch.set_grad_enabled(uses_made_again):
                 made = make(x)
@@ -336,13 +247,6 @@ def adversaries() -> list[float]:
     return [float(parameter.detach().sum()) for net in nets for parameter in net.parameters()]
 
 
-def test_a_discriminator_that_is_frozen_for_each_step_of_the_other(one_rank: Ranks, two_ranks: Ranks) -> None:
-    [alone] = one_rank.run(adversaries)
-    first, second = two_ranks.run(adversaries)
-    assert first == second
-    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
-
-
 def by_its_layers(training: Training, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     first, activation, last = training.accelerator.unwrap_model(training.models[0])
     return F.cross_entropy(last(activation(first(x))), y)
@@ -375,36 +279,34 @@ def by_two_passes_after_two_calls(training: Training, x: torch.Tensor, y: torch.
     return F.cross_entropy(second, y)
 
 
+@contextlib.contextmanager
+def messages() -> Iterator[list[Any]]:
+    """Return what is logged about gradients."""
+    logged: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_distributed._logger, "warning", lambda *said: logged.append(said))
+        yield logged
+
+
 def uncalled(loss: Callable[..., torch.Tensor], **options: Any) -> tuple[list[float], int]:
     """Return the weights, and how many messages each rank has logged."""
-    with pytest.MonkeyPatch.context() as patch:
-        logged: list[Any] = []
-        patch.setattr(
-            "notebook_accel.training.backends.torch_distributed._logger.warning", lambda *said: logged.append(said)
-        )
+    with messages() as logged:
         training = Training(**options)
         for _ in range(2):
             training.run(functools.partial(loss, training))
         return training.weights(), len(logged)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3}], ids=str)
 @pytest.mark.parametrize(
-    "loss",
-    [
-        by_its_layers,
-        by_its_method,
-        by_turns,
-        by_a_call_and_its_method,
-        by_two_passes_after_one_call,
-        by_two_passes_after_two_calls,
-    ],
+    ("loss", "steps"),
+    [(by_its_layers, 1), (by_turns, 3), (by_a_call_and_its_method, 1), (by_two_passes_after_two_calls, 3)],
 )
 def test_models_that_are_not_called(
-    one_rank: Ranks, two_ranks: Ranks, loss: Callable[..., torch.Tensor], options: dict[str, Any]
+    one_rank: Ranks, two_ranks: Ranks, loss: Callable[..., torch.Tensor], steps: int
 ) -> None:
-    [(alone, _)] = one_rank.run(functools.partial(uncalled, loss, **options))
-    (first, logged), (second, by_second) = two_ranks.run(functools.partial(uncalled, loss, **options))
+    train = functools.partial(uncalled, loss, gradient_accumulation_steps=steps)
+    [(alone, _)] = one_rank.run(train)
+    (first, logged), (second, by_second) = two_ranks.run(train)
     assert first == second
     assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
     assert (logged, by_second) == (1, 0)
@@ -449,16 +351,6 @@ def fits_by_method() -> list[float]:
     return training.weights()
 
 
-@pytest.mark.parametrize("program", [calls_before_the_step, two_optimizers, fits_by_method])
-def test_gradients_that_no_backward_pass_averages(
-    one_rank: Ranks, two_ranks: Ranks, program: Callable[[], list[float]]
-) -> None:
-    [alone] = one_rank.run(program)
-    first, second = two_ranks.run(program)
-    assert first == second
-    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
-
-
 def follows_in_a_copy() -> list[float]:
     """Return the weights of a copy of the prepared model, which follows it, and of the model that the copy resets."""
     training = Training()
@@ -479,20 +371,9 @@ def follows_in_a_copy() -> list[float]:
     return [*followed, *training.weights()]
 
 
-def test_a_copy_and_the_prepared_model_load_each_others_state(one_rank: Ranks, two_ranks: Ranks) -> None:
-    [alone] = one_rank.run(follows_in_a_copy)
-    first, second = two_ranks.run(follows_in_a_copy)
-    assert first == second
-    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
-
-
 def prepared_twice() -> tuple[list[float], int]:
     """The first wrapper of the model is still there and isn't called any more, as in a cell that runs again."""
-    with pytest.MonkeyPatch.context() as patch:
-        logged: list[Any] = []
-        patch.setattr(
-            "notebook_accel.training.backends.torch_distributed._logger.warning", lambda *said: logged.append(said)
-        )
+    with messages() as logged:
         training = Training()
         first = training.models[0]
         accelerator = Accelerator(cpu=True, split_batches=True)
@@ -522,13 +403,6 @@ def sparse() -> list[float]:
     return [float(parameter.detach().sum()) for parameter in net.parameters()]
 
 
-def test_sparse_gradients_of_a_model_that_is_not_called(one_rank: Ranks, two_ranks: Ranks) -> None:
-    [alone] = one_rank.run(sparse)
-    first, second = two_ranks.run(sparse)
-    assert first == second
-    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
-
-
 def sparse_on_one_rank() -> tuple[bool, list[float]]:
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
@@ -546,36 +420,6 @@ def test_sparse_gradients_of_one_rank(one_rank: Ranks, two_ranks: Ranks) -> None
     for is_sparse, weights in two_ranks.run(sparse_on_one_rank):
         assert is_sparse
         assert weights == pytest.approx(alone)
-
-
-def counts_all_reduces(closure: bool) -> int:
-    """Return how often gradients were averaged for a step though a backward pass had done so."""
-    training = Training()
-    average = type(training.models[0])._average
-    calls: list[object] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            type(training.models[0]), "_average", lambda self, them: (calls.append(them), average(self, them))
-        )
-        if not closure:
-            training.run()
-            return len(calls)
-        optimizer = training.accelerator.prepare(torch.optim.LBFGS(training.net.parameters(), max_iter=2))
-        for x, y in training.loader:
-
-            def step(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(training.models[0](x), y)
-                training.accelerator.backward(loss)
-                return loss
-
-            optimizer.step(step)
-        return len(calls)
-
-
-@pytest.mark.parametrize("closure", [False, True])
-def test_nothing_is_averaged_twice(two_ranks: Ranks, closure: bool) -> None:
-    assert two_ranks.run(counts_all_reduces, closure) == [0, 0]
 
 
 def attributes() -> list[Any]:
@@ -597,8 +441,7 @@ def test_a_prepared_model_has_the_methods_of_the_model_in_it(two_ranks: Ranks) -
 def data_parallel() -> tuple[str, list[str]]:
     net = torch.nn.DataParallel(Net())
     assert type(extract_model_from_parallel(net)).__name__ == "Net"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         model = Accelerator(cpu=True).prepare(net)
     kind = type(getattr(model, "module", model)).__name__
     return kind, [str(warning.message) for warning in caught]
@@ -618,8 +461,7 @@ def comes_apart(folder: str, *, is_prepared: bool) -> list[str]:
     for x, y in training.loader:
         training.accelerator.backward(training.models[0].loss(x, y))
         optimizer.step()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         training.accelerator.save_state(folder)
     assert {warning.filename for warning in caught} <= {__file__}
     return [str(warning.message) for warning in caught]
@@ -639,8 +481,7 @@ def bare_parameter(*, is_prepared: bool) -> list[str]:
     net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(_digits(), batch_size=32))
     if is_prepared:
         prompt = accelerator.prepare(prompt)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for x, y in loader:
             accelerator.backward(F.cross_entropy(net(x + prompt), y))
     return [str(warning.message) for warning in caught]
@@ -709,26 +550,6 @@ def test_tensors_in_the_places_of_parameters_are_no_change() -> None:
     assert followed.added() == [net.bias]
 
 
-def all_reduces_of_a_sharded_model(adds: bool) -> int:
-    """Return how many gradients are averaged beside the sharded ones, in a model that has got another layer or not."""
-    training = Training(sharded=True)
-    training.run()
-    training.evaluate()
-    torch.nn.Sequential(torch.nn.Linear(1, 1))  # something was registered somewhere
-    if adds:
-        training.net.append(torch.nn.Linear(10, 10).double())
-    calls: list[object] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "prepare_leaf", lambda leaf, _: calls.append(leaf))
-        training.run()
-    return len(calls)
-
-
-@pytest.mark.parametrize("adds", [False, True])
-def test_only_added_layers_are_averaged_beside_the_shares(two_ranks: Ranks, adds: bool) -> None:
-    assert two_ranks.run(all_reduces_of_a_sharded_model, adds) == [2 * adds] * 2
-
-
 class Pair(torch.nn.Module):
     """Two heads, with methods that have the names of the wrapper's."""
 
@@ -761,13 +582,6 @@ def a_head_for_each_rank() -> list[float]:
     return [float(parameter.detach().sum()) for parameter in net.parameters()]
 
 
-def test_ranks_that_train_other_parts(one_rank: Ranks, two_ranks: Ranks) -> None:
-    [alone] = one_rank.run(a_head_for_each_rank)
-    first, second = two_ranks.run(a_head_for_each_rank)
-    assert first == second
-    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
-
-
 def computes_with_other_weights() -> list[float]:
     """As meta-learning does: with tensors in the parameters' places, after another module was made."""
     training = Training()
@@ -782,11 +596,6 @@ def computes_with_other_weights() -> list[float]:
         )
     training.run()
     return training.weights()
-
-
-def test_other_weights_for_one_call(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(computes_with_other_weights)
-    assert first == second
 
 
 def uneven(by_method: bool) -> str:
@@ -816,6 +625,7 @@ def test_unfreezing_between_uneven_epochs(two_ranks: Ranks) -> None:
     assert first.startswith("[")
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_called_can_not_be_joined() -> None:
     with running(2) as ranks:
         for reply in ranks.replies(uneven, True):
@@ -871,11 +681,6 @@ def frozen_in_other_layouts() -> list[float]:
     return net.weight.flatten().tolist()
 
 
-def test_weights_of_any_layout_become_equal(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(frozen_in_other_layouts)
-    assert first == second
-
-
 def extended_group() -> list[float]:
     """An added layer is put into the optimizer's list itself, and the model is trained by its layers."""
     training = Training()
@@ -888,6 +693,98 @@ def extended_group() -> list[float]:
     return training.weights()
 
 
-def test_a_layer_in_the_optimizers_own_list(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(extended_group)
+_PROGRAMS: list[Callable[..., list[float]]] = [
+    unfreezes_a_whole_model,
+    adds_a_layer,
+    replaces_a_layer,
+    freezes_halves_by_turns,
+    casts_there_and_back,
+    part_and_whole,
+]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *_PROGRAMS,
+        *(
+            pytest.param(functools.partial(program, True), id=f"{program.__name__}-sharded", marks=pytest.mark.slow)
+            for program in _PROGRAMS
+        ),
+        loses_and_gets_buffers,
+        has_an_auxiliary_model,
+        functools.partial(toggles, False),
+        functools.partial(toggles, True),
+        adversaries,
+        calls_before_the_step,
+        two_optimizers,
+        fits_by_method,
+        follows_in_a_copy,
+        sparse,
+        a_head_for_each_rank,
+    ],
+)
+def test_ranks_train_as_one_process_does(
+    one_rank: Ranks, two_ranks: Ranks, program: Callable[..., list[float]]
+) -> None:
+    [alone] = one_rank.run(program)
+    first, second = two_ranks.run(program)
     assert first == second
+    assert first == pytest.approx(alone, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("program", [computes_with_other_weights, frozen_in_other_layouts, extended_group])
+def test_ranks_stay_alike(two_ranks: Ranks, program: Callable[[], list[float]]) -> None:
+    first, second = two_ranks.run(program)
+    assert first == second
+
+
+@contextlib.contextmanager
+def averages_of(model: torch.nn.Module) -> Iterator[list[object]]:
+    """Return the gradients that are averaged for a step or a clip, beside those of backward passes."""
+    average, calls = type(model)._average, []  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "_average", lambda self, them: (calls.append(them), average(self, them)))
+        yield calls
+
+
+def averages_after_passes() -> int:
+    training = Training()
+    with averages_of(training.models[0]) as calls:
+        training.run()
+        optimizer = training.accelerator.prepare(torch.optim.LBFGS(training.net.parameters(), max_iter=2))
+        for x, y in training.loader:
+
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(training.models[0](x), y)
+                training.accelerator.backward(loss)
+                return loss
+
+            optimizer.step(closure)
+    return len(calls)
+
+
+def test_nothing_is_averaged_twice(two_ranks: Ranks) -> None:
+    assert two_ranks.run(averages_after_passes) == [0, 0]
+
+
+def averages_beside_the_shares() -> list[int]:
+    """Return how many gradients are averaged beside the sharded ones, before and after a model gets another layer."""
+    training = Training(sharded=True)
+    training.run()
+    training.evaluate()
+    torch.nn.Sequential(torch.nn.Linear(1, 1))  # something was registered somewhere
+    calls: list[object] = []
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "prepare_leaf", lambda leaf, _: calls.append(leaf))
+        for _ in range(2):
+            training.run()
+            found.append(len(calls))
+            training.net.append(torch.nn.Linear(10, 10).double())
+    return found
+
+
+def test_only_added_layers_are_averaged_beside_the_shares(two_ranks: Ranks) -> None:
+    assert two_ranks.run(averages_beside_the_shares) == [[0, 2]] * 2

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +12,7 @@ from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.sharding import Tail
 from notebook_accel.utils import operations
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, caught_warnings
 
 
 class Pair(NamedTuple):
@@ -150,6 +149,27 @@ def test_objects(three_ranks: Ranks) -> None:
     assert three_ranks.run(objects) == [expected] * 3
 
 
+LONGER_BYTES = [0, 1, 4000, 5000, 10, 100_000, 99_999, 3_000_000, 2]
+
+
+def scatter() -> list[Any]:
+    """Return what this rank gets when rank 0 has longer and longer objects for rank 1, and tensors at last."""
+    backend = process_group.join()
+    found = []
+    for size in LONGER_BYTES:
+        values = [f"{size}", bytes(size)] if backend.place.rank == 0 else None
+        found.append(collectives.scatter_object(backend, values))
+    tensors = [{"half": torch.ones(3, dtype=torch.bfloat16)}, torch.arange(6).view(2, 3).t()]
+    last = collectives.scatter_object(backend, tensors if backend.place.rank == 0 else None)
+    expected = tensors[backend.place.rank]
+    assert torch.equal(last["half"], expected["half"]) if isinstance(expected, dict) else torch.equal(last, expected)
+    return found
+
+
+def test_each_rank_gets_its_own_object_however_long_it_is(two_ranks: Ranks) -> None:
+    assert two_ranks.run(scatter) == [[str(size) for size in LONGER_BYTES], [bytes(size) for size in LONGER_BYTES]]
+
+
 def disagree(kind: str) -> Any:
     backend = process_group.join()
     is_first = backend.place.rank == 0
@@ -219,6 +239,7 @@ def test_one_process_gets_back_what_it_gave() -> None:
     assert collectives.broadcast(backend, tree) is tree
     assert collectives.pad_across_processes(backend, tree) is tree
     assert collectives.gather_object(backend, [1]) == [1]
+    assert collectives.scatter_object(backend, ["mine"]) == "mine"
     assert operations.broadcast_object_list([1]) == [1]
     collectives.wait_for_everyone(backend)
 
@@ -257,8 +278,7 @@ def gather_rows_of_a_tail(rows: int) -> list[str]:
     collectives._has_warned = False
     backend = process_group.join()
     tail = Tail((4, 1), (4, 4))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for _ in range(2):
             collectives.gather(backend, {"loss": torch.tensor(1.0), "rows": torch.ones(rows)}, tail)
             collectives.gather_for_metrics(backend, torch.ones(rows), tail)

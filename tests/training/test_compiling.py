@@ -196,6 +196,7 @@ def train_sharded(folder: str, backend: str, regional: bool) -> Any:
     return trained, loaded == trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regional", [False, True])
 def test_sharded_models(tmp_path: pathlib.Path, regional: bool) -> None:
     with running(2) as own_ranks:

@@ -16,8 +16,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
     get_worker_info,
 )
 
@@ -57,13 +55,6 @@ def test_alone_it_yields_what_the_loader_yields() -> None:
     assert len(shard) == 4
 
 
-def test_the_last_batch_is_known_while_it_is_out() -> None:
-    shard, state = prepare(DataLoader(Numbers(7), batch_size=3))
-    for _ in range(2):
-        assert [state.end_of_dataloader for _ in shard] == [False, False, True]
-        assert not state.end_of_dataloader
-
-
 def test_break_leaves_nothing_active() -> None:
     shard, state = prepare(DataLoader(Numbers(2), batch_size=2))
     for _ in shard:
@@ -71,12 +62,6 @@ def test_break_leaves_nothing_active() -> None:
         break
     assert not state.end_of_dataloader
     next(iter(shard))
-    assert not state.end_of_dataloader
-
-
-def test_empty_loader() -> None:
-    shard, state = prepare(DataLoader(Numbers(0), batch_size=2))
-    assert list(shard) == []
     assert not state.end_of_dataloader
 
 
@@ -137,15 +122,6 @@ def test_epochs_reach_sampler_and_dataset() -> None:
     dataset.set_epoch(20)
     next(iter(shard))
     assert dataset.epochs[-2:] == [20, 12]
-
-
-def test_seedable_sampler() -> None:
-    torch.manual_seed(4)
-    shard, _ = prepare(DataLoader(Numbers(20), batch_size=20, shuffle=True), use_seedable_sampler=True)
-    torch.rand(100)
-    for epoch in range(2):
-        expected = torch.randperm(20, generator=torch.Generator().manual_seed(4 + epoch))
-        assert torch.equal(next(iter(shard)), expected)
 
 
 def test_outside_its_rank_it_is_the_loader_that_it_was() -> None:
@@ -226,24 +202,14 @@ def own_samplers(kind: str) -> Any:
     torch.manual_seed(backend.place.rank)
     data, generator = Numbers(24), torch.Generator().manual_seed(backend.place.rank)
     loaders: dict[str, Any] = {
-        "shuffle": lambda: DataLoader(data, batch_size=2, shuffle=True),
         "generator": lambda: DataLoader(data, batch_size=2, shuffle=True, generator=generator),
-        "subset": lambda: DataLoader(data, batch_size=2, sampler=SubsetRandomSampler(range(24))),
-        "weighted": lambda: DataLoader(
-            data, batch_size=2, sampler=WeightedRandomSampler([1.0] * 24, 24, replacement=False)
-        ),
-        "batch sampler": lambda: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, drop_last=True)),
-        "workers": lambda: DataLoader(data, batch_size=2, shuffle=True, num_workers=1, persistent_workers=True),
         "stream": lambda: DataLoader(Stream(24, generator), batch_size=2),
-        "seedable": lambda: DataLoader(data, batch_size=2, shuffle=True),
     }
-    shard, _ = prepare(loaders[kind](), backend, use_seedable_sampler=kind == "seedable", dispatch_batches=False)
+    shard, _ = prepare(loaders[kind](), backend, dispatch_batches=False)
     return [[batch.tolist() for batch in shard] for _ in range(3)]
 
 
-@pytest.mark.parametrize(
-    "kind", ["shuffle", "generator", "subset", "weighted", "batch sampler", "workers", "stream", "seedable"]
-)
+@pytest.mark.parametrize("kind", ["generator", "stream"])
 def test_shuffling_agrees_although_the_ranks_seeds_differ(two_ranks: Ranks, kind: str) -> None:
     by_rank = two_ranks.run(own_samplers, kind)
     for epoch in range(3):
@@ -253,46 +219,21 @@ def test_shuffling_agrees_although_the_ranks_seeds_differ(two_ranks: Ranks, kind
     assert by_rank[0][0] != by_rank[0][1] != by_rank[0][2]
 
 
-def test_ranks_shuffle_as_one_process_does(two_ranks: Ranks) -> None:
-    by_rank = two_ranks.run(own_samplers, "shuffle")
-    torch.manual_seed(0)
-    plain = DataLoader(Numbers(24), batch_size=2, shuffle=True)
-    for epoch in range(3):
-        expected = [batch.tolist() for batch in plain]
-        assert [by_rank[0][epoch], by_rank[1][epoch]] == [expected[0::2], expected[1::2]]
-
-
-def read(kind: str, n: int, batch_size: int | None, options: dict[str, Any]) -> Any:
-    backend = process_group.join(cpu=True)
-    dataset: Any = Stream(n) if kind == "stream" else Numbers(n)
-    shard, _ = prepare(DataLoader(dataset, batch_size=batch_size), backend, dispatch_batches=False, **options)
-    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in shard]
-
-
-@pytest.mark.parametrize("kind", ["dataset", "stream"])
-def test_ranks_take_turns(two_ranks: Ranks, kind: str) -> None:
-    assert two_ranks.run(read, kind, 7, 2, {}) == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
-    assert two_ranks.run(read, kind, 7, 2, {"even_batches": False}) == [[[0, 1], [4, 5]], [[2, 3], [6]]]
-    assert two_ranks.run(read, kind, 7, 4, {"split_batches": True}) == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
-    assert two_ranks.run(read, kind, 3, None, {}) == [[0, 2], [1, 0]]
-
-
 def prepare_refused(message: str, dispatches: bool) -> None:
     backend = process_group.join(cpu=True)
     loaders: dict[str, Any] = {
-        "a batch of 3 into 2 equal parts": lambda: DataLoader(Numbers(7), batch_size=3),
         "DistributedSampler": lambda: DataLoader(Numbers(8), batch_size=2, sampler=DistributedSampler(Numbers(8))),
         "in_order=True": lambda: DataLoader(Numbers(4), batch_size=2, in_order=False),
     }
     prepare(loaders[message](), backend, split_batches=True, dispatch_batches=dispatches)
 
 
-@pytest.mark.parametrize("dispatches", [False, True])
-@pytest.mark.parametrize("message", ["a batch of 3 into 2 equal parts", "DistributedSampler", "in_order=True"])
-def test_loaders_that_several_ranks_refuse(two_ranks: Ranks, message: str, dispatches: bool) -> None:
-    for error in two_ranks.replies(prepare_refused, message, dispatches):
-        assert isinstance(error, ConfigError)
-        assert message in str(error)
+@pytest.mark.parametrize("message", ["DistributedSampler", "in_order=True"])
+def test_loaders_that_several_ranks_refuse(two_ranks: Ranks, message: str) -> None:
+    for dispatches in (False, True):
+        for error in two_ranks.replies(prepare_refused, message, dispatches):
+            assert isinstance(error, ConfigError)
+            assert message in str(error)
 
 
 def test_data_seed() -> None:
@@ -357,32 +298,6 @@ def test_loaders_that_cannot_be_shared_out(given: Any, message: str) -> None:
 def test_what_is_prepared_is_a_loader(given: Any) -> None:
     with pytest.raises(ConfigError, match="prepare takes loaders"):
         Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1), given)
-
-
-def test_an_evaluation_in_between_does_not_end_a_window() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    training, evaluation = accelerator.prepare(DataLoader(Numbers(6)), DataLoader(Numbers(2)))
-    model, seen = torch.nn.Linear(1, 1), []
-    rows = None
-    for _ in training:
-        with torch.no_grad():  # one batch of another loader for each, and the loader begins anew where it ends
-            rows = rows or iter(evaluation)
-            if next(rows, None) is None:
-                rows = None
-        with accelerator.accumulate(model):
-            seen.append(accelerator.sync_gradients)
-    assert seen == [False, False, False, True, False, True]
-
-
-def metrics_of_workers() -> Any:
-    backend = process_group.join(cpu=True)
-    loader = DataLoader(Stream(7), batch_size=2, num_workers=1)
-    shard, state = prepare(loader, backend, dispatch_batches=False)
-    return [collectives.gather_for_metrics(backend, batch, state.tail).tolist() for batch in shard]
-
-
-def test_each_sample_once_when_a_worker_reads_the_stream(two_ranks: Ranks) -> None:
-    assert two_ranks.run(metrics_of_workers) == [[[0, 1, 2, 3], [4, 5, 6]]] * 2
 
 
 def test_a_persistent_workers_stream_learns_its_epoch() -> None:

@@ -112,7 +112,6 @@ def test_batches_are_those_that_each_rank_would_read(two_ranks: Ranks, kind: str
 
 WORKERS: dict[str, Any] = {
     "own": lambda: DataLoader(OfRank(7), batch_size=2),
-    "workers": lambda: DataLoader(Numbers(7), batch_size=2, num_workers=2),
     "persistent": lambda: DataLoader(Stream(7), batch_size=2, num_workers=1, persistent_workers=True),
     "shared": lambda: DataLoader(SharedStream(10), batch_size=2, num_workers=2),  # each worker's last round is short
 }
@@ -141,11 +140,7 @@ def test_a_stream_that_each_rank_reads_for_itself(two_ranks: Ranks) -> None:
     assert first[0] == [0, 1, 102, 103, 4, 5, 106]
 
 
-def test_workers_of_rank_0_read_for_all(two_ranks: Ranks) -> None:
-    assert two_ranks.run(gather_epochs, "workers", {"dispatch_batches": True}) == [[list(range(7))] * 2] * 2
-
-
-@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("even", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_each_sample_once_where_workers_share_a_stream(two_ranks: Ranks, even: bool) -> None:
     for epochs in two_ranks.run(gather_epochs, "shared", {"even_batches": even}):
         assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 2

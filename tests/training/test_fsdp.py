@@ -7,7 +7,6 @@ import copy
 import functools
 import os
 import pathlib
-import warnings
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from notebook_accel import (
     Accelerator,
@@ -24,35 +23,35 @@ from notebook_accel import (
     DataLoaderConfiguration,
     DistributedType,
     FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
     environment,
 )
 from notebook_accel.errors import CollectiveError, TrainingError
 from notebook_accel.local_sgd import LocalSGD
 from notebook_accel.training import fsdp
 from tests.training import sharded_programs
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, caught_warnings
 from tests.training.sharded_programs import Block, Case, Writer
 
-
-@pytest.fixture
-def groups(two_ranks: Ranks, four_ranks: Ranks) -> dict[int, Ranks]:
-    """Return the ranks by their number."""
-    return {2: two_ranks, 4: four_ranks}
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(2, 100), (4, 40)])  # an epoch has 32
-def test_losses_are_those_of_whole_models(groups: dict[int, Ranks], ranks: int, steps: int) -> None:
+def assert_close(ours: list[Any], expected: list[Any]) -> None:
+    assert len(ours) > 0
+    for one, other in zip(ours, expected, strict=True):
+        assert torch.allclose(torch.tensor(one), torch.tensor(other), atol=1e-6)
+
+
+def test_losses_are_those_of_whole_models(two_ranks: Ranks) -> None:
     """With accumulation, clipping, a schedule, groups of parameters, frozen ones and tied ones."""
-    group = groups[ranks]
-    whole = group.run(sharded_programs.losses, Case(sharded=False, window=2, groups=True), steps)
-    sharded = group.run(sharded_programs.losses, Case(window=2, groups=True), steps, deadline_s=100)
+    steps = 36  # an epoch has 32
+    whole = two_ranks.run(sharded_programs.losses, Case(sharded=False, window=2, groups=True), steps)
+    sharded = two_ranks.run(sharded_programs.losses, Case(window=2, groups=True), steps)
     assert len(sharded[0]) == steps
     assert sharded[0] == pytest.approx(whole[0], rel=0, abs=1e-6)
-    assert whole[0][-1] < 0.7 * whole[0][0]
+    assert whole[0][-1] < 0.8 * whole[0][0]
 
 
-@pytest.mark.parametrize(("ranks", "at_most"), [(2, 0.55), (4, 0.30)])
+@pytest.mark.parametrize(("ranks", "at_most"), [(2, 0.55), slow(4, 0.30)])
 def test_a_rank_holds_its_share(groups: dict[int, Ranks], ranks: int, at_most: float) -> None:
     group = groups[ranks]
     whole = group.run(sharded_programs.held_bytes, Case(sharded=False))
@@ -65,12 +64,12 @@ def test_a_rank_holds_its_share(groups: dict[int, Ranks], ranks: int, at_most: f
 
 @pytest.mark.parametrize("case", [
     Case(calls="model first", groups=True),
-    Case(calls="optimizer first", groups=True),
-    Case(plugin={"auto_wrap_policy": "no_wrap", "reshard_after_forward": False}),
-    Case(plugin={"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 500}),
+    slow(Case(calls="optimizer first", groups=True)),
+    slow(Case(plugin={"auto_wrap_policy": "no_wrap", "reshard_after_forward": False})),
+    slow(Case(plugin={"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 500})),
     Case(plugin={"transformer_cls_names_to_wrap": ["Block"], "activation_checkpointing": True}),
     Case(plugin={"ignored_modules": r"blocks\.1|norm"}, window=3),
-    Case(plugin={"sync_module_states": False}),
+    slow(Case(plugin={"sync_module_states": False})),
 ], ids=lambda case: f'{case.calls} {case.plugin}')  # fmt: skip
 def test_settings_change_no_number(two_ranks: Ranks, case: Case) -> None:
     whole = Case(sharded=False, window=case.window, groups=case.groups)
@@ -138,9 +137,10 @@ def test_weights_that_are_written_after_an_evaluation_stay(two_ranks: Ranks) -> 
 
 
 def test_bf16_is_as_near_as_whole_models_are(two_ranks: Ranks) -> None:
-    exact = torch.tensor(two_ranks.run(sharded_programs.losses, Case(sharded=False), 30)[0])
-    whole = torch.tensor(two_ranks.run(sharded_programs.losses, Case(sharded=False, precision="bf16"), 30)[0])
-    sharded = torch.tensor(two_ranks.run(sharded_programs.losses, Case(precision="bf16"), 30)[0])
+    exact, whole, sharded = (
+        torch.tensor(two_ranks.run(sharded_programs.losses, case, 12)[0])
+        for case in (Case(sharded=False), Case(sharded=False, precision="bf16"), Case(precision="bf16"))
+    )
     assert not torch.equal(sharded, exact)
     assert (sharded - exact).abs().mean() < 2 * (whole - exact).abs().mean() + 0.01
 
@@ -158,7 +158,7 @@ class Adapted(torch.nn.Module):
         return self.base(x.to(torch.bfloat16)).float() + self.up(self.down(x))
 
 
-def train_adapter(*, sharded: bool) -> list[float]:
+def train_adapter(sharded: bool) -> list[float]:
     torch.manual_seed(2)
     model = torch.nn.Sequential(Adapted(), torch.nn.BatchNorm1d(8), Adapted())
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None)
@@ -175,17 +175,9 @@ def train_adapter(*, sharded: bool) -> list[float]:
     return losses
 
 
-def train_adapter_whole() -> list[float]:
-    return train_adapter(sharded=False)
-
-
-def train_adapter_sharded() -> list[float]:
-    return train_adapter(sharded=True)
-
-
 def test_adapters_of_a_frozen_model(two_ranks: Ranks) -> None:
-    expected = two_ranks.run(train_adapter_whole)
-    for losses, of_whole in zip(two_ranks.run(train_adapter_sharded), expected, strict=True):
+    expected = two_ranks.run(train_adapter, False)
+    for losses, of_whole in zip(two_ranks.run(train_adapter, True), expected, strict=True):
         assert losses == pytest.approx(of_whole, rel=0, abs=1e-5)
         assert losses[-1] < losses[0]
 
@@ -204,12 +196,6 @@ def train_norms_in_bf16() -> list[list[torch.dtype]]:
 
 def test_batch_norms_that_are_units_or_the_model_itself(two_ranks: Ranks) -> None:
     assert two_ranks.run(train_norms_in_bf16)[0] == [[torch.float32, torch.float32]] * 2
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        for number in range(10):
-            yield torch.full((4,), 1.0 + number)
 
 
 def gradients_dropped(folder: str, by: str) -> list[Any]:
@@ -235,12 +221,10 @@ def gradients_dropped(folder: str, by: str) -> list[Any]:
     return weights
 
 
-@pytest.mark.parametrize("by", ["optimizer", "model", "compiled model", "checkpoint"])
+@pytest.mark.parametrize("by", ["optimizer", slow("model"), slow("compiled model"), "checkpoint"])
 def test_gradients_that_a_program_drops_are_gone(two_ranks: Ranks, tmp_path: pathlib.Path, by: str) -> None:
     whole, sharded = two_ranks.run(gradients_dropped, str(tmp_path / "state"), by)[0]
-    assert len(sharded) == len(whole) == 4
-    for ours, expected in zip(sharded, whole, strict=True):
-        assert torch.allclose(torch.tensor(ours), torch.tensor(expected), atol=1e-6)
+    assert_close(sharded, whole)
 
 
 def steps_without_averaging(folder: str) -> Any:
@@ -268,37 +252,7 @@ def steps_without_averaging(folder: str) -> Any:
 
 def test_a_step_in_no_sync_averages_shares(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
     local, averaged = two_ranks.run(steps_without_averaging, str(tmp_path / "state"))[0]
-    assert len(local) == len(averaged) == 8
-    for ours, expected in zip(local, averaged, strict=True):
-        assert torch.allclose(torch.tensor(ours), torch.tensor(expected), atol=1e-6)
-
-
-def train_on_stream(*, sharded: bool) -> list[Any]:
-    torch.manual_seed(0)
-    plugin = FullyShardedDataParallelPlugin() if sharded else None
-    windows = GradientAccumulationPlugin(num_steps=4, scale_last_window=True)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=windows, fsdp_plugin=plugin)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
-    net, optimizer, loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=1e-3), DataLoader(Stream(), batch_size=1)
-    )
-    for x in loader:  # five batches a rank: the second window has one
-        with accelerator.accumulate(net):
-            accelerator.backward(net(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    return [value.tolist() for value in accelerator.get_state_dict(net).values()]
-
-
-def stream_whole_and_sharded() -> Any:
-    return train_on_stream(sharded=False), train_on_stream(sharded=True)
-
-
-def test_a_window_that_ends_with_a_stream(two_ranks: Ranks) -> None:
-    whole, sharded = two_ranks.run(stream_whole_and_sharded)[0]
-    assert len(sharded) == len(whole) == 4
-    for ours, expected in zip(sharded, whole, strict=True):
-        assert torch.allclose(torch.tensor(ours), torch.tensor(expected), atol=1e-6)
+    assert_close(local, averaged)
 
 
 def saved_model(folder: str) -> Any:
@@ -435,16 +389,13 @@ def train_models_of_the_user() -> Any:
 
 def test_a_model_that_was_sharded_before_is_taken_as_it_is(two_ranks: Ranks) -> None:
     sharded, whole = two_ranks.run(train_models_of_the_user)[0]
-    assert len(sharded) == 4
-    for part, expected in zip(sharded, whole, strict=True):
-        assert torch.allclose(torch.tensor(part), torch.tensor(expected), atol=1e-6)
+    assert_close(sharded, whole)
 
 
 def prepare_model_with_its_own_policy() -> str:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")  # joins the group
     policed = fully_shard(torch.nn.Linear(2, 2))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         accelerator.prepare(policed)
     return str(caught[0].message)
 
@@ -521,6 +472,7 @@ def two_models() -> Any:
     return names, [float(state["embedding.weight"].norm()) for state in states if state]
 
 
+@pytest.mark.slow
 def test_two_models_one_of_them_compiled(two_ranks: Ranks) -> None:
     (names, norms), _ = two_ranks.run(two_models, deadline_s=100)
     assert names[0] == names[1]

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import copy
 import datetime
-import pickle
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from notebook_accel import Accelerator
 from notebook_accel.errors import ConfigError, TrainingError
@@ -19,7 +18,7 @@ from notebook_accel.training.handlers import (
     Handlers,
     InitProcessGroupKwargs,
 )
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, caught_warnings
 
 
 def test_each_kind_finds_its_place() -> None:
@@ -110,70 +109,24 @@ def test_a_hook_that_the_backend_lacks(two_ranks: Ranks) -> None:
         assert "FP16" in error.fix
 
 
-def second_deadline() -> list[str]:
-    import warnings
-
-    first = Accelerator(cpu=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=5))])
-    first.wait_for_everyone()
+def deadlines(seconds: list[int]) -> list[str]:
+    """Return the warnings of Accelerators with these deadlines, one after the other."""
+    if dist.is_initialized():  # from an earlier test
+        dist.destroy_process_group()
+    with caught_warnings() as caught:
+        for each in seconds:
+            handler = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=each))
+            accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
     return [str(warning.message) for warning in caught]
 
 
 def test_a_deadline_that_comes_too_late_is_warned_of(two_ranks: Ranks) -> None:
-    for messages in two_ranks.run(second_deadline):
-        assert len(messages) == 1
-        assert "has no effect" in messages[0]
-        assert "end_training()" in messages[0]
-
-
-def same_deadline() -> list[str]:
-    import warnings
-
-    import torch.distributed as dist
-
-    if dist.is_initialized():  # from an earlier test
-        dist.destroy_process_group()
-    deadline = [InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=50))]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        accelerators = [Accelerator(cpu=True, kwargs_handlers=deadline) for _ in range(2)]
-    for accelerator in accelerators:
-        accelerator.wait_for_everyone()
-        accelerator.end_training()
-    return [str(warning.message) for warning in caught]
-
-
-def test_a_second_accelerator_with_the_same_deadline(two_ranks: Ranks) -> None:
-    assert two_ranks.run(same_deadline) == [[], []]
-
-
-def change_precision() -> list[Any]:
-    found = []
-    for precision in ("bf16", "no"):
-        own = Accelerator(cpu=True, mixed_precision=precision)
-        torch.manual_seed(0)
-        net = own.prepare(torch.nn.Linear(3, 2))
-        outputs = net(torch.full((2, 3), 0.1))
-        own.backward(outputs.sum())
-        own.unscale_gradients()  # no error although nothing is scaled
-        copies = [pickle.loads(pickle.dumps(net)), copy.deepcopy(net)]
-        assert all(torch.equal(next(one.parameters()), next(net.parameters())) for one in copies)
-        assert type(copies[0]) is torch.nn.Linear
-        assert torch.equal(copies[1](torch.full((2, 3), 0.1)), outputs)
-        found.append((outputs.dtype, outputs.tolist()))
-        own.end_training()
-    return found
-
-
-def test_a_second_accelerator_with_another_precision(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(change_precision)
-    assert first == second
-    (half_type, half), (full_type, full) = first
-    assert half_type is full_type is torch.float32
-    assert half != full
-    assert half[0] == pytest.approx(full[0], abs=0.02)
+    for [message] in two_ranks.run(deadlines, [50, 5]):
+        assert "has no effect" in message
+        assert "end_training()" in message
+    assert two_ranks.run(deadlines, [50, 50]) == [[], []]
 
 
 def accumulating_with_a_static_graph() -> Any:

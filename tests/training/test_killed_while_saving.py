@@ -20,7 +20,11 @@ def run(mode: str, folder: pathlib.Path, naming: str, **kind: bool) -> Any:
     return result
 
 
-@pytest.mark.parametrize(("naming", "is_async"), [("numbered", False), ("one name", False), ("numbered", True)])
+@pytest.mark.parametrize(("naming", "is_async"), [
+    ("numbered", False),
+    pytest.param("one name", False, marks=pytest.mark.slow),
+    pytest.param("numbered", True, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_at_every_change_that_saving_makes(tmp_path: pathlib.Path, naming: str, is_async: bool) -> None:
     result = run("changes", tmp_path, naming, is_async=is_async)
     found = result["found"]
@@ -35,13 +39,8 @@ def test_at_every_change_that_saving_makes(tmp_path: pathlib.Path, naming: str, 
     assert len(left) == (2 if naming == "numbered" else 1)
 
 
-@pytest.mark.parametrize(("naming", "kind"), [
-    ("numbered", {}),
-    ("one name", {}),
-    ("one name", {"is_async": True}),
-    ("numbered", {"sharded": True}),
-    ("one name", {"sharded": True, "is_async": True}),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(("naming", "kind"), [("one name", {"is_async": True}), ("numbered", {"sharded": True})])
 def test_at_random_moments_on_two_ranks(tmp_path: pathlib.Path, naming: str, kind: dict[str, bool]) -> None:
     result = run("moments", tmp_path, naming, **kind)
     found = result["found"]

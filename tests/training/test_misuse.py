@@ -74,6 +74,7 @@ def leave_the_loop(steps: int) -> Any:
     return found
 
 
+# The one default test that waits for a deadline.
 def test_a_rank_that_leaves_its_loop(pair: ranks.Ranks) -> None:
     for found in pair.run(leave_the_loop, 3):
         first, second = [line for line in found["message"].splitlines() if line.startswith("  rank")]
@@ -86,38 +87,21 @@ def test_a_rank_that_leaves_its_loop(pair: ranks.Ranks) -> None:
         assert found["sum"] == 2
 
 
-def backward_against_gather() -> Any:
-    own = accelerator()
-    net = own.prepare(torch.nn.Linear(2, 2))
-    with told(own) as found:
-        if own.process_index == 0:
-            own.backward(net(torch.ones(1, 2)).sum())
-        else:
-            own.gather(torch.ones(1))
-    return found
-
-
-def test_gradients_never_meet_another_collective(pair: ranks.Ranks) -> None:
-    for found in pair.run(backward_against_gather):
-        assert "rank 0: backward at " in found["message"]
-        assert "rank 1: gather at " in found["message"]
-        assert "end_training()" in found["message"]
-        assert found["sum"] == 2
-
-
 def models_in_another_order() -> Any:
     own = accelerator()
     nets = own.prepare(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     with told(own) as found:
-        for net in nets if own.process_index == 0 else reversed(nets):
+        for net in reversed(nets) if own.process_index else nets:
             own.backward(net(torch.ones(1, 2)).sum())
     return found
 
 
+@pytest.mark.slow
 def test_gradients_of_one_model_never_meet_those_of_another(pair: ranks.Ranks) -> None:
     for found in pair.run(models_in_another_order):
         assert "rank 0: backward at " in found["message"]
         assert "rank 1: backward at " in found["message"]
+        assert "end_training()" in found["message"]
         assert found["sum"] == 2
 
 
@@ -129,6 +113,7 @@ def ended_early() -> None:
     own.gather(torch.ones(1))
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     with ranks.running(2) as fresh:
         first, second = fresh.replies(ended_early, deadline_s=40)
@@ -162,6 +147,7 @@ def wait_for(path: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_busy_says_where(pair: ranks.Ranks, tmp_path: Any) -> None:
     message, _ = pair.run(busy, str(tmp_path / "done"))
     assert f"Rank 0 waited in vain until the deadline of {DEADLINE_S:g} s" in message
@@ -198,6 +184,7 @@ def call_for_long() -> Any:
     return heard.getvalue(), works_together(own)
 
 
+@pytest.mark.slow
 def test_a_long_call_that_waits_for_nobody_is_not_warned_of_and_frees_nothing(pair: ranks.Ranks) -> None:
     assert pair.run(call_for_long) == [("", [0, 1])] * 2
 
@@ -214,6 +201,7 @@ def wait_until_warned(path: str) -> Any:
     return works_together(own)
 
 
+@pytest.mark.slow
 def test_a_collective_that_takes_long_is_warned_of_and_goes_on(pair: ranks.Ranks, tmp_path: pathlib.Path) -> None:
     assert pair.run(wait_until_warned, str(tmp_path / "warning")) == [[0, 1]] * 2
     title, *doings = (tmp_path / "warning").read_text().splitlines()
@@ -233,36 +221,24 @@ def test_what_nccl_has_not_completed_is_read_off_torchs_flight_recorder(monkeypa
     assert torch_internals.nccl_status() == {}
 
 
-def prepare_on_one_rank() -> Any:
+def prepare_on_one_rank(other: str) -> Any:
     own = accelerator()
-    try:
-        if own.process_index == 0:
-            own.prepare(torch.nn.Linear(2, 3))
-        else:
+    with pytest.raises(CollectiveError) as raised:
+        if own.process_index and other == "gather":
             own.gather(torch.ones(1))
-    except CollectiveError as error:
-        return str(error), own.gather(torch.ones(1)).tolist()
+        else:
+            own.prepare(torch.nn.Linear(2, 3 + own.process_index))
+    return str(raised.value), own.gather(torch.ones(1)).tolist()
 
 
-def prepare_another_model() -> Any:
-    own = accelerator()
-    try:
-        own.prepare(torch.nn.Linear(2, 3 + own.process_index))
-    except CollectiveError as error:
-        return str(error), own.gather(torch.ones(1)).tolist()
-
-
-def test_a_model_prepared_on_one_rank_only(pair: ranks.Ranks) -> None:
-    for message, gathered in pair.run(prepare_on_one_rank):
+@pytest.mark.parametrize(("other", "text"), [
+    ("gather", "rank 1: gather float32 (1,) at "),
+    ("prepare", "with weight float32 (4, 2), bias float32 (4,)"),
+])  # fmt: skip
+def test_a_model_prepared_on_one_rank_only(pair: ranks.Ranks, other: str, text: str) -> None:
+    for message, gathered in pair.run(prepare_on_one_rank, other):
         assert "rank 0: prepare a Linear of 2 parameters, with weight float32 (3, 2), bias float32 (3,) at " in message
-        assert "rank 1: gather float32 (1,) at " in message
-        assert gathered == [1, 1]
-
-
-def test_a_different_model_on_each_rank(pair: ranks.Ranks) -> None:
-    for message, gathered in pair.run(prepare_another_model):
-        assert "rank 0: prepare a Linear of 2 parameters, with weight float32 (3, 2), bias float32 (3,) at " in message
-        assert "with weight float32 (4, 2), bias float32 (4,)" in message
+        assert text in message
         assert gathered == [1, 1]
 
 
@@ -273,6 +249,7 @@ if accelerator.process_index == 0:
     accelerator.reduce(torch.ones(1))"""
 
 
+@pytest.mark.slow
 def test_a_cell_in_which_one_rank_ends_early(notebook: kernels.Kernel) -> None:
     outcome = notebook.run(CELL, 60.0)
     assert outcome.error_name == "RankFailedError"

@@ -59,12 +59,3 @@ def test_what_can_not_be_saved(tmp_path: pathlib.Path) -> None:
         model_files.save_model({}, tmp_path / "file")
     with pytest.raises(CheckpointError, match="extra of the model's state is int"):
         model_files.save_model({"extra": 1}, tmp_path)
-
-
-def test_save(tmp_path: pathlib.Path) -> None:
-    accelerator = Accelerator()
-    accelerator.save({"a": torch.ones(2)}, tmp_path / "plain")
-    accelerator.save({"a": torch.ones(2)}, tmp_path / "safe", safe_serialization=True)
-    assert torch.load(tmp_path / "plain")["a"].tolist() == [1, 1]
-    assert safetensors.torch.load_file(tmp_path / "safe")["a"].tolist() == [1, 1]
-    assert sorted(os.listdir(tmp_path)) == ["plain", "safe"]

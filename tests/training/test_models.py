@@ -22,6 +22,7 @@ from notebook_accel.training.precision import Precision
 from tests.training.ranks import Ranks
 
 CPU = torch.device("cpu")
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 class Model(torch.nn.Module):
@@ -89,7 +90,7 @@ class Parent(torch.nn.Module):
         return self.part(x)
 
 
-@pytest.mark.parametrize("compiled", ["no", "before", "in place", "after"])
+@pytest.mark.parametrize("compiled", ["no", slow("before"), slow("in place"), "after"])
 def test_autocast_stays_with_the_model(compiled: str) -> None:
     model, x = Model(), torch.randn(4, 3)
     given: Any = torch.compile(model, backend="eager") if compiled == "before" else model

@@ -30,6 +30,7 @@ MISSING = {
     "local_sgd": "",
     "logging": "",
     "optimizer": "move_to_device patch_optimizer_step",
+    "parallelism_config": "",
     "scheduler": "",
     "state": "ThreadLocalSharedDict do_nothing",
     "tracking": "filter_trackers get_available_trackers",
@@ -49,6 +50,9 @@ MISSING = {
     "utils.dataclasses": "BaseEnum ComputeEnvironment EnumWithContains FP8BackendType SageMakerDistributedType "
     "add_model_config_to_megatron_parser get_module_class_from_name parse_bert_config parse_glm4_moe_config "
     "parse_gpt2_config parse_llama_config parse_t5_config",
+    "utils.environment": "CPUInformation check_cuda_fp8_capability check_cuda_p2p_ib_support "
+    "convert_dict_to_env_variables get_cpu_distributed_information get_driver_version get_gpu_info "
+    "override_numa_affinity purge_accelerate_environment set_numa_affinity",
     "utils.imports": "deepspeed_required is_habana_gaudi1 torchao_required",
     "utils.memory": "",
     "utils.operations": "CannotPadNestedTensorWarning ConvertOutputsToFp32 GatheredParameters chained_operation "
@@ -95,6 +99,7 @@ def test_missing_names_are_known(name: str) -> None:
     assert missing == set(MISSING[name].split())
 
 
+@pytest.mark.slow
 @beside_its_release
 def test_modules_are_there_after_the_import_of_the_package() -> None:
     """As in ``accelerate.utils.set_seed(0)``. A fresh Python has imported no module by itself."""

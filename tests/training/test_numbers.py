@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from hypothesis import HealthCheck, assume, given, settings
@@ -243,13 +244,14 @@ def test_one_rank(case: Case) -> None:
     assert_trained_alike([train(case)], reference(case, 1))
 
 
-@drawn(60)
+@drawn(30)  # some seconds, for all that can be combined
 @given(case=cases)
 def test_two_ranks(two_ranks: Ranks, case: Case) -> None:
     expected = reference(case, 2)  # first, since it skips cases that can't be trained
     assert_trained_alike(two_ranks.run(train, case), expected)
 
 
+@pytest.mark.slow
 @drawn(15)
 @given(case=cases)
 def test_three_ranks(three_ranks: Ranks, case: Case) -> None:

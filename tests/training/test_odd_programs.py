@@ -3,105 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from notebook_accel import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
-from tests.training.datasets import Numbers, Stream
+from notebook_accel import Accelerator, GradientAccumulationPlugin
+from tests.training.datasets import Numbers
 from tests.training.ranks import Ranks
-
-
-class Texts(Dataset[dict[str, Any]]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"id": index, "text": f"number {index}", "parts": [float(index), (str(index), b"bytes")]}
-
-
-class Buckets:
-    """A batch sampler without a length, whose batches have different sizes."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter([[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]])
-
-
-def loader_of(kind: str, n: int, size: int) -> DataLoader[Any]:
-    parallel = {"num_workers": 1, "persistent_workers": True}
-    made: dict[str, Any] = {
-        "plain": lambda: DataLoader(Numbers(n), batch_size=size),
-        "pinned": lambda: DataLoader(Numbers(n), batch_size=size, pin_memory=True),
-        "persistent": lambda: DataLoader(Numbers(n), batch_size=size, **parallel),
-        "two workers": lambda: DataLoader(Numbers(n), batch_size=size, num_workers=2),
-        "stream": lambda: DataLoader(Stream(n), batch_size=size),
-        "stream, a worker": lambda: DataLoader(Stream(n), batch_size=size, **parallel),
-        "buckets": lambda: DataLoader(Numbers(11), batch_sampler=Buckets()),  # type: ignore[arg-type]
-    }
-    loader: DataLoader[Any] = made[kind]()
-    return loader
-
-
-def gathered(kind: str, sizes: list[tuple[int, int]], options: dict[str, Any]) -> list[Any]:
-    """Return the samples of two epochs of each size, and which batches were known to be the last."""
-    warnings.simplefilter("ignore")  # memory can't be pinned without a GPU
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
-    found = []
-    for n, size in sizes:
-        loader = accelerator.prepare(loader_of(kind, n, size))
-        for _ in range(2):
-            epoch: list[int] = []
-            ends = []
-            for batch in loader:
-                # Tensors of different lengths can't be gathered; objects can.
-                epoch += accelerator.gather_for_metrics(batch.tolist() if kind == "buckets" else batch)
-                ends.append(accelerator.gradient_state.end_of_dataloader)
-            found.append(([int(sample) for sample in epoch], ends))
-    return found
-
-
-KINDS = ["plain", "pinned", "persistent", "two workers", "stream", "stream, a worker", "buckets"]
-# No sample, fewer samples than ranks, one batch, a batch larger than the data, and several batches.
-SIZES = [(0, 2), (1, 2), (2, 1), (4, 4), (3, 8), (13, 2)]
-
-
-def sizes_of(kind: str) -> list[tuple[int, int]]:
-    return SIZES[1::2] if "worker" in kind else SIZES  # workers take a while to start
-
-
-@pytest.mark.skipif(
-    sys.version_info < (3, 10, 15), reason="a worker can hang in its fork: python/cpython#112275, mended in 2024"
-)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dispatch", [None, True])
-def test_loaders_of_every_size(three_ranks: Ranks, dispatch: bool | None, kind: str) -> None:
-    lengths = [n for n, _ in sizes_of(kind) for _ in range(2)]
-    for epochs in three_ranks.run(gathered, kind, sizes_of(kind), {"dispatch_batches": dispatch}):
-        for n, (samples, ends) in zip(lengths, epochs, strict=True):
-            assert samples == list(range(11 if kind == "buckets" else n)), n
-            assert ends == [False] * (len(ends) - 1) + [True] * bool(ends)
-
-
-def batches_of_texts(dispatch: bool) -> list[Any]:
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
-    loader = accelerator.prepare(DataLoader(Texts(5), batch_size=2))
-    return [{**batch, "id": batch["id"].tolist(), "parts": repr(batch["parts"])} for batch in loader]
-
-
-def test_batches_of_anything(two_ranks: Ranks) -> None:
-    whole = [{**batch, "id": batch["id"].tolist(), "parts": repr(batch["parts"])} for batch in DataLoader(Texts(4), 2)]
-    for dispatch in (False, True):
-        first, second = two_ranks.run(batches_of_texts, dispatch)
-        assert [first[0], second[0]] == whole
-        assert first[1]["text"] == ["number 4", "number 0"]
 
 
 class Sentences(IterableDataset[str]):
@@ -174,46 +85,11 @@ def test_an_error_inside_of_accumulate(two_ranks: Ranks) -> None:
     assert (first[0][1], second[0][1]) == (0.0, 0.5)
 
 
-def train_two_models(turned: bool) -> Any:
-    """Train two models with each other's outputs, like a generator and a critic; ``turned`` reverses the steps."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    models = [model_of_ones(), model_of_ones()]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1 * (i + 1)) for i, model in enumerate(models)]
-    *nets, first, second, loader = accelerator.prepare(*models, *optimizers, DataLoader(Numbers(10)))
-    for rows in loader:
-        x = rows.float().view(-1, 1) / 10
-        with accelerator.accumulate(*nets):
-            accelerator.backward(nets[0](x).pow(2).sum())
-            accelerator.backward((nets[1](nets[0](x).detach()) - x).pow(2).sum())
-            steps = [first, second]
-            for optimizer in reversed(steps) if turned == bool(accelerator.process_index) else steps:
-                optimizer.step()
-                optimizer.zero_grad()
-    return [model.weight.item() for model in models]
-
-
-def test_two_models_and_two_optimizers(two_ranks: Ranks) -> None:
-    models = [model_of_ones(), model_of_ones()]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1 * (i + 1)) for i, model in enumerate(models)]
-    for window in ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9]):
-        for row in window:
-            x = torch.tensor([[row / 10]])
-            hidden = models[0](x)
-            ((hidden.pow(2) + (models[1](hidden.detach()) - x).pow(2)).sum() / 4).backward()  # 2 ranks, 2 micro-batches
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    expected = [model.weight.item() for model in models]
-    for turned in (False, True):
-        for weights in two_ranks.run(train_two_models, turned):
-            assert weights == pytest.approx(expected, abs=1e-6)
-
-
 def prepare_again_and_again() -> list[float]:
     accelerator = Accelerator(cpu=True)
     model = model_of_ones()
     found = []
-    for fold in range(10):
+    for fold in range(3):
         net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         accelerator.backward(net(torch.tensor([[float(accelerator.process_index + fold)]])).sum())
         found.append(model.weight.grad.item())  # type: ignore[union-attr]
@@ -223,7 +99,7 @@ def prepare_again_and_again() -> list[float]:
 
 
 def test_one_model_prepared_again_and_again(two_ranks: Ranks) -> None:
-    assert two_ranks.run(prepare_again_and_again) == [[fold + 0.5 for fold in range(10)]] * 2
+    assert two_ranks.run(prepare_again_and_again) == [[fold + 0.5 for fold in range(3)]] * 2
 
 
 def compiled_gradients(first: bool) -> Any:
@@ -241,7 +117,7 @@ def compiled_gradients(first: bool) -> Any:
     return seen
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_compiled_before_or_after_prepare(two_ranks: Ranks, first: bool) -> None:
     assert two_ranks.run(compiled_gradients, first) == [[0.0, 1.0], [0.5, 1.0]]
 

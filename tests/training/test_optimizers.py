@@ -3,7 +3,7 @@ from __future__ import annotations
 import linecache
 import math
 import pickle
-import warnings
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -18,13 +18,12 @@ from notebook_accel.training.optimizers import (
     AcceleratedOptimizer,
     AcceleratedScheduler,
     clip_grad_norm,
-    clip_grad_value,
     parameters_of,
     prepare_optimizer,
     prepare_scheduler,
 )
 from notebook_accel.training.precision import LossScaler
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, caught_warnings
 
 
 def make(steps: int = 1, **options: Any) -> tuple[torch.nn.Parameter, AcceleratedOptimizer, GradientState]:
@@ -74,21 +73,6 @@ def test_it_is_a_torch_optimizer_that_hides_nothing() -> None:
     optimizer.param_groups = optimizer.param_groups[:1]
     assert len(optimizer.optimizer.param_groups) == 1
     assert "SGD" in repr(optimizer)
-
-
-def test_closure_is_handed_on() -> None:
-    parameter = torch.nn.Parameter(torch.ones(1))
-    state = GradientState(GradientAccumulationPlugin(num_steps=1))
-    optimizer = prepare_optimizer(torch.optim.LBFGS([parameter]), state, None)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (parameter**2).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert parameter.item() == pytest.approx(0, abs=1e-3)
 
 
 def test_outside_its_rank_it_is_the_optimizer_that_it_was() -> None:
@@ -197,8 +181,7 @@ def plateau(metric: str) -> tuple[list[float], list[tuple[str, str]]]:
         net, sgd, lr_scheduler.ReduceLROnPlateau(sgd, patience=0, factor=0.5)
     )
     rates = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for epoch in range(4):
             accelerator.backward(net(torch.ones(1, 1)).sum())
             optimizer.step()
@@ -237,16 +220,6 @@ def test_plateau_counts_its_own_calls(options: dict[str, bool]) -> None:
         scheduler.step(1.0)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([0.1, 0.1, 0.1, 0.05])
-
-
-def test_schedule_of_its_own() -> None:
-    _, optimizer, state = make(4)
-    scheduler = schedule(optimizer, state, falling(optimizer), ranks=4, follow=False)
-    with state.accumulate([]):
-        optimizer.step()
-    optimizer.optimizer.step()
-    scheduler.step()
-    assert scheduler.last_epoch == 1
 
 
 def test_a_schedule_waits_for_its_own_optimizer_only() -> None:
@@ -308,23 +281,12 @@ def test_clipping_waits_for_the_end_of_the_window(with_scaler: bool) -> None:
     assert parameter.grad.norm().item() == pytest.approx(1, rel=1e-5)
 
 
-def test_clipping_values_waits_for_the_end_of_the_window() -> None:
-    parameter, optimizer, state = make(2)
-    largest = []
-    for _ in range(2):
-        with state.accumulate([]):
-            (parameter.sum() * 3).backward()
-            clip_grad_value([parameter], 1.0, optimizers=[optimizer], state=state, scaler=None)
-            assert parameter.grad is not None
-            largest.append(parameter.grad.max().item())
-    assert largest == [3, 1]
-
-
-def test_optimizer_of_another_model_is_refused() -> None:
-    model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
-    accelerator = Accelerator(cpu=True)
+@pytest.mark.parametrize("make", [lambda: torch.nn.Linear(2, 1), lambda: torch.zeros(1, requires_grad=True)])
+def test_optimizer_of_another_model_is_refused(make: Callable[[], Any]) -> None:
+    model, other = make(), make()
+    learned = [other] if isinstance(other, torch.Tensor) else other.parameters()
     with pytest.raises(TrainingError, match="made for another model"):
-        accelerator.prepare(model, torch.optim.SGD(other.parameters(), lr=0.1))
+        Accelerator(cpu=True).prepare(model, torch.optim.SGD(learned, lr=0.1))
 
 
 def test_optimizer_of_a_part_or_of_a_model_prepared_before_is_taken() -> None:

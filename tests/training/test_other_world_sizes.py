@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,51 +11,104 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everybody writes it
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
-from notebook_accel import Accelerator, DataLoaderConfiguration
+from notebook_accel import Accelerator, DataLoaderConfiguration, prepare_data_loader
 from notebook_accel.utils import set_seed
-from tests.training.ranks import Ranks
-
-_SAMPLES = 23
-Run = Callable[..., list[Any]]
+from tests.training.ranks import Ranks, caught_warnings
 
 
-@pytest.fixture
-def run(two_ranks: Ranks, three_ranks: Ranks) -> Run:
-    """Return a function of a number of ranks, a function and its arguments, which returns the values by rank."""
+class Stream(IterableDataset[int]):
+    """A stream of 23 numbers, of which each worker reads its part."""
 
-    def on(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        if ranks == 1:
-            return [function(*args)]
-        return {2: two_ranks, 3: three_ranks}[ranks].run(function, *args)
-
-    return on
-
-
-class Stream(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Iterator[int]:
         worker = get_worker_info()
-        yield from torch.arange(_SAMPLES) if worker is None else torch.arange(worker.id, _SAMPLES, worker.num_workers)
+        yield from range(23) if worker is None else range(worker.id, 23, worker.num_workers)
 
 
-def loader_of(kind: str, batch_size: int = 2) -> DataLoader[Any]:
-    if kind == "stream":
-        return DataLoader(Stream(), batch_size=batch_size)
-    if kind == "stream of workers":
-        return DataLoader(Stream(), batch_size=batch_size, num_workers=2)
-    generator = torch.Generator().manual_seed(3) if kind == "generator" else None
-    return DataLoader(torch.arange(_SAMPLES), batch_size=batch_size, shuffle=True, generator=generator)  # type: ignore[arg-type]
+States = list[dict[str, Any]]
 
 
-def read_samples(
-    kind: str, options: dict[str, Any], batch_size: int, load: str | None, save: str | None, rounds: int | None
-) -> list[int]:
+def shares_of(make: Callable[[], DataLoader[Any]], ranks: int, states: States, **options: Any) -> list[Any]:
+    """Return the loaders of all ranks of a run, which go on from the states of an earlier one if there are any."""
+    torch.manual_seed(6 if states else 5)  # an epoch that goes on draws no new order
+    loaders = [prepare_data_loader(make(), num_processes=ranks, process_index=rank, **options) for rank in range(ranks)]
+    for rank, loader in enumerate(loaders if states else ()):
+        loader.load_state_dict(states[rank if rank < len(states) else 0])
+    return loaders
+
+
+def read(loaders: list[Any], rounds: int | None = None) -> tuple[list[int], States]:
+    """Return what all ranks read together in an epoch, or in its first rounds, and their states after these."""
+    by_rank, states = [], []
+    for loader in loaders:
+        torch.manual_seed(5 if loader.state_dict()["begun"] is None else 6)
+        running = iter(loader)
+        by_rank.append([batch.tolist() for batch in itertools.islice(running, rounds)])
+        states.append(loader.state_dict())
+    return [n for batches in itertools.zip_longest(*by_rank, fillvalue=[]) for batch in batches for n in batch], states
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    samples=st.integers(1, 60),
+    worlds=st.lists(st.integers(1, 4), min_size=3, max_size=3),
+    batch_size=st.integers(1, 4),
+    first=st.integers(0, 5),
+    second=st.integers(0, 5),
+    how=st.sampled_from(["plain", "generator", "seedable", "split"]),
+)
+def test_each_sample_of_an_epoch_comes_once(
+    samples: int, worlds: list[int], batch_size: int, first: int, second: int, how: str
+) -> None:
+    """A run goes on with another number of ranks, and again with another one."""
+    options = {"even_batches": False, "use_seedable_sampler": how == "seedable", "split_batches": how == "split"}
+
+    def make() -> DataLoader[int]:
+        generator = torch.Generator().manual_seed(3) if how == "generator" else None
+        size = 12 * batch_size if how == "split" else batch_size
+        return DataLoader(range(samples), batch_size=size, shuffle=True, generator=generator)  # type: ignore[arg-type]
+
+    whole, _ = read(shares_of(make, 1, [], **options))
+    assert sorted(whole) == list(range(samples))
+    seen: list[int] = []
+    states: States = []
+    for ranks, rounds in zip(worlds, (first, second), strict=False):
+        possible = min(len(list(loader)) for loader in shares_of(make, ranks, states, **options))
+        if rounds and possible:  # all ranks have as many batches when they save
+            found, states = read(shares_of(make, ranks, states, **options), min(rounds, possible))
+            seen += found
+    assert seen + read(shares_of(make, worlds[-1], states, **options))[0] == whole
+
+
+def test_a_stream_repeats_what_can_not_be_dealt_out_and_says_so() -> None:
+    first, states = read(shares_of(lambda: DataLoader(Stream(), batch_size=3), 3, []), 1)
+    assert first == list(range(9))
+    with pytest.warns(UserWarning, match="1 samples of epoch 0 are repeated: the loader had yielded 9"):
+        loaders = shares_of(lambda: DataLoader(Stream(), batch_size=4), 1, states)
+    assert read(loaders)[0] == list(range(8, 23))
+    assert read(shares_of(lambda: DataLoader(Stream(), batch_size=9), 1, states))[0] == list(range(9, 23))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_several_workers_read_begins_anew_and_says_so(workers: int) -> None:
+    """Its workers have yielded different numbers of samples after an odd number of batches."""
+    _, states = read(shares_of(lambda: DataLoader(Stream(), batch_size=2, num_workers=2), 2, []), 3)
+    said = f"2 ranks had read a stream with 2 workers .*, and 1 ranks read it with {workers or 1} now"
+    with pytest.warns(UserWarning, match=said):
+        loaders = shares_of(lambda: DataLoader(Stream(), batch_size=2, num_workers=workers), 1, states)
+    assert sorted(read(loaders)[0]) == list(range(23))
+
+
+def read_samples(dispatches: bool, load: str | None, save: str | None) -> list[int]:
     """Return the samples that all ranks take together, after a checkpoint was loaded and until one is saved."""
     set_seed(5)
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
-    loader = accelerator.prepare(loader_of(kind, batch_size))
+    config = DataLoaderConfiguration(dispatch_batches=dispatches)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(DataLoader(torch.arange(23), batch_size=2, shuffle=True))  # type: ignore[arg-type]
     if load is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -62,83 +116,49 @@ def read_samples(
     seen: list[int] = []
     for number, batch in enumerate(loader, start=1):
         seen += accelerator.gather_for_metrics(batch).tolist()
-        if number == rounds:
+        if number == 2 and save is not None:
             accelerator.save_state(save)
             break
     return seen
 
 
-@pytest.mark.parametrize(("kind", "options", "rounds"), [
-    ("map", {}, (2, 1)),
-    ("generator", {}, (1, 1)),
-    ("generator", {"dispatch_batches": True}, (2, 1)),
-    ("map", {"use_seedable_sampler": True}, (3, 1)),
-])  # fmt: skip
-@pytest.mark.parametrize("ranks", [(2, 3, 1), (3, 2, 3), (1, 3, 2)])
-def test_each_sample_of_an_epoch_comes_once(
-    run: Run,
-    tmp_path: pathlib.Path,
-    kind: str,
-    options: dict[str, Any],
-    rounds: tuple[int, int],
-    ranks: tuple[int, ...],
+@pytest.mark.parametrize("dispatches", [False, True])
+def test_real_ranks_take_what_others_have_left(
+    groups: dict[int, Ranks], tmp_path: pathlib.Path, dispatches: bool
 ) -> None:
-    saved = [None, str(tmp_path / "first"), str(tmp_path / "second"), None]
-    seen: list[int] = []
-    for number, stop in enumerate((*rounds, None)):
-        by_rank = run(ranks[number], read_samples, kind, options, 2, saved[number], saved[number + 1], stop)
-        assert all(of_rank == by_rank[0] for of_rank in by_rank)
-        seen += by_rank[0]
-    # The order is the one that was drawn when the epoch began.
-    (undisturbed,) = run(1, read_samples, kind, options, 2, None, None, None)
-    assert seen == undisturbed
-    assert sorted(seen) == list(range(_SAMPLES))
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    [whole] = groups[1].run(read_samples, dispatches, None, None)
+    seen = groups[2].run(read_samples, dispatches, None, first)[0]
+    seen += groups[1].run(read_samples, dispatches, first, second)[0]
+    by_rank = groups[2].run(read_samples, dispatches, second, None)
+    assert by_rank[0] == by_rank[1]
+    assert seen + by_rank[0] == whole
+    assert sorted(whole) == list(range(23))
 
 
-@pytest.mark.parametrize(("kind", "options", "batch_sizes"), [
-    ("map", {"split_batches": True}, (6, 6)),
-    ("generator", {}, (3, 2)),  # the batches differ, and six samples come out at a time
-    ("stream", {}, (3, 2)),
-    ("stream", {"dispatch_batches": False}, (3, 2)),
-])  # fmt: skip
-def test_with_as_many_samples_at_a_time(
-    run: Run, tmp_path: pathlib.Path, kind: str, options: dict[str, Any], batch_sizes: tuple[int, int]
-) -> None:
-    first = run(2, read_samples, kind, options, batch_sizes[0], None, str(tmp_path / "state"), 2)[0]
-    rest = run(3, read_samples, kind, options, batch_sizes[1], str(tmp_path / "state"), None, None)[0]
-    assert len(first) == 12
-    assert sorted(first + rest) == list(range(_SAMPLES))
-
-
-def test_a_stream_repeats_what_can_not_be_dealt_out_and_says_so(run: Run, tmp_path: pathlib.Path) -> None:
-    first = run(3, read_samples, "stream", {}, 3, None, str(tmp_path / "state"), 1)[0]
-    assert first == list(range(9))
+def numbers_after(folder: str, load: bool) -> Any:
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(loader_of("stream", 4))
-    with pytest.warns(UserWarning, match="1 samples of epoch 0 are repeated: the loader had yielded 9"):
-        accelerator.load_state(tmp_path / "state")
-    assert torch.cat(list(loader)).tolist() == list(range(8, _SAMPLES))
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    set_seed(9)  # on every rank, as programs do
+    if not load:
+        accelerator.save_state(folder)
+        return torch.rand(3).tolist(), ""
+    with caught_warnings() as caught:
+        accelerator.load_state(folder)
+    return torch.rand(3).tolist(), [str(warning.message) for warning in caught]
 
 
-def test_a_stream_that_several_workers_read_begins_anew_and_says_so(run: Run, tmp_path: pathlib.Path) -> None:
-    """Its workers have yielded different numbers of samples after an odd number of batches."""
+@pytest.mark.slow
+def test_new_ranks_draw_numbers_of_their_own(groups: dict[int, Ranks], tmp_path: pathlib.Path) -> None:
     folder = str(tmp_path / "state")
-    run(2, read_samples, "stream of workers", {}, 2, None, folder, 3)
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(loader_of("stream of workers"))
-    with pytest.warns(UserWarning, match="2 ranks had read a stream with 2 workers .*, and 1 ranks read it with 2 now"):
-        accelerator.load_state(folder)
-    assert sorted(torch.cat(list(loader)).tolist()) == list(range(_SAMPLES))
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(loader_of("stream"))
-    with pytest.warns(UserWarning, match="2 ranks had read a stream with 2 workers .*, and 1 ranks read it with 1 now"):
-        accelerator.load_state(folder)
-    assert torch.cat(list(loader)).tolist() == list(range(_SAMPLES))
-
-
-def test_after_the_last_batch_the_epoch_ends(run: Run, tmp_path: pathlib.Path) -> None:
-    assert len(run(2, read_samples, "map", {}, 2, None, str(tmp_path / "state"), 6)[0]) == _SAMPLES
-    assert run(3, read_samples, "map", {}, 2, str(tmp_path / "state"), None, None) == [[]] * 3
+    ((expected, _),) = groups[1].run(numbers_after, folder, False)
+    by_rank = groups[3].run(numbers_after, folder, True)
+    numbers = [tuple(drawn) for drawn, _ in by_rank]
+    assert list(numbers[0]) == expected
+    assert len(set(numbers)) == 3
+    text = "was saved by 1 of this run's 3 ranks: ranks 1 to 2 draw their random numbers afresh."
+    assert [said for _, said in by_rank] == [[f"The checkpoint {folder} {text}"], [], []]
+    assert groups[3].run(numbers_after, folder, True) == by_rank
 
 
 def train(
@@ -186,54 +206,19 @@ def states_of(accelerator: Accelerator, net: Any, optimizer: Any, scheduler: Any
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stop_after", "steps"), [((2, 1), 3, 1), ((1, 2), 3, 1), ((2, 3), 2, 1), ((3, 2), 4, 3)]
+    ("ranks", "stop_after", "steps"), [((2, 1), 4, 3), pytest.param((3, 2), 4, 3, marks=pytest.mark.slow)]
 )
 def test_training_goes_on_as_if_undisturbed(
-    run: Run, tmp_path: pathlib.Path, ranks: tuple[int, int], stop_after: int, steps: int
+    groups: dict[int, Ranks], tmp_path: pathlib.Path, ranks: tuple[int, int], stop_after: int, steps: int
 ) -> None:
-    """All ranks together take twelve samples at a time. The last case stops inside an accumulation window."""
+    """All ranks together take twelve samples at a time. It stops inside an accumulation window."""
     folder = str(tmp_path / "state")
     undisturbed = train(12, steps)
-    saved = run(ranks[0], train, 12 // ranks[0], steps, None, folder, stop_after)
+    saved = groups[ranks[0]].run(train, 12 // ranks[0], steps, None, folder, stop_after)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        resumed = run(ranks[1], train, 12 // ranks[1], steps, folder)
+        resumed = groups[ranks[1]].run(train, 12 // ranks[1], steps, folder)
     assert all(of_rank["states"] == saved[0]["states"] for of_rank in resumed)
     losses = saved[0]["losses"] + resumed[0]["losses"]
     assert losses == pytest.approx(undisturbed["losses"], abs=1e-6)
     assert len(losses) == 8
-
-
-def numbers_after(folder: str, *, load: bool) -> Any:
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(torch.nn.Linear(1, 1))
-    set_seed(9)  # on every rank, as programs do
-    if not load:
-        accelerator.save_state(folder)
-        return torch.rand(3).tolist(), ""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        accelerator.load_state(folder)
-    return torch.rand(3).tolist(), [str(warning.message) for warning in caught]
-
-
-def test_new_ranks_draw_numbers_of_their_own(run: Run, tmp_path: pathlib.Path) -> None:
-    folder = str(tmp_path / "state")
-    ((expected, _),) = run(1, _numbers_saved, folder)
-    for _ in range(2):
-        by_rank = run(3, _numbers_loaded, folder)
-        numbers = [tuple(drawn) for drawn, _ in by_rank]
-        assert list(numbers[0]) == expected
-        assert len(set(numbers)) == 3
-        text = "was saved by 1 of this run's 3 ranks: ranks 1 to 2 draw their random numbers afresh."
-        assert by_rank[0][1] == [f"The checkpoint {folder} {text}"]
-        assert by_rank[1][1] == by_rank[2][1] == []
-    assert run(3, _numbers_loaded, folder) == by_rank
-
-
-def _numbers_saved(folder: str) -> Any:
-    return numbers_after(folder, load=False)
-
-
-def _numbers_loaded(folder: str) -> Any:
-    return numbers_after(folder, load=True)

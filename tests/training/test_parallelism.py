@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 from typing import Any
@@ -29,26 +30,19 @@ _STEPS = 36  # an epoch has 32
 _PARTS = {"tp_size": 2}
 _SHARES_AND_PARTS = {"dp_shard_size": 2, "tp_size": 2}
 _COPIES_AND_SHARES = {"dp_replicate_size": 2, "dp_shard_size": 2}
-_LAYOUTS: list[tuple[int, dict[str, int]]] = [(2, _PARTS), (4, _SHARES_AND_PARTS), (4, _COPIES_AND_SHARES)]
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.fixture
-def groups(one_rank: Ranks, two_ranks: Ranks, four_ranks: Ranks) -> dict[int, Ranks]:
-    """Return the ranks by their number."""
-    return {1: one_rank, 2: two_ranks, 4: four_ranks}
-
-
-@pytest.mark.parametrize(("ranks", "parallel", "window"), [(2, _PARTS, 1), *((*layout, 2) for layout in _LAYOUTS)])
+@pytest.mark.parametrize(("ranks", "parallel"), [
+    (2, _PARTS), slow(4, _SHARES_AND_PARTS), slow(4, _COPIES_AND_SHARES),
+])  # fmt: skip
 def test_losses_and_weights_are_those_of_one_process(
-    groups: dict[int, Ranks], ranks: int, parallel: dict[str, int], window: int
+    groups: dict[int, Ranks], ranks: int, parallel: dict[str, int]
 ) -> None:
-    """With clipping, a schedule, groups of parameters, frozen ones and tied ones."""
-    expected, weights = groups[1].run(
-        sharded_programs.trained, Case(sharded=False, window=window, groups=True), _STEPS
-    )[0]
-    by_rank = groups[ranks].run(
-        sharded_programs.trained, Case(window=window, groups=True, parallel=parallel), _STEPS, deadline_s=_DEADLINE_S
-    )
+    """With accumulation, clipping, a schedule, groups of parameters, frozen ones and tied ones."""
+    whole, divided = Case(sharded=False, window=2, groups=True), Case(window=2, groups=True, parallel=parallel)
+    expected, weights = groups[1].run(sharded_programs.trained, whole, _STEPS)[0]
+    by_rank = groups[ranks].run(sharded_programs.trained, divided, _STEPS, deadline_s=_DEADLINE_S)
     for losses, _ in by_rank:
         assert losses == pytest.approx(expected, rel=0, abs=1e-6)
     trained = by_rank[0][1]
@@ -87,7 +81,7 @@ def train_with_dropout(precision: str) -> Any:
     return losses, whole, optimizer.param_groups[0]["foreach"], schedule.last_epoch
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["no", slow("bf16")])
 def test_ranks_with_parts_stay_equal(two_ranks: Ranks, precision: str) -> None:
     """Their seeds differ at first, and what isn't cut into parts has no other tie between them."""
     (losses, whole, foreach, steps), of_rank_1 = two_ranks.run(train_with_dropout, precision, deadline_s=_DEADLINE_S)
@@ -143,12 +137,10 @@ def test_ranks_with_parts_count_as_one(groups: dict[int, Ranks], ranks: int, par
 
 
 @pytest.mark.parametrize(("ranks", "saved_as", "loaded_on", "loaded_as"), [
-    (2, _PARTS, 2, _PARTS),
     (2, _PARTS, 1, {}),
-    (1, {}, 2, _PARTS),
-    (4, _SHARES_AND_PARTS, 2, _PARTS),
-    (4, _SHARES_AND_PARTS, 4, _COPIES_AND_SHARES),
-    (4, _COPIES_AND_SHARES, 4, _SHARES_AND_PARTS),
+    slow(1, {}, 2, _PARTS),
+    slow(4, _SHARES_AND_PARTS, 2, _PARTS),
+    slow(4, _COPIES_AND_SHARES, 4, _SHARES_AND_PARTS),
 ], ids=str)  # fmt: skip
 def test_checkpoints_fit_any_division(
     groups: dict[int, Ranks],
@@ -174,7 +166,9 @@ def save_whole_model(parallel: dict[str, int], folder: str) -> Any:
     return weights
 
 
-@pytest.mark.parametrize(("ranks", "parallel"), _LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(2, _PARTS), slow(4, _SHARES_AND_PARTS), slow(4, _COPIES_AND_SHARES)], ids=str
+)
 def test_whole_weights_are_saved(
     groups: dict[int, Ranks], tmp_path: pathlib.Path, ranks: int, parallel: dict[str, int]
 ) -> None:
@@ -214,8 +208,8 @@ def whole_gradient() -> Any:
 
 @pytest.mark.parametrize(("variables", "strategy"), [
     ({"LOCAL_WORLD_SIZE": "2"}, "HYBRID_SHARD"),
-    ({"LOCAL_WORLD_SIZE": "2", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD_ZERO2"}, None),
-    (
+    slow({"LOCAL_WORLD_SIZE": "2", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD_ZERO2"}, None),
+    slow(
         {
             "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
             "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
@@ -279,6 +273,7 @@ def train_whole() -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
 def test_loaders_follow_the_mesh_of_a_model(groups: dict[int, Ranks], shape: tuple[int, ...]) -> None:
     expected = groups[1].run(train_whole)[0]
@@ -340,8 +335,8 @@ def average_over_joint_dimensions(parallel: dict[str, int]) -> Any:
     ("ranks", "parallel", "names"),
     [
         (2, {}, ([], [])),
-        (4, _SHARES_AND_PARTS, (["dp_shard", "tp"], ["dp_shard_cp"])),
-        (4, _COPIES_AND_SHARES, (["dp_replicate", "dp_shard"], ["dp_replicate", "dp_shard_cp"])),
+        slow(4, _SHARES_AND_PARTS, (["dp_shard", "tp"], ["dp_shard_cp"])),
+        slow(4, _COPIES_AND_SHARES, (["dp_replicate", "dp_shard"], ["dp_replicate", "dp_shard_cp"])),
     ],
 )
 def test_losses_are_averaged_over_accelerates_names(

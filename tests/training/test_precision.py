@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-import math
-
 import pytest
 import torch
 
@@ -70,25 +67,6 @@ def test_a_device_that_computes_in_bf16_itself_needs_no_autocast() -> None:
     assert asked == [(torch.bfloat16, True)]
 
 
-def test_scale_grows_and_backs_off_as_told() -> None:
-    settings = GradScalerKwargs(init_scale=8.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2)
-    ours, torchs = LossScaler(CPU, settings), torch.amp.GradScaler("cpu", **dataclasses.asdict(settings))
-    (parameter, optimizer), (reference, step) = parameter_and_optimizer(), parameter_and_optimizer()
-    factors = []
-    for factor in (1.0, 1.0, 1.0, math.inf, 1.0):
-        ours.scale(parameter.sum() * factor).backward()
-        factors.append(ours.factor)
-        assert torchs.get_scale() == ours.factor
-        torchs.scale(reference.sum() * factor).backward()
-        assert ours.step(optimizer) == (factor == math.inf)
-        torchs.step(step)
-        torchs.update()
-        optimizer.zero_grad()
-        step.zero_grad()
-    assert factors == [8, 8, 32, 32, 16]
-    assert torch.equal(parameter, reference)
-
-
 def test_the_scale_goes_on_where_it_was() -> None:
     settings = GradScalerKwargs(init_scale=8.0, growth_interval=2)
     saved, loaded = LossScaler(CPU, settings), LossScaler(CPU)
@@ -111,29 +89,3 @@ def test_scaling_can_be_left_out() -> None:
 def parameter_and_optimizer() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
     parameter = torch.nn.Parameter(torch.ones(1))
     return parameter, torch.optim.SGD([parameter], lr=1.0)
-
-
-def test_several_optimizers_are_unscaled_by_the_scale_of_their_loss() -> None:
-    scaler = LossScaler(CPU)
-    (good, first), (bad, second) = parameter_and_optimizer(), parameter_and_optimizer()
-    before = scaler.factor
-    scaler.scale(bad.sum() * math.inf).backward()
-    scaler.scale(good.sum() * 0.25).backward()
-    assert scaler.step(second)
-    assert not scaler.step(first)
-    assert good.item() == 0.75
-    assert bad.item() == 1
-    scaler.scale(good.sum())
-    assert scaler.factor < before
-
-
-def test_unscaling_twice_is_unscaling_once() -> None:
-    scaler = LossScaler(CPU)
-    parameter, optimizer = parameter_and_optimizer()
-    scaler.scale(parameter.sum() * 0.5).backward()
-    for _ in range(2):
-        scaler.unscale(optimizer)
-        assert parameter.grad is not None
-        assert parameter.grad.item() == 0.5
-    assert not scaler.step(optimizer)
-    assert parameter.item() == 0.5

@@ -116,6 +116,7 @@ def test_missing_ranks_are_named() -> None:
             assert f"Rank {rank} waited 2 s for the others; missing: rank 1, rank 3." in str(error)
 
 
+@pytest.mark.slow
 def test_nobody_at_the_store() -> None:
     port = ranks.free_port()
     alone = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -175,6 +176,7 @@ def wait_for_a_rank_that_comes_late(late_s: float) -> Any:
     return deadline
 
 
+@pytest.mark.slow
 def test_ranks_with_gpus_wait_for_each_other_by_gloo_and_for_long() -> None:
     with ranks.running(2) as both:
         half_an_hour = datetime.timedelta(seconds=1800)

@@ -65,7 +65,7 @@ def saved_as_of(folder: str, sharded: bool) -> tuple[bool, Any, Any, list[float]
     return is_there, before, state, losses
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_state_is_that_of_the_call(two_ranks: Ranks, tmp_path: pathlib.Path, sharded: bool) -> None:
     for is_there, before, state, losses in two_ranks.run(saved_as_of, str(tmp_path / "state"), sharded):
         assert not is_there
@@ -210,6 +210,7 @@ accelerator.save_state(sys.argv[1], async_=True)
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_meanwhile_completes_it(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, "-c", _AT_EXIT, str(tmp_path / "state")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from notebook_accel import environment
+from notebook_accel import Accelerator, DataLoaderConfiguration, environment
 from notebook_accel.errors import ConfigError, TrainingError
-from notebook_accel.training.sharding import BatchSamplerShard, IterableDatasetShard, Tail, dispatched_rounds
+from notebook_accel.training.sharding import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    Tail,
+    chain_of,
+    dispatched_rounds,
+)
 from tests.training.datasets import Numbers, SizedStream
+from tests.training.ranks import Ranks
 
 lengths = st.integers(0, 40)
 sizes = st.integers(1, 5)
@@ -36,44 +47,27 @@ def chunks(samples: list[int], size: int) -> list[list[int]]:
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
-@settings(deadline=None)
-@given(lengths, sizes, worlds)
-def test_ranks_take_batches_in_turn_and_the_tail_is_filled_from_the_front(n: int, size: int, world: int) -> None:
-    batches = chunks(filled(list(range(n)), size * world), size)
-    for rank, shard in enumerate(shards(n, size, world)):
-        assert list(shard) == batches[rank::world]
-        assert len(shard) == len(batches[rank::world])
-
-
-@settings(deadline=None)
-@given(lengths, sizes, worlds)
-def test_without_even_batches_nothing_is_repeated(n: int, size: int, world: int) -> None:
-    batches = chunks(list(range(n)), size)
-    for rank, shard in enumerate(shards(n, size, world, even_batches=False)):
-        assert list(shard) == batches[rank::world]
-        assert len(shard) == len(batches[rank::world])
-
-
-@settings(deadline=None)
-@given(lengths, sizes, worlds, st.booleans())
-def test_drop_last_leaves_out_incomplete_rounds(n: int, size: int, world: int, even: bool) -> None:
-    whole = n // (size * world) * size * world
-    batches = chunks(list(range(whole)), size)
-    for rank, shard in enumerate(shards(n, size, world, drop_last=True, even_batches=even)):
-        assert list(shard) == batches[rank::world]
-        assert len(shard) == len(batches[rank::world])
-        assert shard.tails == {}
-
-
-@settings(deadline=None)
-@given(lengths, sizes, worlds, st.booleans())
-def test_split_batches_cuts_each_batch(n: int, part: int, world: int, even: bool) -> None:
-    samples = filled(list(range(n)), part * world) if even else list(range(n))
-    for rank, shard in enumerate(shards(n, part * world, world, split_batches=True, even_batches=even)):
-        own = slice(rank * part, (rank + 1) * part)
-        expected = [cut for batch in chunks(samples, part * world) if (cut := batch[own])]
-        assert list(shard) == expected
-        assert len(shard) == len(expected)
+@settings(deadline=None, max_examples=300)
+@given(lengths, sizes, worlds, st.booleans(), st.booleans(), st.booleans())
+def test_ranks_take_batches_in_turn_and_the_tail_is_filled_from_the_front(
+    n: int, size: int, world: int, drop_last: bool, even: bool, split: bool
+) -> None:
+    """A stream is shared out like a dataset. With ``split`` ranks take parts of each batch."""
+    batch_size = size * world if split else size
+    samples = list(range(n))
+    if drop_last:
+        samples = samples[: n // (size * world) * size * world]
+    elif even:
+        samples = filled(samples, size * world)
+    options = {"drop_last": drop_last, "split_batches": split, "even_batches": even}
+    for rank, shard in enumerate(shards(n, batch_size, world, **options)):
+        own = slice(rank * size, (rank + 1) * size)
+        expected = [cut for taken in chunks(samples, size * world) if (cut := taken[own])]
+        assert (list(shard), len(shard)) == (expected, len(expected))
+        assert not drop_last or shard.tails == {}
+        stream = IterableDatasetShard(SizedStream(n), batch_size, drop_last, world, rank, split, even)
+        assert list(stream) == list(itertools.chain(*expected))
+        assert len(stream) == sum(map(len, expected))
 
 
 @settings(deadline=None)
@@ -157,27 +151,64 @@ def test_sampler_without_an_end() -> None:
         len(shard)
 
 
-@settings(deadline=None)
-@given(lengths, sizes, worlds, st.booleans(), st.booleans(), st.booleans())
-def test_stream_is_shared_out_like_a_dataset(
-    n: int, size: int, world: int, drop_last: bool, even: bool, split: bool
-) -> None:
-    batch_size = size * world if split else size
-    samples = list(range(n))
-    if drop_last:
-        samples = samples[: n // (size * world) * size * world]
-    elif even:
-        samples = filled(samples, size * world)
-    for rank in range(world):
-        shard = IterableDatasetShard(SizedStream(n), batch_size, drop_last, world, rank, split, even)
-        own = slice(rank * size, (rank + 1) * size)
-        expected = [sample for taken in chunks(samples, size * world) for sample in taken[own]]
-        assert list(shard) == expected
-        assert len(shard) == len(expected)
-
-
 def test_stream_is_told_its_epoch() -> None:
     dataset = Numbers(3)
     IterableDatasetShard(dataset).set_epoch(4)
     IterableDatasetShard(iter([1])).set_epoch(4)
     assert dataset.epochs == [4]
+
+
+# Samplers
+
+
+def test_seedable_sampler_depends_on_seed_and_epoch_only() -> None:
+    sampler = SeedableRandomSampler(range(20), data_seed=3)
+    torch.manual_seed(1)
+    first, second = list(sampler), list(sampler)
+    torch.manual_seed(2)
+    sampler.set_epoch(0)
+    assert [list(sampler), list(sampler)] == [first, second]
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+    assert first == torch.randperm(20, generator=torch.Generator().manual_seed(3)).tolist()
+
+
+def test_skipping_leaves_all_else_as_it_is() -> None:
+    inner = BatchSampler(SequentialSampler(range(9)), 2, drop_last=False)
+    skipping = SkipBatchSampler(inner, 3)
+    assert list(skipping) == list(skipping) == [[6, 7], [8]]
+    assert (len(skipping), skipping.batch_size, skipping.drop_last) == (2, 2, False)
+    assert (list(SkipBatchSampler(inner, 7)), len(SkipBatchSampler(inner, 7))) == ([], 0)
+    assert list(chain_of(skipping)) == [skipping, inner, inner.sampler]
+    assert list(copy.deepcopy(skipping)) == [[6, 7], [8]]
+
+
+def test_skipping_batches_that_have_no_end() -> None:
+    assert list(itertools.islice(SkipBatchSampler(([i] for i in itertools.count()), 2), 2)) == [[2], [3]]
+
+
+def seedable(seed: int) -> DataLoader[Any]:
+    return DataLoader(range(8), batch_size=4, sampler=SeedableRandomSampler(range(8), data_seed=seed))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_seedable_sampler": True}])
+def test_a_seedable_sampler_keeps_its_order(options: dict[str, Any]) -> None:
+    config = DataLoaderConfiguration(**options)
+    prepared = Accelerator(cpu=True, dataloader_config=config).prepare(seedable(7))
+    plain = seedable(7)
+    for _ in range(3):
+        assert [batch.tolist() for batch in prepared] == [batch.tolist() for batch in plain]
+
+
+def read_together(use_seedable_sampler: bool) -> list[Any]:
+    config = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=use_seedable_sampler)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(seedable(7 + accelerator.process_index))  # rank 0's counts
+    return [[accelerator.gather(batch).tolist() for batch in loader] for _ in range(3)]
+
+
+@pytest.mark.parametrize("use_seedable_sampler", [True, False])
+def test_a_seedable_sampler_keeps_its_order_on_several_ranks(two_ranks: Ranks, use_seedable_sampler: bool) -> None:
+    plain = seedable(7)
+    expected = [[batch.tolist() for batch in plain] for _ in range(3)]
+    assert two_ranks.run(read_together, use_seedable_sampler) == [expected] * 2

@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from notebook_accel import Accelerator, DataLoaderConfiguration, skip_first_batches
-from notebook_accel.data_loader import DataLoaderDispatcher
+from notebook_accel import Accelerator, skip_first_batches
 from notebook_accel.errors import ConfigError
 from notebook_accel.utils import GradientAccumulationPlugin
 from tests.training.datasets import Numbers, SizedStream
-from tests.training.ranks import Ranks
 
 
 def lists(loader: Any) -> list[Any]:
@@ -88,34 +86,3 @@ def test_numbers_that_cannot_be(number: Any) -> None:
 def test_what_is_no_loader() -> None:
     with pytest.raises(ConfigError, match="DataLoader, not list"):
         skip_first_batches([1, 2], 1)  # type: ignore[arg-type]
-
-
-def rests(kind: str, shuffle: bool, options: dict[str, Any]) -> list[Any]:
-    """Return, for each number of skipped batches, an epoch and the rest of the same epoch."""
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
-    found = []
-    for skipped in range(5):
-        dataset: Any = SizedStream(15) if kind == "stream" else Numbers(15)
-        loader = accelerator.prepare(DataLoader(dataset, batch_size=2, shuffle=shuffle))
-        rest = skip_first_batches(loader, skipped)
-        assert isinstance(rest, DataLoaderDispatcher) == bool(options.get("dispatch_batches"))
-        epochs = []
-        for batches in (loader, rest):
-            torch.manual_seed(5)
-            epochs.append([(batch.tolist(), accelerator.gather_for_metrics(batch).tolist()) for batch in batches])
-        found.append((len(rest), epochs))
-    return found
-
-
-@pytest.mark.parametrize(("kind", "shuffle"), [("dataset", False), ("dataset", True), ("stream", False)])
-@pytest.mark.parametrize("options", [
-    {"dispatch_batches": True}, {"dispatch_batches": False}, {"dispatch_batches": False, "split_batches": True}
-])  # fmt: skip
-def test_the_rest_is_what_it_would_have_been(
-    two_ranks: Ranks, kind: str, shuffle: bool, options: dict[str, Any]
-) -> None:
-    for by_number in two_ranks.run(rests, kind, shuffle, options):
-        for skipped, (length, (whole, rest)) in enumerate(by_number):
-            assert rest == whole[skipped:]
-            assert length == len(rest)
-            assert sorted(sample for _, samples in whole for sample in samples) == list(range(15))

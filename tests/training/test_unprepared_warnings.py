@@ -6,9 +6,8 @@ import functools
 import logging
 import pathlib
 import re
-import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,9 +18,7 @@ from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, environment
 from notebook_accel.training import optimizers, unprepared_warnings
 from notebook_accel.training.unprepared_warnings import schedule_hint
-from tests.training.ranks import Ranks
-
-KINDS = ("model", "optimizer", "loader")
+from tests.training.ranks import Ranks, caught_warnings
 
 
 def warned(unprepared: str, steps: int, *, calls_model: bool = True, calls_backward: bool = True) -> list[str]:
@@ -34,8 +31,7 @@ def warned(unprepared: str, steps: int, *, calls_model: bool = True, calls_backw
         "loader": DataLoader(torch.ones(8, 1), batch_size=1),
     }
     parts |= {kind: accelerator.prepare(part) for kind, part in parts.items() if kind != unprepared}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for x in parts["loader"]:
             with accelerator.accumulate(parts["model"]):
                 loss = (parts["model"] if calls_model else model)(x).sum()
@@ -46,37 +42,34 @@ def warned(unprepared: str, steps: int, *, calls_model: bool = True, calls_backw
     return [re.split(" has been| isn't| sums", str(warning.message))[0] for warning in caught]
 
 
-@pytest.mark.parametrize("unprepared", [*KINDS, "nothing"])
-def test_on_two_ranks(two_ranks: Ranks, unprepared: str) -> None:
-    expected = [f"No {unprepared}"] if unprepared in KINDS else []
-    assert two_ranks.run(warned, unprepared, 2) == [expected, []]
+OWN_BACKWARD, UNCALLED = {"calls_backward": False}, {"calls_model": False}
 
 
-def with_own_backward(unprepared: str, steps: int) -> list[str]:
-    return warned(unprepared, steps, calls_backward=False)
-
-
-@pytest.mark.parametrize(("unprepared", "expected"), [
-    ("nothing", ["loss.backward()"]), ("loader", ["loss.backward()", "No loader"]), ("model", [
-        "loss.backward()", "No model",
-    ]),
+@pytest.mark.parametrize(("unprepared", "steps", "options", "expected"), [
+    ("model", 2, {}, ["No model"]),
+    ("optimizer", 2, {}, ["No optimizer"]),
+    ("loader", 2, {}, ["No loader"]),
+    ("nothing", 2, {}, []),
+    ("nothing", 2, OWN_BACKWARD, ["loss.backward()"]),
+    ("nothing", 1, OWN_BACKWARD, []),
+    ("loader", 2, OWN_BACKWARD, ["loss.backward()", "No loader"]),
+    ("loader", 1, OWN_BACKWARD, ["No loader"]),
+    ("model", 2, OWN_BACKWARD, ["loss.backward()", "No model"]),
+    ("model", 1, OWN_BACKWARD, ["No model"]),
+    ("optimizer", 1, UNCALLED, ["The prepared model"]),
+    ("optimizer", 1, UNCALLED | OWN_BACKWARD, ["The prepared model"]),
+    ("nothing", 1, UNCALLED, []),  # the optimizer averages
+    ("nothing", 1, UNCALLED | OWN_BACKWARD, []),
 ])  # fmt: skip
-def test_programs_that_call_backward_of_the_loss(two_ranks: Ranks, unprepared: str, expected: list[str]) -> None:
-    assert two_ranks.run(with_own_backward, unprepared, 2) == [expected, []]
-    assert two_ranks.run(with_own_backward, unprepared, 1) == [expected[1:], []]
+def test_on_two_ranks(
+    two_ranks: Ranks, unprepared: str, steps: int, options: dict[str, bool], expected: list[str]
+) -> None:
+    assert two_ranks.run(functools.partial(warned, unprepared, steps, **options)) == [expected, []]
 
 
-def without_calling_the_model(unprepared: str) -> list[list[str]]:
-    return [warned(unprepared, 1, calls_model=False, calls_backward=calls) for calls in (False, True)]
-
-
-def test_prepared_model_that_is_not_called(two_ranks: Ranks) -> None:
-    assert two_ranks.run(without_calling_the_model, "optimizer") == [[["The prepared model"]] * 2, [[], []]]
-    assert two_ranks.run(without_calling_the_model, "nothing") == [[[], []]] * 2  # the optimizer averages
-
-
-def test_an_accelerator_that_does_not_train_is_not_warned_of(two_ranks: Ranks) -> None:
-    assert two_ranks.run(beside_another_training) == [[], []]
+def test_on_one_rank() -> None:
+    assert [warned(kind, 2) for kind in ("model", "optimizer", "loader")] == [[], ["No optimizer"], []]
+    assert warned("optimizer", 1) == []
 
 
 def beside_another_training() -> list[str]:
@@ -84,15 +77,10 @@ def beside_another_training() -> list[str]:
     accelerator.prepare(torch.nn.Linear(1, 1))
     other = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         other(torch.ones(1, 1)).sum().backward()
         optimizer.step()
     return [str(warning.message) for warning in caught]
-
-
-def test_a_step_without_gradients_is_not_warned_of(two_ranks: Ranks) -> None:
-    assert two_ranks.run(steps_before_it_trains) == [[], []]
 
 
 def steps_before_it_trains() -> list[str]:
@@ -101,8 +89,7 @@ def steps_before_it_trains() -> list[str]:
     net = torch.nn.Linear(1, 1)
     loader = DataLoader(torch.ones(8, 1), batch_size=1)
     net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for number, x in enumerate(loader):
             with accelerator.accumulate(net):
                 loss = net(x).sum()
@@ -111,6 +98,11 @@ def steps_before_it_trains() -> list[str]:
                 optimizer.step()
                 optimizer.zero_grad()
     return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("program", [beside_another_training, steps_before_it_trains])
+def test_what_trains_nothing_prepared_is_not_warned_of(two_ranks: Ranks, program: Callable[[], list[str]]) -> None:
+    assert two_ranks.run(program) == [[], []]
 
 
 def test_steps_of_another_training_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,11 +128,6 @@ def test_steps_of_another_training_are_looked_at_once(monkeypatch: pytest.Monkey
     optimizer.step()
     assert len(looks) > 1
     assert looks[-1] is optimizer
-
-
-def test_on_one_rank() -> None:
-    assert [warned(kind, 2) for kind in KINDS] == [[], ["No optimizer"], []]
-    assert warned("optimizer", 1) == []
 
 
 def sgd() -> torch.optim.Optimizer:
@@ -173,17 +160,6 @@ def test_schedule_hint(scheduler: Any, ranks: int, window: int, text: str) -> No
     assert schedule_hint(scheduler(), ranks=ranks, window=window) == text
 
 
-def test_the_schedule_ends_where_it_is_said_to_end() -> None:
-    scheduler = lr_scheduler.OneCycleLR(sgd(), max_lr=1.0, total_steps=25)
-    scheduler.optimizer.step()
-    for _ in range(13):
-        assert scheduler.last_epoch < 25
-        for _ in range(2):
-            if scheduler.last_epoch < 25:
-                scheduler.step()
-    assert scheduler.last_epoch == 25
-
-
 def hinted(**options: Any) -> list[str]:
     """Return the log messages of a scheduler that is prepared twice."""
     records: list[logging.LogRecord] = []
@@ -202,16 +178,12 @@ def hinted(**options: Any) -> list[str]:
     return [record.getMessage() for record in records]
 
 
-def hinted_when_split() -> list[str]:
-    return hinted(split_batches=True)
-
-
 def test_rank_0_hints_once_a_schedule(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(hinted)
     assert len(first) == 2
     assert "its 8 steps end after 4 steps" in first[0]
     assert second == []
-    assert two_ranks.run(hinted_when_split) == [[], []]
+    assert two_ranks.run(functools.partial(hinted, split_batches=True)) == [[], []]
 
 
 class OfRank(Sampler[int]):
@@ -233,19 +205,16 @@ def split_twice(kind: str) -> list[str]:
     data = TensorDataset(torch.arange(16))
     rank = accelerator.process_index
     loaders: dict[str, Any] = {
-        "subset": lambda: DataLoader(Subset(data, range(rank, 16, 2)), batch_size=2, shuffle=True),
         "subset of a subset": lambda: DataLoader(
             Subset(Subset(data, range(rank, 16, 2)), range(6)), batch_size=2, shuffle=True
         ),
         "length": lambda: DataLoader(TensorDataset(torch.arange(16 - 4 * rank)), batch_size=16, shuffle=True),
         "sampler": lambda: DataLoader(data, batch_size=2, sampler=OfRank(rank)),
         "half for all": lambda: DataLoader(Subset(data, range(0, 16, 2)), batch_size=2, shuffle=True),
-        "whole": lambda: DataLoader(data, batch_size=2, shuffle=True),
         "own sampler": lambda: DataLoader(data, batch_size=2, sampler=OfRank(0)),
     }
     loader = accelerator.prepare(loaders[kind]())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for _ in range(2):
             for _ in loader:
                 pass
@@ -254,8 +223,7 @@ def split_twice(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "is_split"), [
-    ("subset", True), ("subset of a subset", True), ("length", True), ("sampler", True),
-    ("half for all", False), ("whole", False), ("own sampler", False),
+    ("subset of a subset", True), ("length", True), ("sampler", True), ("half for all", False), ("own sampler", False),
 ])  # fmt: skip
 def test_data_that_are_split_by_rank_already(two_ranks: Ranks, kind: str, is_split: bool) -> None:
     expected = ["The ranks have different datasets or s"] * is_split
@@ -268,8 +236,7 @@ def gathered_late(kind: str, samples: int, outer_batch: int | None) -> list[str]
     outer: Any = [None, None]
     if outer_batch is not None:
         outer = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4 * outer_batch)), batch_size=outer_batch))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for _ in outer:  # an evaluation in the middle of training
             seen = []
             losses = []
@@ -312,8 +279,7 @@ def skipping_again(folder: str, batches: int, skips: str) -> list[str]:
             break
     accelerator, model, loader = prepared()
     accelerator.load_state(folder)
-    with warnings.catch_warnings(record=True) as caught, environment.patched({environment.COMPAT: ""}):
-        warnings.simplefilter("always")
+    with caught_warnings() as caught, environment.patched({environment.COMPAT: ""}):
         rest = accelerator.skip_first_batches(loader, batches) if skips == "before" else loader
         for epoch in range(2):
             for step, x in enumerate(loader if epoch else rest):
@@ -324,7 +290,7 @@ def skipping_again(folder: str, batches: int, skips: str) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize(("batches", "skipped"), [(3, 3), (7, 3)])
+@pytest.mark.parametrize(("batches", "skipped"), [pytest.param(3, 3, marks=pytest.mark.slow), (7, 3)])
 def test_batches_that_are_skipped_twice(two_ranks: Ranks, tmp_path: pathlib.Path, batches: int, skipped: int) -> None:
     [said], of_rank_1 = two_ranks.run(skipping_again, str(tmp_path / "inside"), batches, "inside")
     assert said.startswith(
@@ -357,8 +323,7 @@ def window(program: str, *, steps: int = 2, sharded: bool = False) -> list[str]:
         accelerator.backward(loss) if "inside" in program else None
         return loss
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with caught_warnings() as caught:
         for x in loader:
             if program == "a block each":
                 for net, optimizer in zip(nets, (one, two), strict=True):
@@ -392,7 +357,7 @@ SECOND = r"A second accumulate block .* 2 micro-batches.*accumulate\(first, seco
 CLOSURE = r"Only the last of 2 micro-batches counts .*step\(closure\) calls.*one.step\(closure\)"
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "sharded"])
 @pytest.mark.parametrize(("program", "expected"), [
     ("optimizer first", DROPPED),
     ("model first", DROPPED),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 import io
 import logging
 import os
@@ -33,53 +32,6 @@ from notebook_accel.state import GradientState, PartialState, is_initialized
 from notebook_accel.utils.operations import copy_tensor_to_devices
 from tests.training.ranks import Ranks
 
-_DOORS = {
-    "notebook_accel": "Accelerator AcceleratorState AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration "
-    "DistributedDataParallelKwargs DistributedType GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs "
-    "PartialState ProfileKwargs ProjectConfiguration debug_launcher find_executable_batch_size is_rich_available "
-    "notebook_launcher prepare_data_loader skip_first_batches synchronize_rng_states",
-    "notebook_accel.state": "AcceleratorState DistributedType GradientState PartialState",
-    "notebook_accel.local_sgd": "LocalSGD",
-    "notebook_accel.logging": "get_logger",
-    "notebook_accel.optimizer": "AcceleratedOptimizer",
-    "notebook_accel.parallelism_config": "ParallelismConfig",
-    "notebook_accel.scheduler": "AcceleratedScheduler",
-    "notebook_accel.tracking": "GeneralTracker TensorBoardTracker on_main_process register_tracker_class",
-    "notebook_accel.utils": "DataLoaderConfiguration DistributedOperationException DistributedType DynamoBackend "
-    "GradientAccumulationPlugin LoggerType PrecisionType ProfileKwargs ProjectConfiguration RNGType broadcast "
-    "broadcast_object_list clear_environment concatenate extract_model_from_parallel find_executable_batch_size gather "
-    "gather_object is_bf16_available is_cuda_available is_deepspeed_available is_torch_version is_torch_xla_available "
-    "listify load pad_across_processes patch_environment recursively_apply reduce release_memory save send_to_device "
-    "set_seed synchronize_rng_state synchronize_rng_states tqdm wait_for_everyone write_basic_config",
-    "notebook_accel.utils.dataclasses": "DataLoaderConfiguration DistributedDataParallelKwargs DistributedType "
-    "GradientAccumulationPlugin LoggerType PrecisionType ProjectConfiguration RNGType",
-    "notebook_accel.utils.environment": "patch_environment str_to_bool",
-    "notebook_accel.utils.imports": "is_bf16_available is_cuda_available is_rich_available",
-    "notebook_accel.utils.memory": "find_executable_batch_size release_memory",
-    "notebook_accel.utils.operations": "broadcast concatenate gather gather_object recursively_apply reduce",
-    "notebook_accel.utils.other": "extract_model_from_parallel save wait_for_everyone write_basic_config",
-    "notebook_accel.utils.random": "set_seed synchronize_rng_states",
-    "notebook_accel.utils.versions": "compare_versions is_torch_version",
-}
-
-
-@pytest.mark.parametrize("door", _DOORS)
-def test_names(door: str) -> None:
-    module = importlib.import_module(door)
-    for name in _DOORS[door].split():
-        assert hasattr(module, name), name
-
-
-def test_states_are_those_of_the_latest_accelerator() -> None:
-    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=3)
-    assert AcceleratorState().mixed_precision == accelerator.state.mixed_precision == "bf16"
-    assert AcceleratorState(mixed_precision="no").mixed_precision == "no"
-    assert GradientState() is accelerator.gradient_state
-    assert GradientState().num_steps == 3
-    assert PartialState().device == accelerator.device
-    assert accelerator.distributed_type is DistributedType.NO
-    assert not accelerator.use_distributed
-
 
 def test_plugins_that_can_not_be_honoured() -> None:
     for name in ("deepspeed_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config"):
@@ -91,6 +43,8 @@ def test_plugins_that_can_not_be_honoured() -> None:
         Accelerator(mixed_precison="bf16")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="rng_types has 'dice'"):
         Accelerator(rng_types=["dice"])
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps is 0"):
+        Accelerator(cpu=True).gradient_accumulation_steps = 0
 
 
 @pytest.mark.parametrize("name", [
@@ -132,6 +86,7 @@ def test_placement_of_each_object() -> None:
             accelerator.prepare(torch.nn.Linear(1, 1), "text", device_placement=wrong)
     model = torch.nn.Linear(1, 1, device="meta")  # such a model can't be moved
     assert accelerator.prepare("text", model, device_placement=[None, False])[1] is model
+    assert Accelerator(cpu=True, device_placement=False).prepare(model) is model
     with pytest.raises(NotImplementedError):
         accelerator.prepare(torch.nn.Linear(1, 1, device="meta"))
     with pytest.raises(ConfigError, match="slice_fn_for_dispatch"):
@@ -143,7 +98,7 @@ def test_placement_of_each_object() -> None:
 def test_saved_by_one_rank_and_loaded(tmp_path: pathlib.Path) -> None:
     utils.save({"a": torch.ones(2)}, tmp_path / "a.bin")
     assert utils.load(tmp_path / "a.bin", map_location="cpu")["a"].tolist() == [1, 1]
-    utils.save({"a": torch.ones(2)}, tmp_path / "a.safetensors", safe_serialization=True)
+    Accelerator(cpu=True).save({"a": torch.ones(2)}, tmp_path / "a.safetensors", safe_serialization=True)
     assert list(safetensors.torch.load_file(tmp_path / "a.safetensors")) == ["a"]
     utils.save(pathlib.Path("an object of some class"), tmp_path / "b.bin")
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):
@@ -185,42 +140,6 @@ def test_variables_are_put_back_after_an_error() -> None:
     assert dict(os.environ) == before
 
 
-def one_generator() -> float:
-    torch.manual_seed(PartialState(cpu=True).process_index)
-    utils.synchronize_rng_state(utils.RNGType.TORCH)
-    utils.synchronize_rng_state()
-    return torch.rand(1).item()
-
-
-def test_one_generator_is_synchronised(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(one_generator)
-    assert first == second
-
-
-def together() -> Any:
-    state = PartialState(cpu=True)
-    rank = state.process_index
-    objects = [rank, "a"]
-    return (
-        utils.gather(torch.tensor([rank])).tolist(),
-        utils.reduce(torch.tensor([float(rank)]), "sum", scale=2.0).tolist(),
-        utils.reduce(torch.tensor([float(rank)])).tolist(),
-        utils.broadcast(torch.tensor([rank]), 1).tolist(),
-        utils.gather_object([rank]),
-        utils.broadcast_object_list(objects, 1) is objects and objects,
-        utils.pad_across_processes(torch.ones(rank + 1)).tolist(),
-        str(state.distributed_type.value),
-        state.distributed_type == "MULTI_CPU",
-    )
-
-
-def test_collectives_without_an_accelerator(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(together)
-    common = ([0, 1], [2.0], [0.5], [1], [0, 1], [1, "a"])
-    assert first == (*common, [1, 0], "MULTI_CPU", True)
-    assert second == (*common, [1, 1], "MULTI_CPU", True)
-
-
 def parts(inputs: Any, apply_padding: bool) -> Any:
     with PartialState(cpu=True).split_between_processes(inputs, apply_padding=apply_padding) as part:
         return part
@@ -257,22 +176,12 @@ def test_splitting_tensors_and_what_can_not_be_split(two_ranks: Ranks) -> None:
     assert "'a' has 1, 'b' has 2" in first[1][1]
 
 
-def trigger() -> list[bool]:
-    accelerator = Accelerator(cpu=True)
-    if accelerator.process_index == 1:
-        accelerator.set_trigger()
-    return [accelerator.check_trigger(), accelerator.check_trigger()]
-
-
-def test_triggers(two_ranks: Ranks) -> None:
-    assert two_ranks.run(trigger) == [[True, False]] * 2
-
-
 def seeds() -> Any:
     utils.set_seed(5, device_specific=True)
     own = (torch.rand(1).item(), random.random(), float(np.random.rand()))
     PartialState(cpu=True)
-    utils.synchronize_rng_states(["torch", "numpy"])
+    utils.synchronize_rng_states(["numpy"])
+    utils.synchronize_rng_state(utils.RNGType.TORCH)
     return own, (torch.rand(1).item(), float(np.random.rand())), random.random()
 
 
@@ -293,37 +202,6 @@ def test_algorithms_that_give_the_same_each_time() -> None:
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def search() -> Any:
-    rank = PartialState(cpu=True).process_index
-    tried = []
-
-    @utils.find_executable_batch_size(starting_batch_size=100)
-    def train(batch_size: int, more: str) -> str:
-        tried.append(batch_size)
-        if batch_size > (60 if rank else 90):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return f"{batch_size} {more}"
-
-    @notebook_accel.find_executable_batch_size(starting_batch_size=2)
-    def never(batch_size: int) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    @notebook_accel.find_executable_batch_size
-    def takes_no_more(batch_size: int) -> int:
-        return batch_size
-
-    value = train("fine")
-    with pytest.raises(TrainingError, match="every batch size down to 1"):
-        never()
-    with pytest.raises(TypeError, match="Leave that out"):
-        takes_no_more(3)
-    return value, tried
-
-
-def test_ranks_agree_on_a_batch_size(two_ranks: Ranks) -> None:
-    assert two_ranks.run(search) == [("57 fine", [100, 90, 81, 72, 64, 57])] * 2
 
 
 def log_lines() -> str:
@@ -350,16 +228,6 @@ def test_loggers(two_ranks: Ranks) -> None:
     ]
 
 
-def test_profile(tmp_path: pathlib.Path) -> None:
-    options = utils.ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path), record_shapes=True)
-    with Accelerator().profile(options) as profiler:
-        torch.ones(3) @ torch.ones(3)
-    assert any("dot" in event.key for event in profiler.key_averages())
-    assert (tmp_path / "profile_0.json").stat().st_size > 0
-    with pytest.raises(ConfigError, match="'tpu'"):
-        utils.ProfileKwargs(activities=["tpu"])
-
-
 def bars() -> tuple[list[int], str]:
     PartialState(cpu=True)
     shown = io.StringIO()
@@ -373,11 +241,16 @@ def test_bars_on_the_main_process_only(two_ranks: Ranks) -> None:
     assert second[1] == ""
 
 
-def test_profile_settings_are_a_handler(tmp_path: pathlib.Path) -> None:
-    accelerator = Accelerator(kwargs_handlers=[utils.ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))])
-    with accelerator.profile():
-        torch.ones(3) @ torch.ones(3)
-    assert (tmp_path / "profile_0.json").exists()
+def test_profile_settings_are_an_argument_or_a_handler(tmp_path: pathlib.Path) -> None:
+    options = utils.ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path), record_shapes=True)
+    for accelerator, given in ((Accelerator(), options), (Accelerator(kwargs_handlers=[options]), None)):
+        with accelerator.profile(given) as profiler:
+            torch.ones(3) @ torch.ones(3)
+        assert any("dot" in event.key for event in profiler.key_averages())
+        assert (tmp_path / "profile_0.json").stat().st_size > 0
+        (tmp_path / "profile_0.json").unlink()
+    with pytest.raises(ConfigError, match="'tpu'"):
+        utils.ProfileKwargs(activities=["tpu"])
 
 
 def test_how_states_look() -> None:
@@ -387,19 +260,6 @@ def test_how_states_look() -> None:
     assert repr(accelerator.gradient_state) == (
         "GradientState(num_steps=1, sync_gradients=True, in_dataloader=False, end_of_dataloader=False, remainder=-1)"
     )
-
-
-def test_the_number_of_steps_can_be_set() -> None:
-    accelerator = Accelerator(cpu=True)
-    accelerator.gradient_accumulation_steps = 2
-    loss = torch.ones(1, requires_grad=True)
-    accelerator.backward(loss.sum())
-    assert loss.grad is not None
-    assert loss.grad.item() == 0.5
-    with accelerator.accumulate():
-        assert not accelerator.sync_gradients
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps is 0"):
-        accelerator.gradient_accumulation_steps = 0
 
 
 def test_settings_are_those_when_the_accelerator_was_made() -> None:
@@ -424,7 +284,10 @@ def test_the_state_of_the_process() -> None:
     assert not is_initialized()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     assert is_initialized()
-    assert AcceleratorState().mixed_precision == "bf16"
+    assert AcceleratorState().mixed_precision == accelerator.state.mixed_precision == "bf16"
+    assert AcceleratorState(mixed_precision="no").mixed_precision == "no"
+    assert GradientState() is accelerator.gradient_state
+    assert (PartialState().device, accelerator.distributed_type) == (accelerator.device, DistributedType.NO)
     AcceleratorState._reset_state()
     assert not is_initialized()
     assert AcceleratorState().mixed_precision == "no"
@@ -446,6 +309,16 @@ def destroy() -> Any:
 def test_the_group_is_destroyed_and_made_again(two_ranks: Ranks) -> None:
     fix = "make it before the first Accelerator, or leave backend='nccl' out"
     assert two_ranks.run(destroy) == [["gloo", [1, 1], fix, False, [1, 1]]] * 2
+
+
+def without_an_accelerator() -> Any:
+    state = PartialState(cpu=True)
+    own = torch.tensor([float(state.process_index)])
+    return utils.gather(own).tolist(), utils.reduce(own, "sum", scale=2.0).item(), state.distributed_type == "MULTI_CPU"
+
+
+def test_collectives_without_an_accelerator(two_ranks: Ranks) -> None:
+    assert two_ranks.run(without_an_accelerator) == [([0, 1], 2.0, True)] * 2
 
 
 def copy_from_rank_1() -> Any:
