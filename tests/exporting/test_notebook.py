@@ -71,9 +71,14 @@ def notebook(folder: pathlib.Path) -> Iterator[kernels.Kernel]:
 
 @pytest.mark.front_end
 @pytest.mark.parametrize(
-    ("ranks", "command"), [(1, []), (2, ["-m", "torch.distributed.run", "--nproc_per_node", "2"])],
-    ids=["python", "torchrun"],
-)  # fmt: skip
+    ("ranks", "command"),
+    [
+        pytest.param(1, [], id="python"),
+        pytest.param(
+            2, ["-m", "torch.distributed.run", "--nproc_per_node", "2"], id="torchrun", marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_script_comes_to_what_the_cell_comes_to(
     notebook: kernels.Kernel, folder: pathlib.Path, tmp_path: pathlib.Path, ranks: int, command: list[str]
 ) -> None:
@@ -90,16 +95,12 @@ def test_script_comes_to_what_the_cell_comes_to(
     assert sorted(re.findall(_OUTCOME, done.stdout)) == outcomes
 
 
-@pytest.mark.parametrize(
-    ("flags", "cell", "said"),
-    [
+def test_what_cannot_be_exported_is_named(notebook: kernels.Kernel) -> None:
+    for flags, cell, said in (
         ("--overwrite", "1", "--overwrite goes with --export"),
-        ("--export refused.py", "def g(x): pass", "each rank calls g: x would have no value"),
         ("--export refused.py", "x = 1\n%time x", "line 3: %time is IPython's"),
-    ],
-)
-def test_what_cannot_be_exported_is_named(notebook: kernels.Kernel, flags: str, cell: str, said: str) -> None:
-    outcome = notebook.run(f"%%distributed {flags}\n{cell}")
-    assert outcome.status == "error" and said in outcome.traceback + outcome.stderr
-    assert len(outcome.traceback.splitlines()) <= 4
+    ):
+        outcome = notebook.run(f"%%distributed {flags}\n{cell}")
+        assert outcome.status == "error" and said in outcome.traceback + outcome.stderr
+        assert len(outcome.traceback.splitlines()) <= 4
     assert notebook.value("[name for name in os.listdir() if 'refused' in name]") == "[]"

@@ -70,10 +70,10 @@ def waits_long(how: str, looked: str) -> float:
     ("how", "ranks", "method"),
     [
         ("barrier", 2, "spawn"),
-        ("backward", 3, "spawn"),
-        ("backward", 2, "fork"),
-        ("making a group", 2, "spawn"),
-        ("making an object", 2, "spawn"),
+        *(
+            pytest.param(*slow, marks=pytest.mark.slow)
+            for slow in (("backward", 3, "spawn"), ("making a group", 2, "fork"), ("making an object", 2, "spawn"))
+        ),
     ],
 )
 def test_rank_that_waits_for_one_that_has_finished_says_so(launch: Launch, how: str, ranks: int, method: str) -> None:
@@ -88,6 +88,7 @@ def test_rank_that_waits_for_one_that_has_finished_says_so(launch: Launch, how: 
     assert "rank 1: had finished" in map(str, error.others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["subgroup", "recv"])
 def test_rank_that_waits_for_one_that_goes_on_is_left(launch: Launch, tmp_path: pathlib.Path, how: str) -> None:
     job = launch(waits_long, how, str(tmp_path / "looked"), num_processes=3)

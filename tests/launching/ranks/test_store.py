@@ -20,13 +20,21 @@ def taken() -> Iterator[int]:
         yield int(server.getsockname()[1])
 
 
-@pytest.mark.parametrize("how", ["variables", "port", "random port", "env", "tcp", "nowhere", "file"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "variables",
+        "tcp",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("port", "random port", "env", "nowhere", "file")),
+    ],
+)
 def test_ranks_meet_at_any_address_one_group_after_another(
     launch: Callable[..., Job], taken: int, tmp_path: pathlib.Path, how: str
 ) -> None:
     assert launch(functions.meets, how, taken, str(tmp_path)).results(timeout_s=60) == [[3.0, 3.0]] * 2
 
 
+@pytest.mark.slow
 def test_some_of_the_ranks_make_groups_that_differ_by_their_addresses(
     launch: Callable[..., Job], tmp_path: pathlib.Path
 ) -> None:
@@ -34,8 +42,9 @@ def test_some_of_the_ranks_make_groups_that_differ_by_their_addresses(
     assert job.results(timeout_s=60) == [[3.0, 3.0]] * 4
 
 
-@pytest.mark.parametrize("names_address", [True, False])
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize(
+    ("method", "names_address"), [("fork", False), pytest.param("spawn", True, marks=pytest.mark.slow)]
+)
 def test_processes_that_a_rank_starts_make_a_group_of_their_own(
     launch: Callable[..., Job], method: str, names_address: bool
 ) -> None:

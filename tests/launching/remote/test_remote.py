@@ -36,7 +36,7 @@ class Stream:
     """Calls a host, and hands on what it says in two pieces, as a network may."""
 
     def __init__(self, node: Node, agent_pid: int) -> None:
-        self._host = node.host
+        self._host, self._ahead_s = node.host, node.clock_ahead_s
         self._agent_pid = agent_pid
         self._rest = b""
 
@@ -48,6 +48,7 @@ class Stream:
             data, self._rest = self._rest, b""
             return time.monotonic(), data
         time_s, data = self._host.read(self._agent_pid, 0.2)
+        time_s += self._ahead_s
         data, self._rest = data[: len(data) // 2], data[len(data) // 2 :]
         return time_s, data
 
@@ -71,6 +72,7 @@ class Node:
     def __init__(self) -> None:
         self.host = NodeHost("127.0.0.1")
         self.slot = AgentSlot()
+        self.clock_ahead_s = 0.0  # what the host says of its clock; its ranks have this machine's
 
 
 class Run(RemoteRun):
@@ -228,6 +230,7 @@ def test_ranks_meet_over_two_agents_and_all_end_and_start_again_when_one_fails(r
         job.results(DEADLINE_S)
     assert caught.value.rank == 3
     assert running.agents() == agents
+    assert all(rank.failed is None or 0 < time.monotonic() - rank.failed.time_s < DEADLINE_S for rank in job.ranks)
     job = running.start(fails_once, max_restarts=1)
     assert job.results(DEADLINE_S) == ["1"] * 4
     assert job.restarts == ("rank 3: ValueError: no images",)
@@ -250,6 +253,21 @@ def test_two_runs_share_the_agents_and_each_is_ended_by_itself(running: Engine, 
     assert jobs[1].results(DEADLINE_S) == [None] * 4
 
 
+def test_times_of_each_node_are_put_on_the_kernels_clock(running: Engine) -> None:
+    second = running.nodes[1]
+    second.clock_ahead_s = ahead_s = 86_400.0
+    try:
+        job = running.start(fails_once)
+        with pytest.raises(RankFailedError):
+            job.results(DEADLINE_S)
+    finally:
+        second.clock_ahead_s = 0.0
+    failed = job.ranks[3].failed
+    assert failed is not None
+    assert time.monotonic() - failed.time_s == pytest.approx(ahead_s, abs=DEADLINE_S)
+
+
+@pytest.mark.slow
 def test_agent_that_dies_is_replaced_by_the_next_run(own: Engine, tmp_path: pathlib.Path) -> None:
     """And the ranks of other nodes can save when an agent dies."""
     job = own.start(functions.saves_at_sigterm, str(tmp_path), grace_s=DEADLINE_S)
@@ -267,6 +285,7 @@ def test_agent_that_dies_is_replaced_by_the_next_run(own: Engine, tmp_path: path
     assert own.start(place).results(DEADLINE_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "error"), [("loss", RuntimeError), ("read", SystemExit)])
 def test_run_ends_whatever_the_clusters_library_raises(
     own: Engine, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, method: str, error: type[BaseException]
