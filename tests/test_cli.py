@@ -181,13 +181,17 @@ def _without(module: str, folder: pathlib.Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
-def test_demo_runs_the_notebook_where_there_is_no_lab(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("has_lab", [False, True])
+def test_demo_runs_the_notebook_in_a_terminal_or_in_lab_where_a_changed_copy_stays(
+    has_lab: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    monkeypatch.setitem(sys.modules, "jupyterlab", None)
+    if has_lab:
+        (here / _NOTEBOOK.name).write_text("{}")
+    else:
+        monkeypatch.setitem(sys.modules, "jupyterlab", None)
 
     def become(*command: str) -> NoReturn:
         print(*command)
@@ -197,20 +201,19 @@ def test_demo_runs_the_notebook_where_there_is_no_lab(
     with pytest.raises(SystemExit):
         cli.main(["demo"])
     said, command = capsys.readouterr().out.splitlines()
-    assert said.startswith("JupyterLab isn't installed here, so the notebook runs in this terminal")
-    module, notebook = command.split()
-    assert module == "IPython" and pathlib.Path(notebook).samefile(_NOTEBOOK)
-    assert list(here.iterdir()) == []
+    module, argument = command.split()
+    if has_lab:
+        assert said == f"{_NOTEBOOK.name} is in this folder already and stays as it is."
+        assert (module, (here / _NOTEBOOK.name).read_text()) == ("jupyterlab", "{}")
+    else:
+        assert said.startswith("JupyterLab isn't installed here, so the notebook runs in this terminal")
+        assert module == "IPython" and pathlib.Path(argument).samefile(_NOTEBOOK)
+        assert list(here.iterdir()) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", [None, "{}"], ids=["new", "changed"])
-def test_demo_opens_a_copy_of_the_notebook_in_lab_and_keeps_a_changed_one(
-    before: str | None, tmp_path: pathlib.Path
-) -> None:
+def test_demo_opens_a_copy_of_the_notebook_in_lab(tmp_path: pathlib.Path) -> None:
     copy = tmp_path / _NOTEBOOK.name
-    if before is not None:
-        copy.write_text(before)
     settings = {"open_browser": False, "allow_root": True, "port": 0}
     (tmp_path / "jupyter_server_config.json").write_text(json.dumps({"ServerApp": settings}))
     places = ("HOME", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_WORKSPACES_DIR")
@@ -226,9 +229,7 @@ def test_demo_opens_a_copy_of_the_notebook_in_lab_and_keeps_a_changed_one(
     finally:
         lab.kill()
         lab.wait()
-    said = log.read_text().splitlines()
-    assert (f"{copy.name} is in this folder already and stays as it is." in said) is (before is not None)
-    assert copy.read_text() == (before or _NOTEBOOK.read_text())
+    assert copy.read_text() == _NOTEBOOK.read_text()
 
 
 def test_demo_names_the_packages_that_it_lacks(tmp_path: pathlib.Path) -> None:

@@ -43,6 +43,7 @@ def test_report_has_every_check_and_no_names(
         assert name not in text.replace("/dev/shm", "")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("engine")
 def test_checks_that_fail_leave_the_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(device_checks, "alone", nothing)

@@ -131,6 +131,7 @@ def test_modules_with_parametrizations_train_alike(
         assert not parametrize.is_parametrized(got, "weight")
 
 
+@pytest.mark.slow
 def test_loader_leaves_its_persistent_workers_behind(memory_file: int) -> None:
     loader = torch.utils.data.DataLoader(range(4), batch_size=2, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
     iterator = iter(loader)

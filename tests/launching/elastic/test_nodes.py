@@ -26,7 +26,7 @@ from notebook_accel.errors import (
 from notebook_accel.launching.kernel import local
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.views.view import LinesView
-from tests import kernels, processes
+from tests import processes
 from tests.launching.elastic import restarted
 from tests.launching.elastic.test_restarts import below_template, runs
 from tests.training.ranks import free_port
@@ -251,47 +251,6 @@ def listens_or_not(process: processes.Process, port: int) -> bool:
     inodes = {row[9] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
     links = [os.readlink(path) for path in pathlib.Path(f"/proc/{process.pid}/fd").iterdir()]
     return any(f"socket:[{inode}]" in links for inode in inodes)
-
-
-_FLAGS = "--num_processes 2 --use_cpu --num_nodes 2 --view lines --rdzv_conf keep_alive_interval=3,timeout=60"
-_TWO_NODES = """%%distributed {flags} --node_rank {node} --main_process_port {port}
-import os, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.ones(1)
-dist.all_reduce(total)
-print("all are there")
-{then}
-int(os.environ["RANK"]), int(total)
-"""
-
-
-@pytest.mark.slow
-def test_two_kernels_are_two_nodes_and_one_that_is_killed_ends_the_other(tmp_path: pathlib.Path) -> None:
-    with kernels.running(tmp_path) as first, kernels.running(tmp_path) as second:
-        for kernel in (first, second):
-            assert kernel.run("%load_ext notebook_accel").status == "ok"
-        port = free_port()
-        cells = [
-            kernel.start(_TWO_NODES.format(flags=_FLAGS, node=node, port=port, then=""))
-            for node, kernel in enumerate((first, second))
-        ]
-        for node, cell in enumerate(cells):
-            outcome = cell.finish(_WAIT_S)
-            assert outcome.result == f"[({2 * node}, 4), ({2 * node + 1}, 4)]", outcome
-            assert f"{2 * node} │ all are there" in kernels.unfolded(outcome.stdout)
-            assert f"[node {1 - node} (" in outcome.stdout
-        port = free_port()
-        then = "time.sleep(100)"
-        cells = [
-            kernel.start(_TWO_NODES.format(flags=_FLAGS, node=node, port=port, then=then))
-            for node, kernel in enumerate((first, second))
-        ]
-        for cell in cells:
-            cell.wait_for_output("all are there", _WAIT_S)
-        second.kill()
-        outcome = cells[0].finish(_WAIT_S)
-        assert outcome.error_name == "NodeLostError", outcome
-        assert f"Node 1 ({socket.gethostname()}) has gone: nothing was heard of it for 9 s." in outcome.traceback
 
 
 def test_agent_that_is_killed_takes_the_elastic_processes_with_it(

@@ -144,14 +144,6 @@ def test_template_that_is_lost_while_ranks_end_ends_that_run_alone(launch: Launc
     assert job.restarts == () and other.status == "running"
 
 
-@pytest.mark.slow
-def test_time_that_runs_out_while_ranks_end_is_not_followed_by_a_start(launch: Launch, tmp_path: pathlib.Path) -> None:
-    job = launch(restarted.ends_slowly, str(tmp_path), max_restarts=9, grace_s=2.0, timeout_s=1.0)
-    with pytest.raises(RunTimeoutError):
-        job.results(timeout_s=60)
-    assert job.restarts == ()
-
-
 def test_interrupt_and_timeout_end_the_run(launch: Launch, tmp_path: pathlib.Path) -> None:
     interrupted = launch(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=9)
     runs(tmp_path, 0)

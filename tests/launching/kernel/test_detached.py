@@ -176,6 +176,7 @@ def lose_connection_and_wait(job: Job) -> None:
         )
 
 
+@pytest.mark.slow
 def test_failure_is_the_same_for_who_comes_later() -> None:
     first = launch(functions.raises, ranks=1)
     with pytest.raises(RankFailedError) as here:
@@ -189,6 +190,7 @@ def test_failure_is_the_same_for_who_comes_later() -> None:
     assert (summary.status, summary.why) == ("failed", first.ending.why)
 
 
+@pytest.mark.slow
 def test_signals_of_the_agent_end_nothing_but_sigterm_the_run(mark: pathlib.Path) -> None:
     job = launch(functions.reports_until, str(mark), ranks=1)
     wait_for_steps(job)
@@ -496,7 +498,7 @@ def test_runs_that_go_on_are_named_to_who_loads_the_extension_and_to_who_asks_th
 
 
 def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path, here: Command) -> None:
-    assert command("runs").stdout == "You have no detached run on this machine.\n"
+    assert here("runs").stdout == "You have no detached run on this machine.\n"
     assert here("attach").returncode == 1
     run_folders.root().mkdir(parents=True)
     for line in (["runs"], ["runs", "--json"]):
@@ -519,8 +521,8 @@ def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path,
     assert stopped.stdout.startswith("The run 'night' is stopped. Its results and logs are in /")
     with pytest.raises(RunStoppedError, match=r"By process \d+ \("):
         job.results(_LONG_S)
-    assert re.match(r"night: stopped by process \d+ \(", command("runs").stdout.splitlines()[-1])
-    attached = command("attach", "night")
+    assert re.match(r"night: stopped by process \d+ \(", here("runs").stdout.splitlines()[-1])
+    attached = here("attach", "night")
     assert attached.returncode == 1
     assert {"0 │ step 0", "1 │ step 0"} <= set(kernels.unfolded(attached.stdout))
     assert "The run 'night' was stopped.\nBy process " in attached.stdout
@@ -544,6 +546,7 @@ def test_log_of_a_rank_that_never_began_is_no_error(tmp_path: pathlib.Path, caps
     assert f"The run's folder {folder} was removed." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_script_that_a_terminal_has_launched_goes_on_without_it(mark: pathlib.Path) -> None:
     script = mark.with_name("train.py")
     script.write_text(f"import os, time\nwhile not os.path.exists({str(mark)!r}): time.sleep(0.01)\nprint('trained')")

@@ -126,6 +126,7 @@ display(Rich(), Rich, Widget(), exclude=["text/latex"])""")
     assert "0 │ a widget" in outcome.stdout
 
 
+@pytest.mark.slow
 def test_large_image_arrives_whole_and_one_too_large_for_a_notebook_is_named(run: Run) -> None:
     outcome = run("""%%distributed -n 1
 show(Image(data=b"\\x89PNG\\r\\n\\x1a\\n" + b"\\0" * 20_000_000, format="png"))
@@ -156,6 +157,7 @@ tqdm.write("beside the bars")""")
     assert not any(sign in outcome.stdout + outcome.stderr for sign in ("it/s", "%|", "HBox"))
 
 
+@pytest.mark.slow
 def test_bars_of_a_pools_process_are_drawn_when_they_end(run: Run) -> None:
     outcome = run("""%%distributed -n 1
 from multiprocessing import Pool

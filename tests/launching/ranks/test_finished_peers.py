@@ -22,8 +22,6 @@ def waits_in(how: str) -> int:
     import torch.distributed as dist
     from torch import nn, ones
 
-    from notebook_accel import Accelerator
-
     finished_peers._PATIENCE_S = 0.5
     rank = int(os.environ["RANK"])
     if how in ("barrier", "backward"):
@@ -35,7 +33,7 @@ def waits_in(how: str) -> int:
             else:
                 dist.barrier()
     elif rank != 1:
-        dist.init_process_group("gloo") if how == "making a group" else Accelerator()
+        dist.init_process_group("gloo")
     return rank
 
 
@@ -72,7 +70,7 @@ def waits_long(how: str, looked: str) -> float:
         ("barrier", 2, "spawn"),
         *(
             pytest.param(*slow, marks=pytest.mark.slow)
-            for slow in (("backward", 3, "spawn"), ("making a group", 2, "fork"), ("making an object", 2, "spawn"))
+            for slow in (("backward", 3, "spawn"), ("making a group", 2, "fork"))
         ),
     ],
 )

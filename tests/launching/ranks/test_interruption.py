@@ -26,11 +26,7 @@ def both(folder: pathlib.Path, what: str) -> bool:
     [
         ("all_reduce", "spawn"),
         ("store", "fork"),
-        *(
-            pytest.param(how, "spawn", marks=pytest.mark.slow)
-            for how in ("wait", "backward", "recv", "store", "joining")
-        ),
-        *(pytest.param(how, "fork", marks=pytest.mark.slow) for how in ("all_reduce", "backward")),
+        *(pytest.param(how, "spawn", marks=pytest.mark.slow) for how in ("backward", "recv", "joining")),
     ],
 )
 def test_rank_that_waits_for_another_is_brought_out_of_it(
