@@ -228,14 +228,6 @@ def test_what_is_not_there_is_refused(
     assert capsys.readouterr().err.startswith(said)
 
 
-@pytest.mark.parametrize("flag", ["--num_proc", "--use_fsdb"])
-def test_flag_that_nobody_knows_is_named(script: pathlib.Path, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        launch(flag, script, "train")
-    assert stopped.value.code == 2
-    assert f"there is no option {flag};" in capsys.readouterr().err
-
-
 def test_flags_for_what_is_not_done_here_are_named_all_at_once(
     script: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

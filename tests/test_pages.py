@@ -83,6 +83,7 @@ for entry in registry.latest():
 """
 
 
+# Takes over 3 s for the README, whose program is what everybody runs first.
 @pytest.mark.timeout(_PAGE_TIMEOUT_S)
 @pytest.mark.parametrize(
     "page",

@@ -63,6 +63,7 @@ def folder(notebook: kernels.Kernel, tmp_path_factory: pytest.TempPathFactory) -
     notebook.run(f"os.chdir({before})")
 
 
+# Takes over 3 s: the script trains in a process of its own, which imports torch.
 @pytest.mark.front_end
 @pytest.mark.parametrize(
     ("ranks", "command"),

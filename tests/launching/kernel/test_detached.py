@@ -42,6 +42,7 @@ from tests.launching.test_run_folders import ended, held
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
+# Tests here that launch take over 3 s: each run has an agent and a template of its own, as it must.
 _LONG_S = 100.0  # each run has a template of its own, whose import of torch can take a minute on a busy machine
 Command = Callable[..., subprocess.CompletedProcess[str]]
 

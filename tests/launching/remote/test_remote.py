@@ -220,6 +220,7 @@ def all_wait(folder: pathlib.Path) -> None:
     processes.wait_until(lambda: all(mark.exists() for mark in marks), "all ranks wait", timeout_s=DEADLINE_S)
 
 
+# Takes over 3 s: two agents start their templates.
 def test_ranks_meet_over_two_agents_and_all_end_and_start_again_when_one_fails(running: Engine) -> None:
     job = running.start(place)
     assert job.results(DEADLINE_S) == [(0, "0", "0", "0"), (1, "1", "0", "0"), (2, "0", "1", "1"), (3, "1", "1", "1")]
