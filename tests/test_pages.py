@@ -46,7 +46,7 @@ def _commands(block: Block) -> list[str]:
 
 
 _THAT_RUN = [page for page, blocks in _ALL.items() if any(map(_runs, blocks))]
-_OF_README = {block.text for block in _ALL[pages.README]}
+_OF_README = {block.cell for block in _ALL[pages.README]}
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ for entry in registry.latest():
     [
         pytest.param(page, marks=pytest.mark.front_end if page == pages.README else pytest.mark.slow, id=page.name)
         for page in _THAT_RUN
-        if page == pages.README or any(_runs(block) and block.text not in _OF_README for block in _ALL[page])
+        if page == pages.README or any(_runs(block) and block.cell not in _OF_README for block in _ALL[page])
     ],
 )
 def test_blocks_of_a_page_run_in_order(

@@ -218,6 +218,7 @@ def warning(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "arning: systemd ends a detached run when the service jupyter.service is stopped or restarted."
 
 
+@pytest.mark.slow
 def test_run_that_was_lost_with_its_agent_tells_its_last_step_and_is_launched_again(
     tmp_path: pathlib.Path, warning: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,7 @@ def test_without_debug_mode_there_is_none(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().out == "Launching training on 1 CPU.\n"
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_meet_are_found_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTEBOOK_ACCEL_DEBUG", "1")
     monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "NONE")  # ranks can be started, and not meet

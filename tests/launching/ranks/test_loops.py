@@ -28,7 +28,9 @@ def runs_one_of(loops: Sequence[Callable[[], Any]]) -> Any:
     return loop()
 
 
-@pytest.mark.parametrize("half", [0, 1])  # takes over 3 s: fourteen ranks train side by side
+@pytest.mark.parametrize(
+    "half", [0, pytest.param(1, marks=pytest.mark.slow)]
+)  # takes over 3 s: fourteen ranks train side by side
 def test_every_loop_is_counted_once(launch: Callable[..., Job], half: int) -> None:
     loops = [*training_loops.LOOPS][half::2]
     job = launch(runs_one_of, loops, num_processes=len(loops))
@@ -41,7 +43,7 @@ def test_every_loop_is_counted_once(launch: Callable[..., Job], half: int) -> No
     assert not any(rank.is_evaluating for rank in job.ranks)
 
 
-@pytest.mark.parametrize(("ranks", "group_size"), [(2, 0), (2, 2)])
+@pytest.mark.parametrize(("ranks", "group_size"), [(2, 0), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_ranks_that_train_without_each_other_are_warned_of(
     launch: Callable[..., Job], ranks: int, group_size: int
 ) -> None:
@@ -74,6 +76,7 @@ def test_evaluation_is_told_apart_from_training(launch: Callable[..., Job], loop
     assert said == {(8, None)}
 
 
+@pytest.mark.slow
 def test_epochs_of_a_prepared_loader_are_those_of_a_bar_over_epochs_only(launch: Callable[..., Job]) -> None:
     """While the first step runs, a bar over all steps can't be told from one over epochs."""
     for loop, epochs in (
@@ -92,7 +95,10 @@ def test_bar_over_epochs_gives_their_number_and_the_loader_the_steps(launch: Cal
 
 @pytest.mark.parametrize(
     ("loop", "total"),
-    [(training_loops.bar_over_batches, 16), (training_loops.bar_over_all_steps, 48)],
+    [
+        (training_loops.bar_over_batches, 16),
+        pytest.param(training_loops.bar_over_all_steps, 48, marks=pytest.mark.slow),
+    ],
     ids=["batches", "all_steps"],
 )
 def test_bar_that_counts_the_steps_keeps_the_row(launch: Callable[..., Job], loop: Any, total: int) -> None:
