@@ -36,7 +36,7 @@ class Stream:
     """Calls a host, and hands on what it says in two pieces, as a network may."""
 
     def __init__(self, node: Node, agent_pid: int) -> None:
-        self._host, self._ahead_s = node.host, node.clock_ahead_s
+        self._node, self._host = node, node.host
         self._agent_pid = agent_pid
         self._rest = b""
 
@@ -46,9 +46,9 @@ class Stream:
     def read(self) -> tuple[float, bytes]:
         if self._rest:
             data, self._rest = self._rest, b""
-            return time.monotonic(), data
+            return time.monotonic() + self._node.clock_ahead_s, data
         time_s, data = self._host.read(self._agent_pid, 0.2)
-        time_s += self._ahead_s
+        time_s += self._node.clock_ahead_s
         data, self._rest = data[: len(data) // 2], data[len(data) // 2 :]
         return time_s, data
 
