@@ -131,7 +131,6 @@ def test_modules_with_parametrizations_train_alike(
         assert not parametrize.is_parametrized(got, "weight")
 
 
-@pytest.mark.slow
 def test_loader_leaves_its_persistent_workers_behind(memory_file: int) -> None:
     loader = torch.utils.data.DataLoader(range(4), batch_size=2, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
     iterator = iter(loader)
@@ -141,6 +140,8 @@ def test_loader_leaves_its_persistent_workers_behind(memory_file: int) -> None:
     assert [batch.tolist() for batch in iterator] == [[2, 3]]
     with pytest.raises(PayloadError, match="can't be sent"):
         serialization.pickle_by_value(iterator, roots={"iterator": iterator})
+    for each in (loader, opened.value):
+        each._iterator._shutdown_workers()  # which would take seconds at the next look
 
 
 def test_what_cannot_be_rebuilt_is_named() -> None:
