@@ -109,6 +109,7 @@ def test_end_of_a_short_run_is_not_kept_waiting_by_what_it_has_reported(
     assert not pauses
 
 
+@pytest.mark.slow
 def test_torchs_table_of_compile_times_appears_if_it_is_asked_for(launch: Callable[..., Job]) -> None:
     jobs = [launch(functions.shows_compile_times, shows, num_processes=1) for shows in (True, False)]
     for job, shows in zip(jobs, (True, False), strict=True):
