@@ -245,6 +245,7 @@ def use(): return compiled(torch.ones(1)).item(), dynamo_config is sys.modules["
 """
 
 
+# Takes over 3 s: another process imports all that the notebook has imported.
 def test_what_every_process_has_of_its_own_goes_by_name() -> None:
     namespace = notebook(BY_NAME)
     there = elsewhere(namespace["use"], namespace)

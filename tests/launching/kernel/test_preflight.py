@@ -148,6 +148,7 @@ def test_little_shared_memory_is_a_warning_that_is_printed_once(
     assert "--shm-size" in findings[0].fix
 
 
+@pytest.mark.slow
 def test_accelerator_and_libraries_matter_only_to_forks() -> None:
     code = """
 import sys, types

@@ -25,7 +25,7 @@ def both(folder: pathlib.Path, what: str) -> bool:
     ("how", "method"),
     [
         ("all_reduce", "spawn"),
-        ("store", "fork"),
+        pytest.param("store", "fork", marks=pytest.mark.slow),
         *(pytest.param(how, "spawn", marks=pytest.mark.slow) for how in ("backward", "recv", "joining")),
     ],
 )
