@@ -131,14 +131,11 @@ def test_sizes_of_a_mesh_that_is_not_asked_for_do_not_count() -> None:
     assert config.resolve({}, environ={"PARALLELISM_CONFIG_TP_SIZE": "2"}) == LaunchConfig()
 
 
-def test_accelerates_variable_for_the_precision_counts_unless_ours_is_set(file: pathlib.Path) -> None:
+def test_accelerates_variable_for_the_precision_counts_above_the_file(file: pathlib.Path) -> None:
     write(file, "mixed_precision: no\n")
     theirs = {"ACCELERATE_MIXED_PRECISION": "BF16"}
     assert config.resolve({}, file=file, environ=theirs).mixed_precision == "bf16"
-    assert config.resolve({}, environ={**theirs, "NOTEBOOK_ACCEL_MIXED_PRECISION": "fp16"}).mixed_precision == "fp16"
-    off = config.resolve({"mixed_precision": "no"}, environ=theirs)
-    assert config.training_variables(off, theirs) == {"ACCELERATE_MIXED_PRECISION": "no"}
-    assert config.training_variables(off, {}) == {}
+    assert config.training_variables(config.resolve({"mixed_precision": "no"}, environ=theirs), {}) == {}
     with pytest.raises(ConfigError, match="ACCELERATE_MIXED_PRECISION can't be used: mixed_precision='fp8'"):
         config.resolve({}, environ={"ACCELERATE_MIXED_PRECISION": "fp8"})
 

@@ -33,6 +33,7 @@ def test_is_not_blamed_for_the_one_before():
 """
 
 
+@pytest.mark.slow
 def test_leaks_are_named_and_blamed_on_the_test_that_left_them(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "test_leaks.py"
     file.write_text(_LEAKS_EVERYTHING)

@@ -8,6 +8,7 @@ import pathlib
 import re
 import types
 
+import nbformat
 import pytest
 
 import notebook_accel
@@ -38,6 +39,25 @@ def test_every_public_name_has_an_entry_in_the_reference() -> None:
     for entry in entries:
         module, _, name = entry.rpartition(".")
         assert hasattr(importlib.import_module(module), name), entry
+
+
+@pytest.mark.parametrize("path", sorted(_ROOT.glob("example_notebooks/*.ipynb")), ids=lambda path: path.name)
+def test_notebook_is_committed_with_the_outputs_of_one_whole_run(path: pathlib.Path) -> None:
+    """``docs/save_outputs.py`` saves them."""
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    counts, shown = [], []
+    for cell in notebook.cells:
+        if "restart-kernel" in cell.metadata.get("tags", ()):
+            counts.clear()
+        if cell.cell_type == "code":
+            counts.append(cell.execution_count)
+            assert counts[-1] == len(counts)
+            assert all(output.output_type in ("stream", "execute_result") for output in cell.outputs)
+            shown += [output.get("text") or output.data["text/plain"] for output in cell.outputs]
+    assert any(text.startswith("Launching training on ") for text in shown) or "2 ranks are ready" in shown[0]
+    assert not re.search(r"^\[\d\d:\d\d\]", "\n".join(shown), re.MULTILINE)  # the speed of one machine
+    assert path.stat().st_size < 20_000
 
 
 @pytest.fixture

@@ -34,22 +34,17 @@ def test_place_that_can_not_be(environ: dict[str, str], complaint: str) -> None:
     assert "unset" in caught.value.fix
 
 
-@pytest.mark.parametrize("text", ["1", "true", "True", "YES", "y", "on", " on "])
-def test_text_that_means_yes(text: str) -> None:
-    assert environment.is_true(text)
-    assert not environment.is_false(text)
-
-
-@pytest.mark.parametrize("text", ["0", "false", "NO", "n", "off"])
-def test_text_that_means_no(text: str) -> None:
-    assert environment.is_false(text)
-    assert not environment.is_true(text)
-
-
-@pytest.mark.parametrize("text", ["", "2", "banana"])
-def test_text_that_means_neither(text: str) -> None:
-    assert not environment.is_true(text)
-    assert not environment.is_false(text)
+@pytest.mark.parametrize(
+    ("texts", "is_true", "is_false"),
+    [
+        (["1", "true", "True", "YES", "y", "on", " on "], True, False),
+        (["0", "false", "NO", "n", "off"], False, True),
+        (["", "2", "banana"], False, False),
+    ],
+)
+def test_text_that_means_yes_no_or_neither(texts: list[str], is_true: bool, is_false: bool) -> None:
+    for text in texts:
+        assert (environment.is_true(text), environment.is_false(text)) == (is_true, is_false), text
 
 
 def test_variables_that_are_read_at_import() -> None:

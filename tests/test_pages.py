@@ -45,9 +45,8 @@ def _commands(block: Block) -> list[str]:
     return [line for line in block.text.replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
 
 
-of_each_page_that_runs = pytest.mark.parametrize(
-    "page", [page for page, blocks in _ALL.items() if any(map(_runs, blocks))], ids=lambda page: page.name
-)
+_THAT_RUN = [page for page, blocks in _ALL.items() if any(map(_runs, blocks))]
+_OF_README = {block.cell for block in _ALL[pages.README]}
 
 
 @pytest.fixture
@@ -84,8 +83,16 @@ for entry in registry.latest():
 """
 
 
+# Takes over 3 s for the README, whose program is what everybody runs first.
 @pytest.mark.timeout(_PAGE_TIMEOUT_S)
-@of_each_page_that_runs
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.front_end if page == pages.README else pytest.mark.slow, id=page.name)
+        for page in _THAT_RUN
+        if page == pages.README or any(_runs(block) and block.cell not in _OF_README for block in _ALL[page])
+    ],
+)
 def test_blocks_of_a_page_run_in_order(
     page: pathlib.Path, tmp_path: pathlib.Path, variables: dict[str, str], kernel: kernels.Kernel
 ) -> None:
@@ -105,7 +112,7 @@ def test_blocks_of_a_page_run_in_order(
     assert ended.status == "ok", ended.traceback
 
 
-@of_each_page_that_runs
+@pytest.mark.parametrize("page", _THAT_RUN, ids=lambda page: page.name)
 def test_page_loads_the_extension_before_its_first_magic(page: pathlib.Path) -> None:
     lines = [line for block in _ALL[page] if block.language == "python" for line in block.text.splitlines()]
     ours = [line for line in lines if re.match(r"%load_ext|%%?(distributed|rank|push|pull)\b", line)]
@@ -174,49 +181,3 @@ def test_shell_block_has_flags_that_exist(block: Block, monkeypatch: pytest.Monk
         if line.startswith(_OURS):
             _, unknown = cli.make_parser().parse_known_args(shlex.split(line, comments=True)[1:])
             assert unknown == [], line
-
-
-def test_block_has_the_comment_before_it_and_no_other(tmp_path: pathlib.Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("""\
-<!-- run first
-x = 1
--->
-
-<!-- raises KeyError -->
-```python
-{}[x]
-```
-
-<!-- output -->
-```text
-KeyError: 1
-```
-
-<!-- not run: needs two GPUs -->
-Some text.
-
-```sh
-ls
-```
-""")
-    first, second, third, fourth = pages.blocks(page)
-    assert (first.text, first.line, first.language) == ("x = 1\n", 2, "python")
-    assert (second.text, second.line, second.raises) == ("{}[x]\n", 7, "KeyError")
-    assert third.is_output
-    assert (fourth.note, fourth.is_shell) == ("", True)
-    assert pages.without_blocks(page).split() == ["Some", "text."]
-
-
-@pytest.mark.parametrize(
-    ("expected", "shown", "agree"),
-    [
-        ("loss 0.25\nsaved /tmp/a/b.log", "before loss 1 saved /home/me/c after", True),
-        ("first ... last", "first, and others, last", True),
-        ("last ... first", "first, and others, last", False),
-        ("    call(1)\nValueError: no", "    call(2)\n    ^^^^^^^\nValueError: no", True),
-        ("ValueError: no", "ValueError: yes", False),
-    ],
-)
-def test_output_is_compared_apart_from_details(expected: str, shown: str, agree: bool) -> None:
-    assert pages.is_shown(expected, shown) is agree

@@ -214,6 +214,7 @@ def test_shell_command_does_what_it_does_in_the_notebook(
     assert run(cell) == printed
 
 
+@pytest.mark.slow
 def test_spawned_workers_of_a_loader_find_what_the_script_has(notebook: Notebook) -> None:
     notebook.run("""
 import torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
 import subprocess
@@ -14,11 +13,8 @@ import pytest
 from tests import kernels
 
 _CELLS = """
-%load_ext notebook_accel
-import os
 from collections import namedtuple
 
-import torch
 from torch.utils.data import DataLoader, TensorDataset
 ---
 %%time
@@ -56,24 +52,28 @@ _OUTCOME = r"Outcome\(rank=\d, loss=\([^()]*\)\)"  # two ranks may write on one 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return tmp_path_factory.mktemp("notebook")
+def folder(notebook: kernels.Kernel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    """The folder in which the notebook is, after its first cells."""
+    made, before = tmp_path_factory.mktemp("notebook"), notebook.value("os.getcwd()")
+    notebook.run(f"os.chdir({str(made)!r})")
+    for cell in _CELLS.strip().split("\n---\n"):
+        ran = notebook.run(cell)
+        assert ran.status == "ok", ran.traceback
+    yield made
+    notebook.run(f"os.chdir({before})")
 
 
-@pytest.fixture(scope="module")
-def notebook(folder: pathlib.Path) -> Iterator[kernels.Kernel]:
-    variables = {"NOTEBOOK_ACCEL_CONFIG_FILE": os.devnull, "CUDA_VISIBLE_DEVICES": ""}
-    with kernels.running(folder, variables) as kernel:
-        for cell in _CELLS.strip().split("\n---\n"):
-            assert kernel.run(cell).status == "ok"
-        yield kernel
-
-
+# Takes over 3 s: the script trains in a process of its own, which imports torch.
 @pytest.mark.front_end
 @pytest.mark.parametrize(
-    ("ranks", "command"), [(1, []), (2, ["-m", "torch.distributed.run", "--nproc_per_node", "2"])],
-    ids=["python", "torchrun"],
-)  # fmt: skip
+    ("ranks", "command"),
+    [
+        pytest.param(1, [], id="python"),
+        pytest.param(
+            2, ["-m", "torch.distributed.run", "--nproc_per_node", "2"], id="torchrun", marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_script_comes_to_what_the_cell_comes_to(
     notebook: kernels.Kernel, folder: pathlib.Path, tmp_path: pathlib.Path, ranks: int, command: list[str]
 ) -> None:
@@ -90,16 +90,13 @@ def test_script_comes_to_what_the_cell_comes_to(
     assert sorted(re.findall(_OUTCOME, done.stdout)) == outcomes
 
 
-@pytest.mark.parametrize(
-    ("flags", "cell", "said"),
-    [
+@pytest.mark.usefixtures("folder")
+def test_what_cannot_be_exported_is_named(notebook: kernels.Kernel) -> None:
+    for flags, cell, said in (
         ("--overwrite", "1", "--overwrite goes with --export"),
-        ("--export refused.py", "def g(x): pass", "each rank calls g: x would have no value"),
         ("--export refused.py", "x = 1\n%time x", "line 3: %time is IPython's"),
-    ],
-)
-def test_what_cannot_be_exported_is_named(notebook: kernels.Kernel, flags: str, cell: str, said: str) -> None:
-    outcome = notebook.run(f"%%distributed {flags}\n{cell}")
-    assert outcome.status == "error" and said in outcome.traceback + outcome.stderr
-    assert len(outcome.traceback.splitlines()) <= 4
+    ):
+        outcome = notebook.run(f"%%distributed {flags}\n{cell}")
+        assert outcome.status == "error" and said in outcome.traceback + outcome.stderr
+        assert len(outcome.traceback.splitlines()) <= 4
     assert notebook.value("[name for name in os.listdir() if 'refused' in name]") == "[]"

@@ -224,8 +224,6 @@ def wait_for_each_other(how: str, folder: str) -> None:
         dist.recv(mine, other)
     elif how == "all_reduce":
         dist.all_reduce(mine)
-    elif how == "wait":
-        dist.all_reduce(mine, async_op=True).wait()
     elif how == "backward":
         loss.backward()
     elif how == "store":

@@ -187,7 +187,7 @@ def test_enum_that_is_sent_again_stays_one_class() -> None:
 BY_NAME = """
 import argparse, dataclasses, random, sys, xml
 import numpy, torch, xml.dom.minidom, xml.etree.ElementTree
-import torch.backends.cudnn as cudnn, torch._dynamo.config as dynamo_config
+import torch.backends.cudnn as cudnn
 from dataclasses import KW_ONLY, MISSING
 from logging import lastResort
 from numpy import _NoValue
@@ -210,7 +210,6 @@ class Net(torch.nn.Module):
     def forward(self): return torch.tensor(len(self.classes) + len(self.ops) + self.rnn).item()
 
 arguments, own, add, write = argparse.Namespace(deterministic=True), Random(3), torch.ops.aten.add, sys.stdout.write
-compiled = torch.compile(lambda x: torch.sin(x) * 0, backend="eager")
 
 def defaults(of=MISSING, file=sys.stdout, errors=sys.stderr):
     return of is dataclasses.MISSING, file is sys.stdout, errors is sys.stderr
@@ -233,13 +232,20 @@ def use():
     return [
         drawn, rand(), own.random(), choice([4]), Net({})(), arguments.deterministic,
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark,
-        add(torch.ones(1), 1).item(), compiled(torch.ones(1)).item(), write(""),
+        add(torch.ones(1), 1).item(), write(""),
         environ is sys.modules["os"].environ, default_generator is torch.default_generator, defaults(), nested(),
         [field.default is MISSING for field in dataclasses.fields(Settings)], _NoValue is numpy._NoValue,
-        lastResort is sys.modules["logging"].lastResort, dynamo_config is sys.modules["torch._dynamo.config"]]
+        lastResort is sys.modules["logging"].lastResort]
+"""
+
+COMPILED = """
+import sys, torch, torch._dynamo.config as dynamo_config
+compiled = torch.compile(lambda x: torch.sin(x) * 0, backend="eager")
+def use(): return compiled(torch.ones(1)).item(), dynamo_config is sys.modules["torch._dynamo.config"]
 """
 
 
+# Takes over 3 s: another process imports all that the notebook has imported.
 def test_what_every_process_has_of_its_own_goes_by_name() -> None:
     namespace = notebook(BY_NAME)
     there = elsewhere(namespace["use"], namespace)
@@ -248,6 +254,12 @@ def test_what_every_process_has_of_its_own_goes_by_name() -> None:
         assert there == str(namespace["use"]())
     finally:
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = is_deterministic
+
+
+@pytest.mark.slow
+def test_compiled_function_and_the_settings_of_its_compiler() -> None:
+    namespace = notebook(COMPILED)
+    assert elsewhere(namespace["use"], namespace) == str(namespace["use"]()) == "(0.0, True)"
 
 
 def test_other_instances_go_by_value_since_the_notebook_may_have_changed_them() -> None:

@@ -9,8 +9,6 @@ import os
 import pathlib
 import resource
 import socket
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -142,6 +140,8 @@ def test_loader_leaves_its_persistent_workers_behind(memory_file: int) -> None:
     assert [batch.tolist() for batch in iterator] == [[2, 3]]
     with pytest.raises(PayloadError, match="can't be sent"):
         serialization.pickle_by_value(iterator, roots={"iterator": iterator})
+    for each in (loader, opened.value):
+        each._iterator._shutdown_workers()  # which would take seconds at the next look
 
 
 def test_what_cannot_be_rebuilt_is_named() -> None:
@@ -159,19 +159,6 @@ class Pair(Exception):
         with pytest.raises((ValueError, TypeError)) as caught:
             serialization.loads(bytes(pickled.data))
         assert vars(caught.value)[serialization.ROOT_ATTRIBUTE] == "it"
-
-
-@pytest.mark.parametrize("tensor", [
-    torch.empty(0), torch.tensor(3), torch.ones(3, dtype=torch.bfloat16), torch.ones(5000).to_sparse(),
-    torch.ones(64, 64).t(), torch.ones(4000, dtype=torch.uint16),
-    torch.ones(9).to(torch.float8_e4m3fn), torch.ones(9000, requires_grad=True) * 2,
-    torch.ones(3000, dtype=torch.complex64),
-])  # fmt: skip
-def test_kinds_of_tensors(tensor: torch.Tensor, memory_file: int) -> None:
-    _, opened = send(tensor, memory_file)
-    assert opened.value.dtype == tensor.dtype
-    assert opened.value.to_dense().tolist() == tensor.to_dense().tolist()
-    assert opened.value.stride() == tensor.stride() if tensor.layout == torch.strided else True
 
 
 def test_functions_share_the_receivers_namespace(memory_file: int) -> None:
@@ -326,22 +313,6 @@ def test_opened_tensors_hold_no_descriptor(memory_file: int) -> None:
     assert opened.value.sum() == 0
 
 
-def test_mapping_goes_with_the_last_tensor_in_it() -> None:
-    def is_mapped() -> bool:
-        gc.collect()
-        return "memfd:goes" in pathlib.Path("/proc/self/maps").read_text()
-
-    descriptor = memory_files.memory_file("goes")
-    tensors = [torch.zeros(1 << 20), torch.ones(1 << 20)]
-    serialization.dump(descriptor, serialization.pickle_by_value(tensors, roots={}))
-    kept = serialization.load(descriptor).value[1][5:]
-    os.close(descriptor)
-    total = float(kept.sum())
-    assert (is_mapped(), total) == (True, (1 << 20) - 5)
-    del kept
-    assert not is_mapped()
-
-
 @pytest.mark.parametrize("size_bytes", [100, 1 << 20])
 def test_what_has_been_sent_is_kept_only_as_long_as_its_pickle(size_bytes: int) -> None:
     array = numpy.zeros(size_bytes, dtype=numpy.uint8)
@@ -414,14 +385,6 @@ def test_file_that_may_not_grow_so_far_is_an_error_of_ours(memory_file: int) -> 
             serialization.dump(memory_file, pickled)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_kernel_without_torch_can_send() -> None:
-    code = (
-        "import sys; from notebook_accel.payload import serialization as s;"
-        "p = s.pickle_by_value([1], roots={}); assert 'torch' not in sys.modules"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 def test_file_on_a_disk_without_room_says_so(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,12 +188,13 @@ def test_mapped_array_without_its_file_is_sent_by_value(tmp_path: pathlib.Path, 
     assert numpy.array_equal(got, mapped)
 
 
-def test_nothing_keeps_the_memory_after_the_last_view() -> None:
+@pytest.mark.parametrize("ones", [numpy.ones, torch.ones])
+def test_nothing_keeps_the_memory_after_the_last_view(ones: Any) -> None:
     def is_mapped() -> bool:
         gc.collect()
         return "memfd:kept" in pathlib.Path("/proc/self/maps").read_text()
 
-    got, _ = through(numpy.ones(5000), "kept")
+    got, _ = through(ones(5000), "kept")
     view = got[5:]
     del got
     assert is_mapped() and view.sum() == 4995

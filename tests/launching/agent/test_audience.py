@@ -12,6 +12,7 @@ import socket
 import struct
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from notebook_accel.launching import run_folders
@@ -21,6 +22,7 @@ from notebook_accel.launching.kernel import detached_link
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
+from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop
 from tests import processes
 from tests.launching import functions
@@ -190,29 +192,44 @@ def test_agent_that_no_launch_reaches_goes_and_its_folder_too() -> None:
     processes.wait_until(lambda: not folder.path.exists(), "the folder is removed", _LONG_S)
 
 
-def test_reader_that_takes_nothing_is_dropped_and_holds_nobody_up(tmp_path: pathlib.Path) -> None:
-    mark = tmp_path / "mark"
-    job = launch(
-        functions.reports_until, str(mark), None, 0.001
-    )  # it prints so much that the reader's line is soon full
-    wait_for_steps(job)
-    stranger = job.folder.connect()
-    with contextlib.closing(Connection(stranger)) as reader:
-        reader.set_receive_deadline(_LONG_S)
+@pytest.mark.parametrize("patience_s", [600.0, 0.0], ids=["too much", "too long"])
+def test_reader_that_takes_nothing_is_dropped_and_holds_nobody_up(
+    patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audience, "_PATIENCE_S", patience_s)
+    folder, lock = run_folders.make("night")
+    folder.write_facts(facts())
+    attachments, loop = Attachments(folder, None, 1), EventLoop()
+    attachments.begin(loop, lambda *_: None, lambda: None)
+    readers = [Connection(folder.connect()) for _ in range(2)]
+    for reader in readers:
+        reader.set_blocking(False)
         reader.send(messages.encode(messages.Hello(who="x", follows=True)))
-        [attached, *_] = reader.receive()
-        os.close(attached.descriptors[0])
-        before = job.ranks[0].metrics["loss"]
-        dropped = select.poll()
-        dropped.register(stranger.fileno(), 0)  # tells of the other end's close only, whatever is left to read
-        processes.wait_until(lambda: dropped.poll(0), "it is dropped", 100.0)
-        assert job.ranks[0].metrics["loss"] < before  # meanwhile the run has gone on, and others have heard of it
-        with pytest.raises(ClosedError):
-            while True:
-                reader.receive()
-    mark.touch()
-    assert len(job.results(_LONG_S)) == 2
-    wait_for_its_end(job)
+    processes.wait_until(
+        lambda: loop.wait(0) or [each.follows for each in attachments._attached] == [True, True], "both are attached"
+    )
+    reads, takes_nothing = readers
+    [attached, *_] = processes.wait_until(reads.receive, "it has the journal")
+    os.close(attached.descriptors[0])
+    told, heard = 0, 0
+    said = msgspec.Raw(events.encode(events.Output(text="x" * 50_000)))
+    while len(attachments._attached) == 2 and told < 1000:
+        attachments.tell(messages.Said(job_id=folder.id, rank=0, event=said))
+        told += 1
+        while heard < told:
+            attachments.flush()
+            heard += len(reads.receive())
+    assert len(attachments._attached) == 1
+    assert (told < 100) == (patience_s == 0.0)
+    left = takes_nothing.receive()
+    os.close(left[0].descriptors[0])
+    with pytest.raises(ClosedError):
+        while True:
+            takes_nothing.receive()
+    attachments.close()
+    for reader in readers:
+        reader.close()
+    os.close(lock)
 
 
 def test_end_is_in_the_folder_before_a_kernel_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,7 @@ def has_a_new_template(faults: Faults) -> None:
         ends(faults.launch(functions.rank))
 
 
+@pytest.mark.chaos
 @pytest.mark.timeout(600)  # some forty launches
 def test_error_ends_the_run_that_met_it_and_no_other(faults: Faults) -> None:
     places: list[str] = []

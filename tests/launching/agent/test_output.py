@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,18 +50,12 @@ def read_lines(chunks: list[bytes]) -> list[str]:
 
 def test_first_lines_are_said_also_of_a_flood_that_nobody_saw_begin() -> None:
     count = 300_000
-    flood = "".join(f"line {number} {'x' * 50}\n" for number in range(count)).encode()
-    for is_read_before_its_end in (True, False):
-        log = Log()
-        if is_read_before_its_end:
-            log.write(flood)
-        else:
-            os.write(log.descriptor, flood)
-        lines = log.finish()
-        numbers = [int(line.split()[1]) for line in lines]
-        assert numbers[0] == 0 and numbers[-1] == count - 1
-        assert numbers == sorted(numbers)
-        assert len(numbers) + log.left_out == count and log.left_out > 0
+    log = Log()
+    os.write(log.descriptor, "".join(f"line {number} {'x' * 50}\n" for number in range(count)).encode())
+    numbers = [int(line.split()[1]) for line in log.finish()]
+    assert numbers[0] == 0 and numbers[-1] == count - 1
+    assert numbers == sorted(numbers)
+    assert len(numbers) + log.left_out == count and log.left_out > 0
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20)), st.data())
@@ -75,18 +68,11 @@ def test_lines_survive_any_cut(lines: list[str], data: st.DataObject) -> None:
 
 @given(st.data())
 def test_carriage_return_starts_the_line_over_however_it_is_cut(data: st.DataObject) -> None:
-    whole = b"10%\r50%\r100%\nnext\r\nlast\r"
+    whole = b"10%\r50%\r100%\nnext\r\n\xff\xfe ok\nwithout an end\r"
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
     chunks = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
-    assert read_lines([chunk for chunk in chunks if chunk]) == ["100%", "next", "last"]
-
-
-def test_last_line_without_its_end_is_said() -> None:
-    assert read_lines([b"a\nb"]) == ["a", "b"]
-
-
-def test_bytes_that_are_no_text_are_shown_as_such() -> None:
-    assert read_lines([b"\xff\xfe ok\n"]) == ["\ufffd\ufffd ok"]
+    read = read_lines([chunk for chunk in chunks if chunk])
+    assert read == ["100%", "next", "\ufffd\ufffd ok", "without an end"]
 
 
 def test_endless_line_is_cut_into_pieces() -> None:
@@ -109,13 +95,17 @@ def numbers(lines: list[str]) -> list[int]:
 
 
 def test_of_a_flood_the_first_and_the_last_lines_are_said_and_the_others_counted() -> None:
-    log = Log()
-    flood(log, 2_000_000)
+    log, count = Log(), 1_000_000
+    flood(log, count)
+    gaps = [event for event in log.said if event.left_out]
+    assert (
+        1 <= len(gaps) <= count / 100_000 * 0.05 * 16 + 1
+    )  # the smallest piece after a gap takes 1/16 s to be allowed
     said = numbers(log.finish())
     assert said[:200_000] == list(range(200_000))
-    assert said[-4000:] == list(range(1_996_000, 2_000_000))
+    assert said[-4000:] == list(range(count - 4000, count))
     assert said == sorted(said)
-    assert len(said) + log.left_out == 2_000_000
+    assert len(said) + log.left_out == count
     assert len(said) < 600_000
 
 
@@ -127,14 +117,6 @@ def test_what_is_said_after_a_gap_begins_with_a_whole_line() -> None:
     for event in gaps:
         assert all(len(line) == len("line 000000000") for line in event.text.split("\n"))
     assert len(numbers(log.finish())) + log.left_out == 400_000
-
-
-def test_a_flood_has_at_most_a_gap_a_second() -> None:
-    log = Log()
-    flood(log, 5_000_000, step_s=0.05)
-    gaps = [event for event in log.said if event.left_out]
-    assert 1 <= len(gaps) <= 50 * 0.05 * 16 + 1  # the smallest piece after a gap takes 1/16 s to become allowed
-    assert len(numbers(log.finish())) + log.left_out == 5_000_000
 
 
 def test_calm_after_a_flood_lets_everything_through_again() -> None:
@@ -194,19 +176,14 @@ def test_log_is_the_users_own_file(tmp_path: pathlib.Path) -> None:
     assert (file.name, file.read_text(), file.stat().st_mode & 0o777, complaint) == ("rank_3.log", "hello\n", 0o600, "")
 
 
-def check_complaint(folder: pathlib.Path, prepare: Callable[[], object]) -> None:
-    prepare()
-    descriptor, complaint = open_log(str(folder), 0)
-    assert "no log file" in complaint
-    os.write(descriptor, b"kept all the same")
-    assert os.pread(descriptor, 100, 0) == b"kept all the same"
-    os.close(descriptor)
-
-
 def test_without_a_file_the_log_is_in_memory(tmp_path: pathlib.Path) -> None:
-    check_complaint(tmp_path / "nowhere", lambda: None)
-    # A link that somebody else has put there is not followed.
-    check_complaint(tmp_path, lambda: (tmp_path / "rank_0.log").symlink_to(tmp_path / "elsewhere"))
+    (tmp_path / "rank_0.log").symlink_to(tmp_path / "elsewhere")  # which somebody else has put there
+    for folder in (tmp_path / "nowhere", tmp_path):
+        descriptor, complaint = open_log(str(folder), 0)
+        assert "no log file" in complaint
+        os.write(descriptor, b"kept all the same")
+        assert os.pread(descriptor, 100, 0) == b"kept all the same"
+        os.close(descriptor)
     assert not (tmp_path / "elsewhere").exists()
 
 

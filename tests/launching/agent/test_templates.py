@@ -8,35 +8,30 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from notebook_accel.errors import ProcessStartError
+from notebook_accel.launching.kernel import local
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.processes import bootstrap
 from tests import kernels, processes
 from tests.launches import FIRST_LAUNCH_S
-
-WHO = "%%distributed -n 1 --view none\nimport os\nos.getppid()"
-
-
-def template_of(kernel: kernels.Kernel) -> processes.Process:
-    [agent] = processes.children(kernel.pid)
-    [template] = processes.children(agent.pid)
-    return template
+from tests.launching import functions
 
 
-def parent_of_ranks(kernel: kernels.Kernel, options: str = "") -> int:
-    outcome = kernel.run(WHO.replace("%%distributed", f"%%distributed {options}"), FIRST_LAUNCH_S)
-    assert outcome.status == "ok", outcome.traceback
-    return int(outcome.result.strip("[]"))
+def parent_of_ranks(launch: Callable[..., Job], **options: Any) -> int:
+    [pid] = launch(os.getppid, num_processes=1, **options).results(timeout_s=FIRST_LAUNCH_S)
+    return int(pid)
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A folder with a package that says which process imported it, and a module that leaves a thread."""
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    """A folder of modules on the path, among them a package that says which process imported it."""
     folder = tmp_path_factory.mktemp("packages")
     (folder / "heavy").mkdir()
-    (folder / "heavy" / "__init__.py").write_text("import os\nPID, VALUE = os.getpid(), 1\n")
     (folder / "threaded.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
     )
@@ -64,22 +59,16 @@ torch.cuda.device_count = lambda: 1
 asked_nvml = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
 assert asked_nvml == "1", asked_nvml
 """)
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield folder
+    local.engine().close()  # and the templates that have imported from there
 
 
-@pytest.fixture(scope="module")
-def kernel(package: pathlib.Path) -> Iterator[kernels.Kernel]:
-    """A kernel in that folder, for tests that replace its template."""
-    with kernels.running(package) as running:
-        loaded = running.run("%load_ext notebook_accel", FIRST_LAUNCH_S)
-        assert loaded.status == "ok", loaded.traceback
-        assert parent_of_ranks(running) > 0
-        yield running
-
-
+@pytest.mark.slow
 def test_import_of_the_launcher_warms_a_kernel_and_no_other_import_does(tmp_path: pathlib.Path) -> None:
     with kernels.running(tmp_path) as kernel:
-        imported = kernel.run("""import importlib, sys, notebook_accel
+        imported = kernel.run("""import importlib, os, sys, notebook_accel
 for name in ("launcher", "notebook_launcher", "local"):
     importlib.import_module(f"notebook_accel.launching.kernel.{name}")
 import notebook_accel.sessions.kernel.session, notebook_accel.cli, kernel_ext.magics, kernel_ext.panel
@@ -89,13 +78,10 @@ notebook_accel.Session, notebook_accel.Job
         assert kernel.descendants() == []
         assert kernel.run("from notebook_accel import notebook_launcher; 'torch' in sys.modules").result == "False"
         processes.wait_until(lambda: len(kernel.descendants()) == 2, "agent and template are there")
-        template = template_of(kernel)
-        assert parent_of_ranks_by_function(kernel) == template.pid
-
-
-def parent_of_ranks_by_function(kernel: kernels.Kernel) -> int:
-    code = "import os\nlist(notebook_launcher(os.getppid, num_processes=1, view='none'))"
-    return int(kernel.run(code, FIRST_LAUNCH_S).result.strip("[]"))
+        [agent] = processes.children(kernel.pid)
+        [template] = processes.children(agent.pid)
+        parents = kernel.run("list(notebook_launcher(os.getppid, num_processes=1, view='none'))", FIRST_LAUNCH_S)
+        assert parents.result == f"[{template.pid}]"
 
 
 def test_modules_in_the_working_directory_are_not_ours(tmp_path: pathlib.Path) -> None:
@@ -111,85 +97,76 @@ def test_modules_in_the_working_directory_are_not_ours(tmp_path: pathlib.Path) -
     assert done.stderr == "" and json.loads(done.stdout) == [["3", "two words"], path]
 
 
-def test_import_of_the_launcher_starts_nothing_in_a_script() -> None:
-    code = (
-        "import json, os; import IPython; from notebook_accel.launching.kernel import launcher;"
-        "print(json.dumps(open(f'/proc/self/task/{os.getpid()}/children').read()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
-    assert json.loads(done.stdout) == ""
+def looks_around() -> tuple[list[str], bool]:
+    return [*sys.modules], "PYTORCH_NVML_BASED_CUDA_CHECK" in os.environ
 
 
-def test_template_has_one_thread_no_device_and_all_that_an_optimizer_needs(notebook: kernels.Kernel) -> None:
-    seen = notebook.run("%%distributed -n 1\nimport sys, os\n'torch.distributed' in sys.modules, os.getppid()").result
-    assert "True" in seen
-    template = template_of(notebook)
-    threads = pathlib.Path(f"/proc/{template.pid}/task")
+def test_template_has_one_thread_no_device_and_all_that_an_optimizer_needs(launch: Callable[..., Job]) -> None:
+    def see() -> tuple[list[str], bool]:
+        return launch(looks_around, num_processes=1).results(timeout_s=FIRST_LAUNCH_S)[0]
+
+    modules, has_variable = see()
+    assert "torch.distributed" in modules and not has_variable  # which is the template's own
+    template = parent_of_ranks(launch)
     # What is slow to import comes when nobody waits; a rank finds it when it is there.
-    imported = "%%distributed -n 1 --view none\nimport sys\n'torch._dynamo' in sys.modules"
-    processes.wait_until(lambda: notebook.run(imported).result == "[True]", "it has imported that", 90, poll_s=1.0)
-    assert len(list(threads.iterdir())) == 1
-    maps = pathlib.Path(f"/proc/{template.pid}/maps").read_text()
+    processes.wait_until(lambda: "torch._dynamo" in see()[0], "it has imported that", 90, poll_s=0.5)
+    assert len(os.listdir(f"/proc/{template}/task")) == 1
+    maps = pathlib.Path(f"/proc/{template}/maps").read_text()
     assert "/dev/nvidia" not in maps and "/dev/accel" not in maps
 
 
-def test_preloaded_module_is_imported_once_by_the_template(kernel: kernels.Kernel, package: pathlib.Path) -> None:
-    cell = "%%distributed -n 2 --preload heavy\nimport os, heavy\n(heavy.VALUE, heavy.PID == os.getppid())"
-    assert kernel.run(cell, FIRST_LAUNCH_S).result == "[(1, True), (1, True)]"
-    before = parent_of_ranks(kernel, "--preload heavy")
-    assert parent_of_ranks(kernel) == before  # more than asked for is as good
-    (package / "heavy" / "__init__.py").unlink()  # as installing it again does
-    (package / "heavy" / "__init__.py").write_text("import os\nPID, VALUE = os.getpid(), 2  # the new one\n")
-    assert kernel.run(cell, FIRST_LAUNCH_S).result == "[(2, True), (2, True)]"
-    assert parent_of_ranks(kernel) != before
+def has_heavy() -> tuple[int, bool]:
+    import heavy  # type: ignore[import-not-found]
+
+    return heavy.VALUE, os.getppid() == heavy.PID
 
 
-def test_module_whose_thread_no_fork_needs_can_be_preloaded(kernel: kernels.Kernel) -> None:
-    cell = "%%distributed -n 2 --preload with_jemalloc\nimport sys\n'with_jemalloc' in sys.modules"
-    assert kernel.run(cell, FIRST_LAUNCH_S).result == "[True, True]"
+# Takes over 3 s: it starts two templates.
+def test_preloaded_module_is_imported_once_by_the_template(launch: Callable[..., Job], package: pathlib.Path) -> None:
+    for value in (1, 2):
+        # The second time, as installing it again does.
+        (package / "heavy" / "__init__.py").unlink(missing_ok=True)
+        (package / "heavy" / "__init__.py").write_text(
+            f"import os\nPID, VALUE = os.getpid(), {value}  #{'x' * value}\n"
+        )
+        assert launch(has_heavy, preload=["heavy"]).results(timeout_s=FIRST_LAUNCH_S) == [(value, True)] * 2
+        before = parent_of_ranks(launch, preload=["heavy"])
+        assert parent_of_ranks(launch) == before  # more than asked for is as good
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("package")
 @pytest.mark.timeout(240)
-def test_modules_that_cannot_be_preloaded_are_refused_with_the_reason(kernel: kernels.Kernel) -> None:
+def test_modules_that_cannot_be_preloaded_are_refused_with_the_reason(launch: Callable[..., Job]) -> None:
     for name, reason in (
         ("threaded", "importing threaded leaves 1 thread running"),
         ("wakes_cuda", "importing wakes_cuda wakes CUDA's driver"),  # in place of torch's answers: there is no GPU
     ):
-        outcome = kernel.run(f"%%distributed -n 1 --preload {name}\n1", FIRST_LAUNCH_S)
-        assert outcome.error_name == "ProcessStartError"
-        assert reason in outcome.traceback and "leave it out of preload" in outcome.traceback
-    assert kernel.run("%%distributed -n 1\n'works'", FIRST_LAUNCH_S).result == "['works']"
+        with pytest.raises(ProcessStartError, match=reason) as caught:
+            launch(functions.rank, preload=[name]).results(timeout_s=FIRST_LAUNCH_S)
+        assert "leave it out of preload" in str(caught.value)
+    assert launch(functions.rank, preload=["with_jemalloc"]).results(timeout_s=FIRST_LAUNCH_S) == [0, 1]
 
 
-def test_rank_has_no_variable_of_its_templates(kernel: kernels.Kernel) -> None:
-    cell = "%%distributed -n 1\nimport os\n'PYTORCH_NVML_BASED_CUDA_CHECK' in os.environ"
-    assert kernel.run(cell, FIRST_LAUNCH_S).result == "[False]"
-
-
-def test_killed_template_that_nobody_uses_is_replaced(kernel: kernels.Kernel) -> None:
-    before = parent_of_ranks(kernel)
-    os.kill(before, signal.SIGKILL)
-    processes.wait_until(lambda: before not in {p.pid for p in kernel.descendants()}, "it is gone")
-    assert parent_of_ranks(kernel) != before
-
-
-def test_run_whose_template_dies_before_its_ranks_run_starts_again(
-    kernel: kernels.Kernel, tmp_path: pathlib.Path
+@pytest.mark.slow
+def test_killed_template_is_replaced_also_before_its_ranks_run(
+    launch: Callable[..., Job], tmp_path: pathlib.Path
 ) -> None:
-    before = template_of(kernel)
-    cell = kernel.start(f"""%%distributed -n 2 --log_dir {tmp_path}
-import os
-os.getppid(), int(os.environ["RANK"])""")
+    unused = parent_of_ranks(launch)
+    os.kill(unused, signal.SIGKILL)
+    processes.wait_until(lambda: unused not in {p.pid for p in processes.descendants(os.getpid())}, "it is gone")
+    before = parent_of_ranks(launch)
+    assert before != unused
+    job = launch(os.getppid, log_dir=str(tmp_path))
 
     def is_ordered() -> bool:  # its agent opens a rank's log when it orders the rank
-        os.kill(before.pid, signal.SIGSTOP)  # again and again, since the agent lets it go on
+        os.kill(before, signal.SIGSTOP)  # again and again, since the agent lets it go on
         return len(list(tmp_path.rglob("rank_1.log"))) > 0
 
     processes.wait_until(is_ordered, "the ranks are ordered", poll_s=0)
-    os.kill(before.pid, signal.SIGKILL)
-    outcome = cell.finish(FIRST_LAUNCH_S)
-    assert outcome.status == "ok", outcome.traceback
-    assert outcome.result == str([(template_of(kernel).pid, rank) for rank in (0, 1)])
+    os.kill(before, signal.SIGKILL)
+    first, second = job.results(timeout_s=FIRST_LAUNCH_S)
+    assert first == second != before
 
 
 _DYING = """

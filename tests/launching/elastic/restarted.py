@@ -1,4 +1,4 @@
-"""Functions that the tests of restarts run in ranks. ``training.py`` beside is the training that is killed."""
+"""Functions that the tests of restarts run in ranks."""
 
 from __future__ import annotations
 

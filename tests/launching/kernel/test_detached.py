@@ -38,10 +38,11 @@ from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from tests import kernels, processes
 from tests.launching import functions
-from tests.launching.test_run_folders import ended
+from tests.launching.test_run_folders import ended, held
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
+# Tests here that launch take over 3 s: each run has an agent and a template of its own, as it must.
 _LONG_S = 100.0  # each run has a template of its own, whose import of torch can take a minute on a busy machine
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -128,9 +129,9 @@ def ended_run(original: run_folders.RunFolder, state_home: pathlib.Path) -> run_
 
 
 def test_who_attaches_has_all_that_the_launching_kernel_has(mark: pathlib.Path) -> None:
-    first = launch(functions.reports_until, str(mark))
+    first = launch(functions.reports_until, str(mark), {"answer": 42})
     wait_for_steps(first)
-    second = attach("night", view="none")
+    second = detached.attach_and_show("night", show=lambda _: None)  # nobody else takes its events
     assert (second.status, second.world_size, second.devices) == ("running", 2, first.devices)
     assert [rank.pid for rank in second.ranks] == [rank.pid for rank in first.ranks]
     assert [stack.rank for stack in second.stacks(_LONG_S)] == [0, 1]
@@ -139,33 +140,44 @@ def test_who_attaches_has_all_that_the_launching_kernel_has(mark: pathlib.Path) 
     [found] = detached_runs.summaries()
     assert (found.id, found.name, found.status) == (first.folder.id, "night", "running")
     assert not has_key(first.folder)
+    lose_connection_and_wait(second)
     mark.touch()
-    results = [job.results(_LONG_S) for job in (first, second)]
-    assert results[0] == results[1]
-    assert [result[0] for result in results[0]] == [0, 1]
-    for job in (first, second):
-        for rank, (_, steps, _) in enumerate(results[0]):
-            assert job.logs(rank).splitlines() == [f"step {number}" for number in range(steps)]
-    # The curve of who came later begins where the other's does, and ends where it does.
-    curves = [job.state.history["loss"].ranks[0].points for job in (first, second)]
-    assert curves[0][-1][1] == curves[1][-1][1]
-    wait_for_its_end(first)
-
-
-def test_run_that_has_ended_is_attached_with_its_output_and_its_results(mark: pathlib.Path) -> None:
-    mark.touch()
-    first = launch(functions.reports_until, str(mark), {"answer": 42})
-    assert first.results(_LONG_S) == [(rank, 0, {"answer": 42}) for rank in range(2)]
+    results = first.results(_LONG_S)
+    assert [(rank, answer) for rank, _, answer in results] == [(0, {"answer": 42}), (1, {"answer": 42})]
     wait_for_its_end(first)
     later = attach(view="none")
     assert (later.done, later.status) == (True, "succeeded")
-    assert later.results() == first.results()
+    for job in (second, later):
+        assert job.results(_LONG_S) == results
+        for rank, (_, steps, _) in enumerate(results):
+            lines = [f"step {number}" for number in range(steps)]
+            assert job.logs(rank).splitlines() == lines
+        # The curve of who came later begins where the other's does, and ends where it does.
+        curves = [run.state.history["loss"].ranks[0].points for run in (first, job)]
+        assert curves[0][-1][1] == curves[1][-1][1]
+    heard = [event.text for rank, event in second.events() if rank == 0 and isinstance(event, events.Output)]
+    assert "\n".join(heard).split("\n") == [f"step {number}" for number in range(results[0][1])]
     assert later.ended_s is not None
     assert first.ended_s is not None
     assert later.ended_s - later.started_s <= first.ended_s - first.started_s
     assert [summary.status for summary in detached_runs.summaries()] == ["succeeded"]
 
 
+def lose_connection_and_wait(job: Job) -> None:
+    """Drop this kernel as an agent drops one that reads too slowly, and wait until it is attached again."""
+    link = job.send_order.__self__  # type: ignore[union-attr]
+    for _ in range(2):
+        heard = link._seen
+        connection = link._connection
+        connection.shutdown()
+        processes.wait_until(
+            lambda before=connection, known=heard: link._connection not in (None, before) and link._seen > known,
+            "it is attached again",
+            _LONG_S,
+        )
+
+
+@pytest.mark.slow
 def test_failure_is_the_same_for_who_comes_later() -> None:
     first = launch(functions.raises, ranks=1)
     with pytest.raises(RankFailedError) as here:
@@ -179,97 +191,49 @@ def test_failure_is_the_same_for_who_comes_later() -> None:
     assert (summary.status, summary.why) == ("failed", first.ending.why)
 
 
-def test_each_may_stop_it_and_all_are_told_by_whom(mark: pathlib.Path) -> None:
-    first = launch(functions.reports_until, str(mark))
-    wait_for_steps(first)
-    second = attach("night", view="none")
-    second.stop()
-    for job in (first, second):
-        with pytest.raises(RunStoppedError, match=rf"was stopped\.\nBy process {os.getpid()} \("):
-            job.results(_LONG_S)
-    wait_for_its_end(first)
-    with pytest.raises(RunStoppedError, match=rf"By process {os.getpid()} \("):
-        attach("night", view="none").results()
-
-
+@pytest.mark.slow
 def test_signals_of_the_agent_end_nothing_but_sigterm_the_run(mark: pathlib.Path) -> None:
-    job = launch(functions.reports_until, str(mark))
+    job = launch(functions.reports_until, str(mark), ranks=1)
     wait_for_steps(job)
     agent = agent_of(job)
     assert agent.session == agent.pid
     processes.kill(agent, signal.SIGHUP)
     processes.kill(agent, signal.SIGINT)
-    assert len(job.stacks(_LONG_S)) == 2  # the agent has gone on
+    assert len(job.stacks(_LONG_S)) == 1  # the agent has gone on
     processes.kill(agent, signal.SIGSTOP)
     assert attach("night", view="none").status == "running"  # who attaches lets it go on
-    assert len(job.stacks(_LONG_S)) == 2
+    assert len(job.stacks(_LONG_S)) == 1
     processes.kill(agent, signal.SIGTERM)
     with pytest.raises(RunStoppedError, match="its agent process got SIGTERM"):
         job.results(_LONG_S)
     wait_for_its_end(job)
 
 
-def test_killed_agent_takes_its_ranks_along_and_the_run_is_lost(mark: pathlib.Path) -> None:
-    job = launch(functions.reports_until, str(mark))
-    wait_for_steps(job)
-    processes.kill(agent_of(job))
-    with pytest.raises(SupervisorLostError, match=r"'night' has gone at .*, and the ranks with it"):
-        job.results(_LONG_S)
-    assert [summary.status for summary in detached_runs.summaries()] == ["lost"]
-    facts = json.loads((job.folder.path / "run.json").read_text())
-    (job.folder.path / "run.json").write_text(json.dumps({**facts, "boot_id": "of an earlier start"}))
-    with pytest.raises(SupervisorLostError, match="was lost with the machine at "):
-        attach("night", view="none").results()
-    # It is launched again, with what was sent to it.
-    mark.touch()
-    repeated = detached.again("night", show=lambda _: None)
-    assert repeated.folder.id != job.folder.id
-    assert repeated.results(_LONG_S) == [(0, 0, None), (1, 0, None)]
-    wait_for_its_end(repeated)
-    assert [summary.status for summary in detached_runs.summaries()] == ["lost", "succeeded"]
-
-
-@pytest.mark.usefixtures("own_agent")
-def test_run_that_systemd_would_end_is_warned_of_however_it_is_detached(
-    mark: pathlib.Path, here: Command, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+@pytest.fixture
+def warning(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The words with which a detached run is warned of in a service of systemd, which this process is in."""
     (tmp_path / "groups").write_text("0::/system.slice/jupyter.service\n")
     monkeypatch.setattr(preflight, "_GROUPS", tmp_path / "groups")
-    warning = "warning: systemd ends a detached run when the service jupyter.service is stopped or restarted."
-    assert warning in here("doctor", "--use_cpu").stdout
-
-    def is_warned_of(start: Callable[[], Job]) -> Job:
-        monkeypatch.setattr(preflight, "_warned", set())
-        capsys.readouterr()
-        job = start()
-        assert capsys.readouterr().err.count(warning.replace("w", "W", 1)) == 1
-        return job
-
-    job = is_warned_of(lambda: launch(functions.rank, ranks=1))
-    job.results(_LONG_S)
-    again = is_warned_of(lambda: detached.again("night", show=lambda _: None))
-    again.results(_LONG_S)
-    started = launch_here(functions.reports_until, str(mark))
-    late = is_warned_of(lambda: detach(started))
-    mark.touch()
-    late.results(_LONG_S)
-    wait_for_its_end(late)
+    monkeypatch.setattr(preflight, "_warned", set())
+    return "arning: systemd ends a detached run when the service jupyter.service is stopped or restarted."
 
 
-def test_run_that_was_lost_tells_when_its_last_step_and_its_checkpoint(tmp_path: pathlib.Path) -> None:
+@pytest.mark.slow
+def test_run_that_was_lost_with_its_agent_tells_its_last_step_and_is_launched_again(
+    tmp_path: pathlib.Path, warning: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = launch(functions.saves_early, str(tmp_path / "state"))
+    assert warning in capsys.readouterr().err
     processes.wait_until(lambda: job.state.checkpoint and (job.ranks[0].steps or 0) > 5, "it has saved", _LONG_S)
     processes.wait_until(lambda: (detached_runs.summaries()[0].step or 0) > 5, "that is in the folder", _LONG_S)
     ended = time.strftime("%Y-%m-%d %H:%M")
     processes.kill(agent_of(job))
-    with pytest.raises(SupervisorLostError):
+    with pytest.raises(SupervisorLostError, match=r"'night' has gone at .*, and the ranks with it"):
         job.results(_LONG_S)
     facts = json.loads((job.folder.path / "run.json").read_text())
     (job.folder.path / "run.json").write_text(json.dumps({**facts, "boot_id": "of an earlier start"}))
     [lost] = detached_runs.summaries()
-    assert lost.step is not None
-    assert lost.step > 5
+    assert (lost.status, (lost.step or 0) > 5) == ("lost", True)
     said = re.fullmatch(
         rf"The run 'night' was lost with the machine at (.*)\. Its last known step is {lost.step}\. "
         rf"Its last checkpoint is in {re.escape(str(tmp_path / 'state'))}\.",
@@ -290,30 +254,16 @@ def test_run_that_was_lost_tells_when_its_last_step_and_its_checkpoint(tmp_path:
             file.write(journal.frame(number, messages.encode(message)))
     [lost] = detached_runs.summaries()
     assert lost.why.endswith("Its last checkpoint is in newer.")
-
-
-def test_kernel_that_was_dropped_attaches_again_and_hears_each_line_once(mark: pathlib.Path) -> None:
-    first = launch(functions.reports_until, str(mark))
-    wait_for_steps(first)
-    job = detached.attach_and_show("night", show=lambda _: None)  # nobody else takes its events
-    link = job.send_order.__self__  # type: ignore[union-attr]
-    for _ in range(3):
-        heard = link._seen
-        connection = link._connection
-        connection.shutdown()
-        processes.wait_until(
-            lambda before=connection, known=heard: link._connection not in (None, before) and link._seen > known,
-            "it is attached again",
-            _LONG_S,
-        )
-    mark.touch()
-    results = job.results(_LONG_S)
-    lines: dict[int, list[str]] = {0: [], 1: []}
-    for rank, event in job.events():
-        if isinstance(event, events.Output):
-            lines[rank] += event.text.split("\n")
-    assert lines == {rank: [f"step {number}" for number in range(steps)] for rank, steps, _ in results}
-    wait_for_its_end(job)
+    # It is launched again, with what was sent to it.
+    monkeypatch.setattr(preflight, "_warned", set())
+    repeated = detached.again("night", show=lambda _: None)
+    assert warning in capsys.readouterr().err
+    assert repeated.folder.id != job.folder.id
+    processes.wait_until(lambda: repeated.state.checkpoint or repeated.done, "it has saved", _LONG_S)
+    assert repeated.state.checkpoint == str(tmp_path / "state")
+    repeated.stop()
+    wait_for_its_end(repeated)
+    assert [summary.status for summary in detached_runs.summaries()] == ["lost", "stopped"]
 
 
 @pytest.fixture
@@ -331,7 +281,9 @@ def launch_here(function: Callable[..., object], *args: object, **options: objec
 
 
 @pytest.mark.usefixtures("own_agent")
-def test_run_that_goes_on_is_detached_with_its_curves_its_output_and_its_results(mark: pathlib.Path) -> None:
+def test_run_that_goes_on_is_detached_with_its_curves_its_output_and_its_results(
+    mark: pathlib.Path, warning: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     here = launch_here(functions.reports_until, str(mark), {"answer": 42})
     wait_for_steps(here)
     processes.wait_until(lambda: len(here.state.history["loss"].ranks) == 2, "both have a curve", _LONG_S)
@@ -340,6 +292,9 @@ def test_run_that_goes_on_is_detached_with_its_curves_its_output_and_its_results
         with pytest.raises(ConfigError, match="can't be used"):
             detach(here, name)
     job = detach(here, "night")
+    assert warning in capsys.readouterr().err
+    assert cli.main(["doctor", "--use_cpu"]) == 0
+    assert warning in capsys.readouterr().out
     assert (here.status, here.done, job.status, job.name) == ("detached", True, "running", "night")
     with pytest.raises(RunError, match=r"'day' was detached under the name 'night'.*\nFix: %distributed attach night"):
         here.results()
@@ -373,30 +328,21 @@ def test_run_that_goes_on_is_detached_with_its_curves_its_output_and_its_results
         detached.again("night")
 
 
-@pytest.mark.usefixtures("own_agent")
-def test_run_that_was_detached_is_stopped_by_name(mark: pathlib.Path, here: Command) -> None:
-    job = detach(launch_here(functions.reports_until, str(mark)))
-    assert here("stop", "day").stdout.startswith("The run 'day' is stopped.")
-    with pytest.raises(RunStoppedError):
-        job.results(_LONG_S)
-    wait_for_its_end(job)
-
-
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_agent")
 def test_run_without_a_given_name_is_detached_under_a_free_one(mark: pathlib.Path) -> None:
-    job = launch(functions.reports_until, str(mark), ranks=1, name="reports_until")
-    unnamed = launch_here(functions.reports_until, str(mark), name="")
-    assert unnamed.name == job.name
-    wait_for_steps(unnamed)
-    with pytest.raises(LaunchError, match="'reports_until' is in progress already"):
-        detach(unnamed, "reports_until")
-    second = detach(unnamed)
-    assert second.name == "reports_until-2"
+    with held("reports_until"):
+        unnamed = launch_here(functions.reports_until, str(mark), name="")
+        assert unnamed.name == "reports_until"
+        wait_for_steps(unnamed)
+        with pytest.raises(LaunchError, match="'reports_until' is in progress already"):
+            detach(unnamed, "reports_until")
+        second = detach(unnamed)
+        assert second.name == "reports_until-2"
     processes.wait_until(lambda: titles_of(second)[0].endswith("-2"), "ps shows that name", _LONG_S)
     mark.touch()
-    assert [len(run.results(_LONG_S)) for run in (job, second)] == [1, 2]
-    for run in (job, second):
-        wait_for_its_end(run)
+    assert len(second.results(_LONG_S)) == 2
+    wait_for_its_end(second)
 
 
 @pytest.mark.usefixtures("engine")
@@ -435,24 +381,28 @@ def test_metrics_that_json_lacks_are_null_in_the_list(capsys: pytest.CaptureFixt
     assert listed["metrics"] == {"loss": None, "peak": None, "steps": 1.0}
 
 
-def test_name_of_a_run_that_goes_on_is_refused(mark: pathlib.Path) -> None:
-    job = launch(functions.reports_until, str(mark), ranks=1, name="a night")
+def test_name_of_a_run_that_goes_on_is_refused_until_somebody_stops_it(mark: pathlib.Path) -> None:
+    first = launch(functions.reports_until, str(mark), ranks=1, name="a night")
     with pytest.raises(LaunchError, match=r"'a night' is in progress already\.\nFix: another name"):
         launch(functions.reports_until, str(mark), ranks=1, name="a night")
     with pytest.raises(
         LaunchError, match=r"goes on\.\nFix: %distributed attach 'a night'; notebook-accel stop 'a night'$"
     ):
         detached.again("a night")
-    mark.touch()
-    job.results(_LONG_S)
-    wait_for_its_end(job)
+    second = attach("a night", view="none")
+    second.stop()
+    for job in (first, second):
+        with pytest.raises(RunStoppedError, match=rf"was stopped\.\nBy process {os.getpid()} \("):
+            job.results(_LONG_S)
+    wait_for_its_end(first)
+    with pytest.raises(RunStoppedError, match=rf"By process {os.getpid()} \("):
+        attach("a night", view="none").results()
 
 
 def test_name_of_a_run_that_is_over_is_free_though_its_agent_lives_for_a_moment_more(
-    ended_run: run_folders.RunFolder, mark: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    ended_run: run_folders.RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mark.touch()
-    locks: list[int] = []
+    locks = [ended_run.hold()]
 
     def sees_it_for_the_last_time(folder: run_folders.RunFolder) -> bool:
         found = is_ending(folder)
@@ -462,18 +412,9 @@ def test_name_of_a_run_that_is_over_is_free_though_its_agent_lives_for_a_moment_
 
     is_ending = detached_runs.is_ending
     monkeypatch.setattr(detached_runs, "is_ending", sees_it_for_the_last_time)
-    folder = ended_run
-    for relaunch in (
-        lambda: launch(functions.reports_until, str(mark), ranks=1),
-        lambda: detached.again("night", show=lambda _: None),
-    ):
-        locks.append(folder.hold())
-        job = relaunch()
-        assert not locks  # the launch has waited
-        job.results(_LONG_S)
-        wait_for_its_end(job)
-        folder = job.folder
-        assert attach("night", view="none").folder.id == folder.id
+    with detached._new_folder("night") as (folder, _, _):  # for a launch, or for another one of the run
+        assert not locks  # it has waited
+        assert (folder.name, folder.id != ended_run.id) == ("night", True)
     assert attach(ended_run.id, view="none").folder.id == ended_run.id
 
 
@@ -497,6 +438,7 @@ def test_launch_that_fails_leaves_no_folder() -> None:
     assert list(run_folders.root().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_run_that_could_not_be_started_says_why_to_who_comes_later_too(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -533,30 +475,31 @@ def test_messages_that_only_another_version_knows_are_skipped(ended_run: run_fol
     assert attach("night", view="none").results() == [None]
 
 
-def test_runs_that_go_on_are_named_to_who_loads_the_extension_and_to_who_asks_the_doctor(mark: pathlib.Path) -> None:
+def test_runs_that_go_on_are_named_to_who_loads_the_extension_and_to_who_asks_the_doctor(here: Command) -> None:
     assert detached_runs.going_in_words() == ""
-    job = launch(functions.reports_until, str(mark), ranks=1)
     said = (
         "A detached run of yours goes on: night (on 1 CPU). %distributed attach night brings it here; "
         "%distributed runs, or notebook-accel runs, tells more."
     )
-    assert detached_runs.going_in_words() == said
     code = (
         "from IPython.core.interactiveshell import InteractiveShell as Shell\nShell().run_line_magic('load_ext', '{}')"
     )
-    loaded = subprocess.run(
-        [sys.executable, "-c", code.format("notebook_accel")], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert loaded.stdout == f"notebook_accel: {said}\n", loaded.stderr
-    assert f"note: {said} It takes a part of the devices and of the memory." in command("doctor", "--use_cpu").stdout
-    mark.touch()
-    job.results(_LONG_S)
-    wait_for_its_end(job)
+    with held("night"):
+        assert detached_runs.going_in_words() == said
+        loaded = subprocess.run(
+            [sys.executable, "-c", code.format("notebook_accel")],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        )
+        assert loaded.stdout == f"notebook_accel: {said}\n"
+        assert f"note: {said} It takes a part of the devices and of the memory." in here("doctor", "--use_cpu").stdout
     assert detached_runs.going_in_words() == ""
 
 
 def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path, here: Command) -> None:
-    assert command("runs").stdout == "You have no detached run on this machine.\n"
+    assert here("runs").stdout == "You have no detached run on this machine.\n"
     assert here("attach").returncode == 1
     run_folders.root().mkdir(parents=True)
     for line in (["runs"], ["runs", "--json"]):
@@ -579,8 +522,8 @@ def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path,
     assert stopped.stdout.startswith("The run 'night' is stopped. Its results and logs are in /")
     with pytest.raises(RunStoppedError, match=r"By process \d+ \("):
         job.results(_LONG_S)
-    assert re.match(r"night: stopped by process \d+ \(", command("runs").stdout.splitlines()[-1])
-    attached = command("attach", "night")
+    assert re.match(r"night: stopped by process \d+ \(", here("runs").stdout.splitlines()[-1])
+    attached = here("attach", "night")
     assert attached.returncode == 1
     assert {"0 │ step 0", "1 │ step 0"} <= set(kernels.unfolded(attached.stdout))
     assert "The run 'night' was stopped.\nBy process " in attached.stdout
@@ -604,19 +547,18 @@ def test_log_of_a_rank_that_never_began_is_no_error(tmp_path: pathlib.Path, caps
     assert f"The run's folder {folder} was removed." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_script_that_a_terminal_has_launched_goes_on_without_it(mark: pathlib.Path) -> None:
     script = mark.with_name("train.py")
     script.write_text(f"import os, time\nwhile not os.path.exists({str(mark)!r}): time.sleep(0.01)\nprint('trained')")
-    ended = command("launch", "--detach", "--num_processes=2", "--use_cpu", str(script))
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "notebook-accel attach train.py. " in ended.stdout
-    again = command("launch", "--detach", "--num_processes=1", "--use_cpu", str(script))
-    assert again.stdout.startswith("'train.py-2' is launched") and "notebook-accel attach train.py-2. " in again.stdout
-    refused = command("launch", "--detach", "--use_cpu", "--name=train.py", str(script))
-    assert "Your detached run 'train.py' is in progress already." in refused.stderr
-    jobs = [attach(name, view="none") for name in ("train.py", "train.py-2")]
-    mark.touch()
-    for job in jobs:
+    with held("train.py"):
+        ended = command("launch", "--detach", "--num_processes=2", "--use_cpu", str(script))
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert (
+            ended.stdout.startswith("'train.py-2' is launched") and "notebook-accel attach train.py-2. " in ended.stdout
+        )
+        job = attach("train.py-2", view="none")
+        mark.touch()
         job.results(_LONG_S)
         assert job.logs(0) == "trained\n"
         wait_for_its_end(job)

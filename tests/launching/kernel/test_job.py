@@ -12,7 +12,6 @@ import pytest
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import (
     NotebookAccelError,
-    PayloadError,
     RankFailedError,
     RunError,
     RunStoppedError,
@@ -20,7 +19,7 @@ from notebook_accel.errors import (
 )
 from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.ranks.worker import Target
-from notebook_accel.launching.results import Results, write_result_file
+from notebook_accel.launching.results import write_result_file
 from notebook_accel.launching.spec import JobSpec, Source
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
@@ -65,21 +64,6 @@ def test_results_and_pulled_names(job: Job) -> None:
     for descriptor in descriptors:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
-
-
-class Unmakable:
-    def __reduce__(self) -> tuple[type[int], tuple[str]]:
-        return int, ("no number",)
-
-
-def test_result_that_cannot_be_made_again_is_an_error_of_a_few_lines(job: Job) -> None:
-    write_result(job, 0, Unmakable())
-    write_result(job, 1, 1)
-    job.end("")
-    with pytest.raises(PayloadError, match="can't be unpickled here: ValueError: invalid literal") as raised:
-        job.results()
-    assert isinstance(raised.value.__cause__, ValueError)
-    job.result_files.close()  # which goes with the job otherwise
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
@@ -256,13 +240,6 @@ def test_timeout_names_its_limit() -> None:
     assert job.status == "failed"
 
 
-def test_failed_run_holds_no_descriptors() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    job = make_job()
-    job.end("failed")
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 def test_events_are_given_out_once_in_order(job: Job) -> None:
     said = [(0, events.Started(pid=1)), (1, events.Started(pid=2)), (0, events.Output(text="x"))]
     for rank, event in said:
@@ -270,13 +247,6 @@ def test_events_are_given_out_once_in_order(job: Job) -> None:
     assert job.status == "running"
     assert job.events() == said
     assert job.events() == []
-
-
-def test_results_are_a_sequence() -> None:
-    results = Results([1, 2, 3])
-    assert (results[0], results[-1], results[1:], len(results), list(results)) == (1, 3, [2, 3], 3, [1, 2, 3])
-    assert results == [1, 2, 3] and results == Results([1, 2, 3]) and results != [1]
-    assert repr(results) == "[1, 2, 3]"
 
 
 def test_spec_survives_the_way() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -167,12 +166,3 @@ def test_tpu_that_the_kernel_holds_is_refused_to_ranks(
     [finding] = preflight.check(LaunchConfig(start_method=method), tpus)
     assert finding.refuses
     assert "XLA is initialised in this kernel" in finding.what and "holds the TPU" in finding.why
-
-
-def test_looking_imports_nothing() -> None:
-    code = (
-        "import os, sys; from notebook_accel.launching.kernel import pjrt; "
-        "os.environ['PJRT_DEVICE'] = 'CPU'; pjrt.find_platform();"
-        "assert not {'torch', 'torch_xla', 'jax'} & set(sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

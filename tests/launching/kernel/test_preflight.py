@@ -30,8 +30,10 @@ def test_fp16_on_a_cpu_is_refused_with_the_reason() -> None:
     assert "CPU" in finding.what and "scaling" in finding.why and "bf16" in finding.fix
 
 
-def test_nothing_speaks_against_two_ranks_on_the_cpu() -> None:
-    assert preflight.check(LaunchConfig(num_processes=2, use_cpu=True)) == ()
+def test_nothing_speaks_against_many_ranks_on_the_cpu() -> None:
+    assert preflight.check(LaunchConfig(num_processes=20, use_cpu=True)) == ()
+    found = devices.Devices.find(LaunchConfig(use_cpu=True))
+    assert (found.available, found.describe(1), found.describe(2)) == (1, "1 CPU", "2 CPUs")
 
 
 def test_launch_in_a_rank_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,25 +73,10 @@ def test_variables_that_change_nothing_are_named(monkeypatch: pytest.MonkeyPatch
     }
 
 
-def test_devices_are_described_with_their_number() -> None:
-    found = devices.Devices.find(LaunchConfig(use_cpu=True))
-    assert (found.available, found.describe(1), found.describe(2)) == (1, "1 CPU", "2 CPUs")
-
-
 @pytest.mark.parametrize("listed", ["", "-1,0"])
 def test_no_gpu_is_visible_where_none_is_named(monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
     assert devices.visible_gpus() == 0
-
-
-@pytest.mark.parametrize("statement", ["preflight.check(LaunchConfig())", "devices.visible_gpus()"])
-def test_finding_out_imports_no_torch(statement: str) -> None:
-    code = (
-        "import sys; from notebook_accel.config import LaunchConfig; "
-        "from notebook_accel.launching.kernel import preflight; from notebook_accel.launching.kernel import devices; "
-        f"{statement}; assert 'torch' not in sys.modules"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 def test_more_ranks_than_gpus_names_how_many_there_are() -> None:
@@ -120,10 +107,6 @@ def test_a_mesh_has_as_many_ranks_as_the_launch() -> None:
     assert finding.what == f"The mesh ({sizes}) has 4 ranks, and the launch has 2."
     assert preflight.check(mesh.replace(num_processes=4)) == ()
     assert preflight.check(mesh.replace(num_processes=2, num_nodes=2)) == ()
-
-
-def test_more_ranks_than_cores_are_fine_on_the_cpu() -> None:
-    assert preflight.check(LaunchConfig(num_processes=20, use_cpu=True)) == ()
 
 
 def test_port_in_use_is_said_with_who_has_it() -> None:
@@ -165,6 +148,7 @@ def test_little_shared_memory_is_a_warning_that_is_printed_once(
     assert "--shm-size" in findings[0].fix
 
 
+@pytest.mark.slow
 def test_accelerator_and_libraries_matter_only_to_forks() -> None:
     code = """
 import sys, types
@@ -289,15 +273,6 @@ def test_threads_of_the_users_are_warned_of_by_name() -> None:
     assert not finding.refuses
     assert "downloads" in finding.what and "locked" in finding.why
     assert preflight.check(_FORK) == ()
-
-
-def test_check_of_a_fork_imports_nothing() -> None:
-    code = (
-        "import sys; from notebook_accel.launching.kernel import preflight; preflight.check_fork();"
-        "assert not {'torch', 'torch_xla', 'jax'} & set(sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
-    assert device_state.is_xla_initialized() is False
 
 
 _LOGIN = "0::/user.slice/user-7.slice/session-3.scope\n"

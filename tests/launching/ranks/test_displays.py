@@ -45,7 +45,7 @@ def width_px(bundle: dict[str, Any]) -> int:
     return int(struct.unpack(">I", data[16:20])[0])
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=pytest.mark.slow)])
 def test_rank_0_shows_objects_and_figures_and_another_rank_names_them(run: Run, method: str) -> None:
     outcome = run(f"""%%distributed -n 2 --start_method {method}
 print("before")
@@ -62,23 +62,6 @@ print("last")""")
     named = ["<IPython.core.display.HTML object>", "<IPython.core.display.Markdown object>"]
     figures = ["<Figure size 300x200 with 1 Axes>", "<Figure size 500x200 with 1 Axes>"]
     assert lines == ["before", *named, figures[0], "between", "last", figures[1]]
-
-
-def test_displays_stand_in_order_between_the_lines(notebook: kernels.Kernel) -> None:
-    cell = notebook.start("""%%distributed -n 1
-for number in range(3):
-    print("before", number)
-    show(HTML(str(number)))
-    print("after", number)""")
-    cell.finish()
-    order = []
-    for message in cell.messages:
-        content = message["content"]
-        if message["msg_type"] == "stream":
-            order += [line[4:] for line in content["text"].splitlines() if line.startswith("0 │ ")]
-        elif message["msg_type"] == "display_data":
-            order.append(content["data"]["text/html"])
-    assert order == [line for number in range(3) for line in (f"before {number}", str(number), f"after {number}")]
 
 
 def test_figure_in_a_result_is_not_shown_once_more(run: Run) -> None:
@@ -143,6 +126,7 @@ display(Rich(), Rich, Widget(), exclude=["text/latex"])""")
     assert "0 │ a widget" in outcome.stdout
 
 
+@pytest.mark.slow
 def test_large_image_arrives_whole_and_one_too_large_for_a_notebook_is_named(run: Run) -> None:
     outcome = run("""%%distributed -n 1
 show(Image(data=b"\\x89PNG\\r\\n\\x1a\\n" + b"\\0" * 20_000_000, format="png"))
@@ -154,7 +138,7 @@ print("trained on")""")
     assert outcome.stdout.index("not shown here") < outcome.stdout.index("trained on")
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=pytest.mark.slow)])
 def test_bars_of_every_kind_are_counted_and_none_is_drawn(run: Run, method: str) -> None:
     outcome = run(f"""%%distributed -n 1 --start_method {method}
 import sys
@@ -173,6 +157,7 @@ tqdm.write("beside the bars")""")
     assert not any(sign in outcome.stdout + outcome.stderr for sign in ("it/s", "%|", "HBox"))
 
 
+@pytest.mark.slow
 def test_bars_of_a_pools_process_are_drawn_when_they_end(run: Run) -> None:
     outcome = run("""%%distributed -n 1
 from multiprocessing import Pool

@@ -22,8 +22,6 @@ def waits_in(how: str) -> int:
     import torch.distributed as dist
     from torch import nn, ones
 
-    from notebook_accel import Accelerator
-
     finished_peers._PATIENCE_S = 0.5
     rank = int(os.environ["RANK"])
     if how in ("barrier", "backward"):
@@ -35,7 +33,7 @@ def waits_in(how: str) -> int:
             else:
                 dist.barrier()
     elif rank != 1:
-        dist.init_process_group("gloo") if how == "making a group" else Accelerator()
+        dist.init_process_group("gloo")
     return rank
 
 
@@ -70,10 +68,10 @@ def waits_long(how: str, looked: str) -> float:
     ("how", "ranks", "method"),
     [
         ("barrier", 2, "spawn"),
-        ("backward", 3, "spawn"),
-        ("backward", 2, "fork"),
-        ("making a group", 2, "spawn"),
-        ("making an object", 2, "spawn"),
+        *(
+            pytest.param(*slow, marks=pytest.mark.slow)
+            for slow in (("backward", 3, "spawn"), ("making a group", 2, "fork"))
+        ),
     ],
 )
 def test_rank_that_waits_for_one_that_has_finished_says_so(launch: Launch, how: str, ranks: int, method: str) -> None:
@@ -88,6 +86,7 @@ def test_rank_that_waits_for_one_that_has_finished_says_so(launch: Launch, how: 
     assert "rank 1: had finished" in map(str, error.others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["subgroup", "recv"])
 def test_rank_that_waits_for_one_that_goes_on_is_left(launch: Launch, tmp_path: pathlib.Path, how: str) -> None:
     job = launch(waits_long, how, str(tmp_path / "looked"), num_processes=3)

@@ -12,8 +12,6 @@ import sys
 import zipfile
 from collections.abc import Callable
 
-import pytest
-
 
 def _read_shelf(path: pathlib.Path) -> str:
     with shelve.open(str(path)) as shelf:
@@ -31,37 +29,40 @@ for step, argument in tuple(end):
     step(argument)
 """
 _WRITERS: dict[str, tuple[str, Callable[[pathlib.Path], str]]] = {
-    "text": ("f = open('f', 'w'); f.write('text')", pathlib.Path.read_text),
-    "binary": ("f = open('f', 'wb'); f.write(b'text')", pathlib.Path.read_text),
+    "text": ("{f} = open('{f}', 'w'); {f}.write('text')", pathlib.Path.read_text),
+    "binary": ("{f} = open('{f}', 'wb'); {f}.write(b'text')", pathlib.Path.read_text),
     "gzip": (
-        "import gzip; f = gzip.open('f', 'wt'); f.write('text')",
+        "import gzip; {f} = gzip.open('{f}', 'wt'); {f}.write('text')",
         lambda path: gzip.decompress(path.read_bytes()).decode(),
     ),
     "bz2": (
-        "import bz2; f = bz2.open('f', 'wt'); f.write('text')",
+        "import bz2; {f} = bz2.open('{f}', 'wt'); {f}.write('text')",
         lambda path: bz2.decompress(path.read_bytes()).decode(),
     ),
     "lzma": (
-        "import lzma; f = lzma.open('f', 'wt'); f.write('text')",
+        "import lzma; {f} = lzma.open('{f}', 'wt'); {f}.write('text')",
         lambda path: lzma.decompress(path.read_bytes()).decode(),
     ),
     "zip": (
-        "import zipfile; f = zipfile.ZipFile('f', 'w'); f.writestr('a', 'text')",
+        "import zipfile; {f} = zipfile.ZipFile('{f}', 'w'); {f}.writestr('a', 'text')",
         lambda path: zipfile.ZipFile(path).read("a").decode(),
     ),
     "shelve": (
-        "import shelve; f = shelve.open('f', writeback=True); f['a'] = ['te']; f['a'].append('xt')",
+        "import shelve; {f} = shelve.open('{f}', writeback=True); {f}['a'] = ['te']; {f}['a'].append('xt')",
         _read_shelf,
     ),
 }
 _PLACES = {
     "name": "{opening}",
-    "closure": "def make():\n    {opening}\n    return lambda: f\nkept = make()",
-    "default": "def uses(default=[]):\n    {opening}\n    default.append(f)\nuses()",
-    "class": "class Log:\n    {opening}",
-    "cycle": "class Log:\n    def __init__(self):\n        {opening}\n        self.me, self.f = self, f\nlog = Log()",
-    "module": 'with open("part.py", "w") as part: part.write("""{opening}""")\nimport part',
-    "library": "import json\n{opening}\njson.f = f",
+    "closure": "def make_{f}():\n    {opening}\n    return lambda: {f}\nkept_{f} = make_{f}()",
+    "default": "def uses_{f}(default=[]):\n    {opening}\n    default.append({f})\nuses_{f}()",
+    "class": "class Log_{f}:\n    {opening}",
+    "cycle": (
+        "class Log_{f}:\n    def __init__(self):\n        {opening}\n        self.me, self.f = self, {f}\n"
+        "log_{f} = Log_{f}()"
+    ),
+    "module": 'with open("of_{f}.py", "w") as part: part.write("""{opening}""")\nimport of_{f}',
+    "library": "import json\n{opening}\njson.{f} = {f}",
 }
 
 
@@ -75,16 +76,14 @@ def leave(folder: pathlib.Path, program: str) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize(
-    ("place", "kind"),
-    [("name", kind) for kind in _WRITERS]
-    + [(place, kind) for place in _PLACES if place not in ("name", "library") for kind in ("text", "gzip")]
-    + [("library", "text")],
-)
-def test_file_that_is_left_open_is_whole(tmp_path: pathlib.Path, place: str, kind: str) -> None:
-    opening, read = _WRITERS[kind]
-    assert leave(tmp_path, _PLACES[place].format(opening=opening)) == ""
-    assert read(tmp_path / "f") == "text"
+def test_files_that_are_left_open_are_whole(tmp_path: pathlib.Path) -> None:
+    opened = [("name", kind) for kind in _WRITERS]
+    opened += [(place, kind) for place in _PLACES if place not in ("name", "library") for kind in ("text", "gzip")]
+    opened += [("library", "text")]
+    files = {f"{place}_{kind}": (place, *_WRITERS[kind]) for place, kind in opened}
+    program = [_PLACES[place].format(f=f, opening=opening.format(f=f)) for f, (place, opening, _) in files.items()]
+    assert leave(tmp_path, "\n".join(program)) == ""
+    assert {f: read(tmp_path / f) for f, (_, _, read) in files.items()} == dict.fromkeys(files, "text")
 
 
 def test_finalizers_still_find_what_they_use(tmp_path: pathlib.Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,22 +19,37 @@ def reports(job: Job) -> list[events.Progress]:
     return [event for rank, event in job.events() if rank == 0 and isinstance(event, events.Progress)]
 
 
-@pytest.mark.parametrize("loop", training_loops.LOOPS, ids=lambda loop: loop.__name__)
-def test_every_loop_is_counted_once(launch: Callable[..., Job], loop: Callable[[], None]) -> None:
-    job = launch(loop, num_processes=1)
-    job.results(timeout_s=60)
-    [rank] = job.ranks
-    assert (rank.step, rank.total, rank.epoch, rank.steps) == training_loops.LOOPS[loop]
-    assert not rank.is_evaluating
+def runs_one_of(loops: Sequence[Callable[[], Any]]) -> Any:
+    """Each rank runs a loop of its own, as if it were alone."""
+    loop = loops[int(os.environ["RANK"])]
+    os.environ.update(
+        dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+    )
+    return loop()
 
 
-@pytest.mark.parametrize(("ranks", "group_size"), [(2, 0), (2, 1), (2, 2), (1, 0)])
+@pytest.mark.parametrize(
+    "half", [0, pytest.param(1, marks=pytest.mark.slow)]
+)  # takes over 3 s: fourteen ranks train side by side
+def test_every_loop_is_counted_once(launch: Callable[..., Job], half: int) -> None:
+    loops = [*training_loops.LOOPS][half::2]
+    job = launch(runs_one_of, loops, num_processes=len(loops))
+    job.results(timeout_s=100)
+    counted = {
+        loop.__name__: (rank.step, rank.total, rank.epoch, rank.steps)
+        for loop, rank in zip(loops, job.ranks, strict=True)
+    }
+    assert counted == {loop.__name__: training_loops.LOOPS[loop] for loop in loops}
+    assert not any(rank.is_evaluating for rank in job.ranks)
+
+
+@pytest.mark.parametrize(("ranks", "group_size"), [(2, 0), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_ranks_that_train_without_each_other_are_warned_of(
     launch: Callable[..., Job], ranks: int, group_size: int
 ) -> None:
     warned, *others = launch(training_loops.two_steps, group_size, num_processes=ranks).results(timeout_s=60)
     assert others == [[]] * (ranks - 1)
-    if ranks == 1 or group_size == 2:
+    if group_size == 2:
         assert warned == []
     else:
         [(place, text)] = warned
@@ -41,16 +57,18 @@ def test_ranks_that_train_without_each_other_are_warned_of(
         assert text.startswith("The 2 ranks aren't connected: each trains a model of its own")
 
 
-@pytest.mark.parametrize("loop", training_loops.LOSSES, ids=lambda loop: loop.__name__)
-def test_loss_of_every_loop_is_reported(launch: Callable[..., Job], loop: Callable[[], float | None]) -> None:
-    job = launch(loop, num_processes=1)
-    [loss] = job.results(timeout_s=60)
-    assert job.ranks[0].metrics.get("loss") == loss
+def test_loss_of_every_loop_is_reported(launch: Callable[..., Job]) -> None:
+    job = launch(runs_one_of, training_loops.LOSSES, num_processes=len(training_loops.LOSSES))
+    losses = list(job.results(timeout_s=60))
+    assert [rank.metrics.get("loss") for rank in job.ranks] == losses
 
 
 @pytest.mark.parametrize(
     "loop",
-    [training_loops.epochs_and_evaluations, training_loops.gradients_off_inside_the_evaluation],
+    [
+        training_loops.epochs_and_evaluations,
+        pytest.param(training_loops.gradients_off_inside_the_evaluation, marks=pytest.mark.slow),
+    ],
     ids=lambda loop: loop.__name__,
 )
 def test_evaluation_is_told_apart_from_training(launch: Callable[..., Job], loop: Callable[[], None]) -> None:
@@ -58,6 +76,7 @@ def test_evaluation_is_told_apart_from_training(launch: Callable[..., Job], loop
     assert said == {(8, None)}
 
 
+@pytest.mark.slow
 def test_epochs_of_a_prepared_loader_are_those_of_a_bar_over_epochs_only(launch: Callable[..., Job]) -> None:
     """While the first step runs, a bar over all steps can't be told from one over epochs."""
     for loop, epochs in (
@@ -77,7 +96,10 @@ def test_bar_over_epochs_gives_their_number_and_the_loader_the_steps(launch: Cal
 
 @pytest.mark.parametrize(
     ("loop", "total"),
-    [(training_loops.bar_over_batches, 16), (training_loops.bar_over_all_steps, 48)],
+    [
+        (training_loops.bar_over_batches, 16),
+        pytest.param(training_loops.bar_over_all_steps, 48, marks=pytest.mark.slow),
+    ],
     ids=["batches", "all_steps"],
 )
 def test_bar_that_counts_the_steps_keeps_the_row(launch: Callable[..., Job], loop: Any, total: int) -> None:

@@ -16,11 +16,18 @@ GENERATORS = ["python", "numpy", "torch"]
     ("seeds", "begins"),
     [
         ([], "prepare"),
-        ([], "step"),
-        ([], "compiled step"),
-        *([[name], "step"] for name in GENERATORS),
-        (GENERATORS, "prepare"),
-        (["states"], "step"),
+        (["torch"], "step"),
+        *(
+            pytest.param(seeds, begins, marks=pytest.mark.slow)
+            for seeds, begins in (
+                ([], "step"),
+                ([], "compiled step"),
+                (["python"], "step"),
+                (["numpy"], "step"),
+                (GENERATORS, "prepare"),
+                (["states"], "step"),
+            )
+        ),
     ],
     ids=str,
 )
@@ -38,7 +45,7 @@ def test_ranks_draw_alike_until_training_begins(launch: Callable[..., Job], seed
         assert first == alone
 
 
-@pytest.mark.parametrize("how", ["plain", "prepared"])
+@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.slow), "prepared"])
 def test_workers_differ_by_rank_and_the_order_does_not(launch: Callable[..., Job], how: str) -> None:
     first, second = launch(functions.reads, how).results(timeout_s=60)
     order = launch(functions.reads, "plain", num_processes=1).results(timeout_s=60)[0][0]
@@ -47,6 +54,7 @@ def test_workers_differ_by_rank_and_the_order_does_not(launch: Callable[..., Job
     assert not any(set(drawn) & set(of_other) for drawn, of_other in zip(first[1:], second[1:], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stream", "shared"])
 def test_ranks_that_have_to_read_alike_do(launch: Callable[..., Job], how: str) -> None:
     """Ranks of a stream may take their shares of it, and those of tensor parallelism work on the same samples."""

@@ -11,6 +11,7 @@ import pytest
 from notebook_accel.errors import RankFailedError
 from notebook_accel.launching.kernel.job import Job
 from tests.launching import functions
+from tests.training.ranks import free_port
 
 
 @pytest.fixture
@@ -20,13 +21,21 @@ def taken() -> Iterator[int]:
         yield int(server.getsockname()[1])
 
 
-@pytest.mark.parametrize("how", ["variables", "port", "random port", "env", "tcp", "nowhere", "file"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "variables",
+        "tcp",
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("port", "random port", "env", "nowhere", "file")),
+    ],
+)
 def test_ranks_meet_at_any_address_one_group_after_another(
     launch: Callable[..., Job], taken: int, tmp_path: pathlib.Path, how: str
 ) -> None:
     assert launch(functions.meets, how, taken, str(tmp_path)).results(timeout_s=60) == [[3.0, 3.0]] * 2
 
 
+@pytest.mark.slow
 def test_some_of_the_ranks_make_groups_that_differ_by_their_addresses(
     launch: Callable[..., Job], tmp_path: pathlib.Path
 ) -> None:
@@ -34,17 +43,18 @@ def test_some_of_the_ranks_make_groups_that_differ_by_their_addresses(
     assert job.results(timeout_s=60) == [[3.0, 3.0]] * 4
 
 
-@pytest.mark.parametrize("names_address", [True, False])
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize(
+    ("method", "names_address"), [("fork", False), pytest.param("spawn", True, marks=pytest.mark.slow)]
+)
 def test_processes_that_a_rank_starts_make_a_group_of_their_own(
     launch: Callable[..., Job], method: str, names_address: bool
 ) -> None:
-    port = _free_port() if names_address else 0
+    port = free_port() if names_address else 0
     assert launch(functions.starts_processes, method, port).results(timeout_s=60) == [0, 1]
 
 
 def test_second_rendezvous_is_torchs_own(launch: Callable[..., Job]) -> None:
-    results = launch(functions.serves_another_group, _free_port()).results(timeout_s=60)
+    results = launch(functions.serves_another_group, free_port()).results(timeout_s=60)
     assert list(results) == [[True, 1.0, 3.0], [True, 0.0, 3.0]]
 
 
@@ -55,8 +65,3 @@ def test_rank_that_would_wait_for_ever_is_told_what_to_type(
     with pytest.raises(RankFailedError, match=f"{who} of 2 joins a process group as rank 0 of {world_size}.") as caught:
         launch(functions.joins_as, member, world_size).results(timeout_s=60)
     assert "init_process_group(backend) without rank and world_size" in str(caught.value)
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])

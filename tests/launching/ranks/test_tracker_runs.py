@@ -10,9 +10,7 @@ import pytest
 from notebook_accel.launching.kernel.job import Job
 
 
-@pytest.mark.parametrize(
-    ("own", "ranks", "group"), [(None, 2, "digits"), ("of the notebook", 2, "of the notebook"), (None, 1, None)]
-)
+@pytest.mark.parametrize(("own", "ranks", "group"), [(None, 2, "digits"), ("of the notebook", 1, "of the notebook")])
 def test_ranks_have_the_launchs_name_as_their_group(
     launch: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, own: str | None, ranks: int, group: str | None
 ) -> None:

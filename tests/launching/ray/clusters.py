@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import socket
-import subprocess
 import time
 import unittest.mock
 from collections.abc import Iterator
@@ -47,8 +46,8 @@ def running() -> Iterator[Any]:
         cluster.shutdown()
 
 
-def add_node(cluster: Any, *, clock_ahead_s: int = 0, **what_it_has: Any) -> Any:
-    """Add a node, whose ``time.monotonic()`` may be ahead of this process's, as another machine's is.
+def add_node(cluster: Any, **what_it_has: Any) -> Any:
+    """Add a node.
 
     Ray gives a node's processes 15 s to report their ports, and the node 30 s to be there, too few for a busy machine.
     So this function reports the ports for them.
@@ -56,31 +55,8 @@ def add_node(cluster: Any, *, clock_ahead_s: int = 0, **what_it_has: Any) -> Any
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(socket.create_server(("", 0))) for _ in _HELPERS]
         ports = {name: server.getsockname()[1] for name, server in zip(_HELPERS, servers, strict=True)}
-    with _patiently(ports), _with_clock(clock_ahead_s):
+    with _patiently(ports):
         return cluster.add_node(**_NODE, **ports, **what_it_has)
-
-
-def clocks_can_differ() -> bool:
-    """Return whether this process may give others a clock of their own: Linux's time namespaces are for root."""
-    with contextlib.suppress(OSError):
-        return subprocess.run([*_unshare(1), "true"], check=False, capture_output=True).returncode == 0
-    return False
-
-
-def _unshare(ahead_s: int) -> list[str]:
-    return ["unshare", "--time", "--monotonic", str(ahead_s), "--"]
-
-
-@contextlib.contextmanager
-def _with_clock(ahead_s: int) -> Iterator[None]:
-    services = importlib.import_module("ray._private.services")
-    start = services.start_ray_process
-
-    def start_there(command: list[str], *args: Any, **options: Any) -> Any:
-        return start([*_unshare(ahead_s), *command] if ahead_s else command, *args, **options)
-
-    with unittest.mock.patch.object(services, "start_ray_process", start_there):
-        yield
 
 
 @contextlib.contextmanager

@@ -82,22 +82,14 @@ def test_everything_that_is_seen_of_a_run_is_as_without_it(notebook: kernels.Ker
 
 
 def test_connection_that_ends_is_said_and_made_again(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
-    begin = "job = launch(work.wait_to_be_ended, {!r}, background=True)"
-    (tmp_path / "first").mkdir()
-    ok(notebook.run(begin.format(str(tmp_path / "first")), DEADLINE_S))
-    pids = have_begun(tmp_path / "first")
+    ok(notebook.run(f"job = launch(work.wait_to_be_ended, {str(tmp_path)!r}, background=True)", DEADLINE_S))
+    pids = have_begun(tmp_path)
     os.kill(server_of_a_notebook().pid, signal.SIGKILL)
     assert notebook.value("job.wait(100), job.status", DEADLINE_S) == "(True, 'failed')"
     assert "is no longer connected to the cluster" in notebook.value("str(job.error)")
     processes.wait_until(lambda: are_gone(pids), "its ranks are gone", timeout_s=60)
 
-    (tmp_path / "second").mkdir()
-    ok(notebook.run(begin.format(str(tmp_path / "second")), DEADLINE_S))
-    pids = have_begun(tmp_path / "second")
-    ok(notebook.run("import ray; ray.shutdown()", DEADLINE_S))
-    assert notebook.value("job.wait(20), job.status", DEADLINE_S) == "(True, 'failed')"
-    assert "ray.shutdown() was called" in notebook.value("str(job.error)")
-    processes.wait_until(lambda: are_gone(pids), "its ranks are gone", timeout_s=60)
+    assert notebook.value("launch(work.attempt)", DEADLINE_S) == "[0, 0]"
 
 
 def test_kernel_that_is_killed_takes_its_ranks_with_it(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:

@@ -51,12 +51,6 @@ def test_ranks_of_a_node_map_one_copy_of_what_they_are_sent(cluster: Any, capsys
     all_is_free()
 
 
-def test_failed_run_is_started_again(cluster: Any) -> None:
-    job = launch(work.fails_once, max_restarts=1)
-    assert job.results(DEADLINE_S) == [1, 1]
-    assert job.restarts == ("rank 1 exited with status 3 before its function returned",)
-
-
 def test_ranks_see_the_gpus_that_ray_has_reserved_for_them(cluster: Any) -> None:
     """The GPUs are Ray's word for it: no such device is there, and no rank uses one."""
     node = clusters.add_node(cluster, num_cpus=0, num_gpus=3)

@@ -16,6 +16,7 @@ from notebook_accel.protocol import events
 from tests import kernels, processes
 from tests.launching.ray import clusters, work
 from tests.launching.ray.runs import DEADLINE_S, all_is_free, are_gone, connected, have_begun, launch
+from tests.launching.ray.test_client import ok
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -26,11 +27,6 @@ def launch(function, *args, **options):
     options = {{"strategy": "SPREAD", "address": "{address}", **options}}
     return notebook_launcher(function, args, 2, engine="ray", background=True, view="none", engine_options=options)
 """
-
-
-def ok(outcome: kernels.Outcome) -> kernels.Outcome:
-    assert outcome.status == "ok", outcome.traceback
-    return outcome
 
 
 def test_users_own_connection_is_used_and_its_end_ends_the_run(cluster: Any, tmp_path: pathlib.Path) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import pathlib
-import signal
 import time
 from typing import Any
 
 import torch
 import torch.distributed
-from tqdm.auto import tqdm
-
-from tests.launching.functions import wait_for
 
 
 def wait_to_be_ended(folder: str) -> None:
@@ -61,35 +57,6 @@ def place(model: torch.Tensor) -> dict[str, Any]:
         "file": row.split()[4],
         "value": model[0].item(),
     }
-
-
-def is_ahead(here_s: float) -> bool:
-    """Return whether the clock here is far ahead of one that has just shown this time."""
-    return time.monotonic() > here_s + 3600
-
-
-def fails_in_turn(folder: str, here_s: float, is_ahead_first: bool) -> None:
-    """Fail on two nodes, first on the one whose clock is ahead, or on the other. Ignores a stop in between."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if is_ahead(here_s) == is_ahead_first:
-        wait_for(folder, "the second waits")
-        pathlib.Path(folder, "the first fails").touch()
-        raise ValueError("first")
-    pathlib.Path(folder, "the second waits").touch()
-    wait_for(folder, "the first fails")
-    time.sleep(0.5)  # the order of two failures that are closer than the answers of a node may not be known
-    raise ValueError("second")
-
-
-def stands_still(here_s: float) -> None:
-    """Count steps on two nodes; then the one whose clock is ahead waits for the other."""
-    torch.distributed.init_process_group()
-    for _ in tqdm(range(5)):
-        time.sleep(0.05)
-    torch.distributed.barrier()
-    if not is_ahead(here_s):
-        time.sleep(120)
-    torch.distributed.barrier()
 
 
 def folder() -> list[str]:

@@ -35,7 +35,7 @@ class Stream:
     """Calls a host, and hands on what it says in two pieces, as a network may."""
 
     def __init__(self, node: Node, agent_pid: int) -> None:
-        self._host = node.host
+        self._node, self._host = node, node.host
         self._agent_pid = agent_pid
         self._rest = b""
 
@@ -45,8 +45,9 @@ class Stream:
     def read(self) -> tuple[float, bytes]:
         if self._rest:
             data, self._rest = self._rest, b""
-            return time.monotonic(), data
+            return time.monotonic() + self._node.clock_ahead_s, data
         time_s, data = self._host.read(self._agent_pid, 0.2)
+        time_s += self._node.clock_ahead_s
         data, self._rest = data[: len(data) // 2], data[len(data) // 2 :]
         return time_s, data
 
@@ -70,6 +71,7 @@ class Node:
     def __init__(self) -> None:
         self.host = NodeHost("127.0.0.1")
         self.slot = AgentSlot()
+        self.clock_ahead_s = 0.0  # what the host says of its clock; its ranks have this machine's
 
 
 class Run(RemoteRun):
@@ -227,11 +229,13 @@ def test_ranks_meet_over_two_agents_and_all_end_and_start_again_when_one_fails(r
         job.results(DEADLINE_S)
     assert caught.value.rank == 3
     assert running.agents() == agents
+    assert all(rank.failed is None or 0 < time.monotonic() - rank.failed.time_s < DEADLINE_S for rank in job.ranks)
     job = running.start(fails_once, max_restarts=1)
     assert job.results(DEADLINE_S) == ["1"] * 4
     assert job.restarts == ("rank 3: ValueError: no images",)
 
 
+@pytest.mark.slow
 def test_two_runs_share_the_agents_and_each_is_ended_by_itself(running: Engine, tmp_path: pathlib.Path) -> None:
     folders = [tmp_path / "first", tmp_path / "second"]
     jobs = []
@@ -249,40 +253,37 @@ def test_two_runs_share_the_agents_and_each_is_ended_by_itself(running: Engine, 
     assert jobs[1].results(DEADLINE_S) == [None] * 4
 
 
-def test_agent_that_dies_is_replaced_by_the_next_run(own: Engine, tmp_path: pathlib.Path) -> None:
-    """And the ranks of other nodes can save when an agent dies."""
-    job = own.start(functions.saves_at_sigterm, str(tmp_path), grace_s=DEADLINE_S)
-
-    def have(what: str, ranks: range) -> bool:
-        return all((tmp_path / f"{rank} {what}").exists() for rank in ranks)
-
-    processes.wait_until(lambda: have("trains", range(4)), "all ranks train", DEADLINE_S)
-    os.kill(own.agents()[1], signal.SIGKILL)
-    processes.wait_until(lambda: have("was asked", range(2)), "the first node's ranks save", DEADLINE_S)
-    (tmp_path / "go").touch()
-    with pytest.raises(SupervisorLostError, match="ranks 2 to 3 of 4"):
-        job.results(DEADLINE_S)
-    assert have("has saved", range(2))
-    assert own.start(place).results(DEADLINE_S)
+@pytest.mark.slow
+def test_times_of_each_node_are_put_on_the_kernels_clock(running: Engine) -> None:
+    second = running.nodes[1]
+    second.clock_ahead_s = ahead_s = 86_400.0
+    try:
+        job = running.start(fails_once)
+        with pytest.raises(RankFailedError):
+            job.results(DEADLINE_S)
+    finally:
+        second.clock_ahead_s = 0.0
+    failed = job.ranks[3].failed
+    assert failed is not None
+    assert time.monotonic() - failed.time_s == pytest.approx(ahead_s, abs=DEADLINE_S)
 
 
-@pytest.mark.parametrize(("method", "error"), [("loss", RuntimeError), ("read", SystemExit)])
+@pytest.mark.slow
 def test_run_ends_whatever_the_clusters_library_raises(
-    own: Engine, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, method: str, error: type[BaseException]
+    own: Engine, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = own.start(waits, str(tmp_path))
     all_wait(tmp_path)
 
     def fails(*_: object) -> None:
-        raise error("of the library")
+        raise SystemExit("of the library")
 
-    monkeypatch.setattr(Stream, method, fails)
-    if method == "loss":
-        os.kill(own.agents()[1], signal.SIGKILL)
+    monkeypatch.setattr(Stream, "read", fails)
     with pytest.raises(SupervisorLostError, match="of the library"):
         job.results(DEADLINE_S)
 
 
+@pytest.mark.slow
 def test_interrupted_ranks_may_take_longer_than_those_of_another_node(running: Engine, tmp_path: pathlib.Path) -> None:
     job = running.start(tidies_up, str(tmp_path), grace_s=DEADLINE_S)
     all_wait(tmp_path)
@@ -330,3 +331,26 @@ def test_clock_of_a_node_is_known_within_the_time_that_its_quickest_answer_took(
     assert answered(asked_s=20.0, sent_s=20.2, now_s=21.0, at_s=20.2) == pytest.approx(20.0)
     ahead_s += 7200  # the kernel's machine was
     assert answered(asked_s=30.0, sent_s=30.2, now_s=30.3, at_s=30.2) == pytest.approx(30.3)
+
+
+@pytest.mark.slow
+def test_agent_that_dies_is_replaced_by_the_next_run(shared: Engine, tmp_path: pathlib.Path) -> None:
+    """And the ranks of other nodes can save when an agent dies. The last test, since it leaves no agent."""
+    with ending(*(node.host for node in shared.nodes)):
+        kill_an_agent_and_run_again(shared, tmp_path)
+
+
+def kill_an_agent_and_run_again(engine: Engine, tmp_path: pathlib.Path) -> None:
+    job = engine.start(functions.saves_at_sigterm, str(tmp_path), grace_s=DEADLINE_S)
+
+    def have(what: str, ranks: range) -> bool:
+        return all((tmp_path / f"{rank} {what}").exists() for rank in ranks)
+
+    processes.wait_until(lambda: have("trains", range(4)), "all ranks train", DEADLINE_S)
+    os.kill(engine.agents()[1], signal.SIGKILL)
+    processes.wait_until(lambda: have("was asked", range(2)), "the first node's ranks save", DEADLINE_S)
+    (tmp_path / "go").touch()
+    with pytest.raises(SupervisorLostError, match="ranks 2 to 3 of 4"):
+        job.results(DEADLINE_S)
+    assert have("has saved", range(2))
+    assert engine.start(place).results(DEADLINE_S)

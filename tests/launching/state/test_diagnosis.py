@@ -50,13 +50,70 @@ def line(phase: str, *, activity: str = "", number: int = 12, text: str = "", sa
 def test_run_without_steps_has_no_diagnosis() -> None:
     assert diagnose(RunState(2)) == Diagnosis()
     assert str(Diagnosis()) == "Too few steps have been measured yet."
+    assert not diagnose(run(*[healthy()] * 2, seconds=2)).steps
 
 
-def test_ranks_wait_for_data() -> None:
-    ranks = [healthy(data=60.0, lines=(line("data"), line("forward", number=1)))] * 2
+_PLACE = "In[4], line 12"
+_SAVING = line("other", activity="saving", text="torch.save(state, path)")
+_OWN_COLLECTIVE = line("other", activity="communication", text="dist.barrier()")
+_COMPILING = line("forward", activity="compiling", text="loss = model(x)")
+_RECOMPILED = "0/0: tensor 'x' size mismatch at index 0. expected 8, actual 9"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cause", "blamed", "place", "share"),
+    [
+        ([healthy(data=60.0, lines=(line("data"), line("forward", number=1)))] * 2, "data", (0, 1), _PLACE, 0.556),
+        ([healthy(communication=55.0, gradient_bytes=440 << 20)] * 2, "communication", (0, 1), "", 0.534),
+        ([healthy(communication=60.0, lines=(_OWN_COLLECTIVE,))] * 2, "communication", (0, 1), _PLACE, 0.556),
+        # These collectives take longer than the gradients.
+        (
+            [healthy(communication=60.0, lines=(_OWN_COLLECTIVE,), gradient_bytes=2 << 20)] * 2,
+            *("communication", (0, 1), _PLACE, 0.556),
+        ),
+        (
+            [healthy(evaluation=50.0, evaluations=20, lines=(line("evaluation", text="test(model)"),))] * 2,
+            *("evaluation", (0, 1), _PLACE, 0.5),
+        ),
+        ([healthy(other=50.0, lines=(_SAVING,))] * 2, "checkpoint", (0,), _PLACE, 0.5),
+        # The others wait for the one rank that saves.
+        ([healthy(other=50.0, lines=(_SAVING,)), healthy(communication=52.0)], "checkpoint", (0,), _PLACE, 0.5),
+        (
+            [healthy(compilations=3, compiling_s=0.5, recompiled=_RECOMPILED, lines=(_COMPILING,))],
+            *("compilation", (0,), _PLACE, 0.5),
+        ),
+        ([healthy(other=50.0, lines=(line("other", text="draw(loss)"),))], "other code", (0,), _PLACE, 0.505),
+        *(
+            ([healthy(is_on_device=True, lines=(line("forward", text=text),))], "device wait", (0,), _PLACE, 0.5)
+            for text in ("total += loss.item()", "print(loss)", "x = out.cpu()", "torch.cuda.empty_cache()")
+        ),
+    ],
+)
+def test_cause_is_found_with_its_ranks_its_place_and_its_share(
+    ranks: list[dict[str, Any]], cause: str, blamed: tuple[int, ...], place: str, share: float
+) -> None:
     [verdict] = diagnose(run(*ranks)).verdicts
-    assert (verdict.cause, verdict.ranks, verdict.place) == ("data", (0, 1), "In[4], line 12")
-    assert verdict.share == pytest.approx(0.556, abs=1e-3)
+    assert (verdict.cause, verdict.ranks, verdict.place) == (cause, blamed, place)
+    assert verdict.share == pytest.approx(share, abs=1e-3)
+    assert (_RECOMPILED in verdict.what) == (cause == "compilation")
+
+
+@pytest.mark.parametrize(
+    ("data", "nodes", "fix"),
+    [
+        ({"workers": 2, "cores": 64}, 1, "num_workers=4"),
+        ({"workers": 0, "cores": 64}, 1, "Try `num_workers=4, persistent_workers=True`."),
+        ({"workers": 0, "cores": 8}, 4, "Try `num_workers=4, persistent_workers=True`."),  # two ranks on each
+    ],
+)
+def test_advice_for_data_goes_by_the_workers_and_the_cores_of_one_machine(
+    data: dict[str, int], nodes: int, fix: str
+) -> None:
+    state = run(*[healthy(data=60.0, **data)] * 2 * nodes)
+    for rank in state.ranks:
+        rank.node = rank.rank // 2
+    [verdict] = diagnose(state).verdicts
+    assert fix in verdict.fix
 
 
 def test_verdict_is_a_sentence_with_its_figures_and_what_to_do() -> None:
@@ -66,13 +123,6 @@ def test_verdict_is_a_sentence_with_its_figures_and_what_to_do() -> None:
         "the others wait for it 55 % of the time. Give this rank less work, or look for what else runs on its device "
         "or core."
     )
-
-
-def test_advice_for_data_goes_by_the_workers_and_cores_there_are() -> None:
-    [verdict] = diagnose(run(*[healthy(data=60.0, workers=2, cores=64)] * 2)).verdicts
-    assert "num_workers=4" in verdict.fix
-    [verdict] = diagnose(run(*[healthy(data=60.0, workers=0, cores=64)] * 2)).verdicts
-    assert verdict.fix == "Try `num_workers=4, persistent_workers=True`."
 
 
 def test_workers_are_advised_only_where_they_help() -> None:
@@ -103,20 +153,6 @@ def test_straggler_is_the_rank_that_waits_least(phase: str) -> None:
     assert verdict.share == pytest.approx(0.545, abs=1e-3)
     assert diagnosis.steps[0]["waiting"] == pytest.approx(0.060)
     assert diagnosis.steps[2]["waiting"] == 0
-
-
-def test_gradients_take_long() -> None:
-    ranks = [healthy(communication=55.0, gradient_bytes=440 << 20)] * 2
-    [verdict] = diagnose(run(*ranks)).verdicts
-    assert (verdict.cause, verdict.ranks, verdict.place) == ("communication", (0, 1), "")
-
-
-def test_collectives_of_the_users_own_are_named() -> None:
-    ranks = [healthy(communication=60.0, lines=(line("other", activity="communication", text="dist.barrier()"),))] * 2
-    [verdict] = diagnose(run(*ranks)).verdicts
-    assert (verdict.cause, verdict.place) == ("communication", "In[4], line 12")
-    [verdict] = diagnose(run(*[ranks[0] | {"gradient_bytes": 2 << 20}] * 2)).verdicts
-    assert verdict.place == "In[4], line 12"  # these collectives take longer than the gradients
 
 
 @pytest.mark.parametrize(("phase", "is_sharded"), [("forward", True), ("forward", False), ("other", True)])
@@ -191,43 +227,6 @@ def test_late_rank_of_a_long_run_is_named_after_a_replay() -> None:
     assert [verdict.cause for verdict in diagnose(again).verdicts] == ["straggler"]
 
 
-def test_evaluation_every_step() -> None:
-    ranks = [healthy(evaluation=50.0, evaluations=20, lines=(line("evaluation", text="test(model)"),))] * 2
-    [verdict] = diagnose(run(*ranks)).verdicts
-    assert (verdict.cause, verdict.place) == ("evaluation", "In[4], line 12")
-    assert verdict.share == pytest.approx(0.5)
-
-
-def test_rare_evaluation_is_no_verdict() -> None:
-    assert not diagnose(run(*[healthy(evaluation=50.0)] * 2)).verdicts
-    assert not diagnose(run(*[healthy(evaluation=50.0, evaluations=1)] * 2)).verdicts
-
-
-def test_checkpoints() -> None:
-    saving = line("other", activity="saving", text="torch.save(state, path)")
-    [verdict] = diagnose(run(*[healthy(other=50.0, lines=(saving,))] * 2)).verdicts
-    assert (verdict.cause, verdict.place) == ("checkpoint", "In[4], line 12")
-
-
-def test_checkpoints_of_one_rank_for_which_the_others_wait() -> None:
-    saving = line("other", activity="saving", text="torch.save(state, path)")
-    verdicts = diagnose(run(healthy(other=50.0, lines=(saving,)), healthy(communication=52.0))).verdicts
-    assert [(verdict.cause, verdict.ranks, verdict.place) for verdict in verdicts] == [
-        ("checkpoint", (0,), "In[4], line 12")
-    ]
-
-
-def test_recompilation() -> None:
-    compiling = line("forward", activity="compiling", text="loss = model(x)")
-    reason = "0/0: tensor 'x' size mismatch at index 0. expected 8, actual 9"
-    ranks = healthy(compilations=3, compiling_s=0.5, recompiled=reason, lines=(compiling,))
-    [verdict] = diagnose(run(ranks)).verdicts
-    assert (verdict.cause, verdict.place) == ("compilation", "In[4], line 12")
-    assert verdict.share == pytest.approx(0.5)
-    assert reason in verdict.what
-    assert not diagnose(run(healthy(compilations=0, compiling_s=0.5, lines=(compiling,)))).verdicts
-
-
 def test_recompilation_by_xla() -> None:
     state = run(healthy(compilations=1, compiling_s=0.5, recompiled="The batch's shape has changed"))
     state.ranks[0].device = "xla:0"
@@ -280,19 +279,6 @@ def test_device_of_a_rank_that_is_late() -> None:
     assert verdict.what.endswith(" Its device is busy 99 % of the time. Its device runs at 61 % of its highest clock.")
 
 
-@pytest.mark.parametrize("text", ["total += loss.item()", "print(loss)", "x = out.cpu()", "torch.cuda.empty_cache()"])
-def test_line_that_waits_for_the_device(text: str) -> None:
-    waits = line("forward", text=text)
-    [verdict] = diagnose(run(healthy(is_on_device=True, lines=(waits,)))).verdicts
-    assert (verdict.cause, verdict.place) == ("device wait", "In[4], line 12")
-    assert not diagnose(run(healthy(lines=(waits,)))).verdicts  # the CPU has nothing to wait for
-
-
-def test_line_between_the_steps() -> None:
-    [verdict] = diagnose(run(healthy(other=50.0, lines=(line("other", text="draw(loss)"),)))).verdicts
-    assert (verdict.cause, verdict.place) == ("other code", "In[4], line 12")
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -301,6 +287,9 @@ def test_line_between_the_steps() -> None:
         {"communication": 4.0, "gradient_bytes": 100 << 20},
         {"communication": 60.0, "gradient_bytes": 20_000, "steps": 60},  # the latency of a toy program
         {"evaluation": 15.0},
+        {"evaluation": 50.0, "evaluations": 1},  # a rare one
+        {"lines": (line("forward", text="loss.item()"),)},  # the CPU has nothing to wait for
+        {"compilations": 0, "compiling_s": 0.5},
         {"other": 4.0, "lines": (line("other", text="print(loss)"),)},
         {"copy": 3.0, "is_on_device": True},
         {"queued_s": 0.9},
@@ -354,14 +343,6 @@ def test_answer_without_a_cause_names_the_longest_phase() -> None:
     assert str(diagnosis).startswith("Nothing stands out. The longest phase is evaluation, 83 % of a step.\n")
 
 
-def test_workers_are_advised_by_the_cores_of_one_machine() -> None:
-    state = run(*[healthy(data=60.0, cores=8)] * 8)
-    for rank in state.ranks:
-        rank.node = rank.rank // 2
-    [verdict] = diagnose(state).verdicts
-    assert verdict.fix == "Try `num_workers=4, persistent_workers=True`."
-
-
 def test_phases_add_up_to_the_step_and_go_into_json() -> None:
     diagnosis = diagnose(run(healthy(communication=62.0), healthy(forward=74.0)))
     data = json.loads(json.dumps(diagnosis.to_dict()))
@@ -370,7 +351,3 @@ def test_phases_add_up_to_the_step_and_go_into_json() -> None:
         assert set(phases) == set(events.PHASES)
         assert sum(phases.values()) == pytest.approx(0.110)
     assert data["verdicts"][0]["cause"] == "straggler"
-
-
-def test_too_few_steps_say_nothing() -> None:
-    assert not diagnose(run(*[healthy()] * 2, seconds=2)).steps

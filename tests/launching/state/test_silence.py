@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import pathlib
 import sysconfig
 import threading
+import time
 import types
+from collections.abc import Callable
 
 import pytest
+import torch.distributed as dist
+from tqdm.auto import tqdm
 
+from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks import worker
 from notebook_accel.launching.spec import Source
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.stacks import Collective, Frame, RankStack, Silence, Stacks, read_dump
+from notebook_accel.launching.views.view import LinesView
 from notebook_accel.protocol import events
 from notebook_accel.protocol.agent_messages import RankDump
 from notebook_accel.training.backends import torch_group, watchdog
-from tests import kernels
+from tests import processes
+from tests.launching import functions
 
 _SOURCES = {"/tmp/ipykernel_1/2.py": Source("In[7]", "\n".join(f"line {n}" for n in range(1, 100)))}
 _TORCH = sysconfig.get_paths()["purelib"] + "/torch"
@@ -242,27 +250,32 @@ def test_it_asks_when_silence_begins_and_then_more_rarely() -> None:
     assert next(second for second in range(300, 330) if made.is_due(float(second))) == 311
 
 
-def test_real_rank_that_keeps_the_other_waiting_is_said_under_the_cell(
-    notebook: kernels.Kernel, tmp_path: pathlib.Path
-) -> None:
-    cell = notebook.start(f"""%%distributed -n 2 --name slow --view lines
-import torch.distributed as dist
-from tqdm.auto import tqdm
-dist.init_process_group("gloo")
-def evaluate():
-    while not os.path.exists({str(tmp_path / "go")!r}): time.sleep(0.05)
-for step in tqdm(range(5)):
-    time.sleep(0.05)
-if os.environ["RANK"] == "1":
-    evaluate()
-dist.barrier()""")
-    cell.wait_for_output("[rank 1 has done no step for")
+def keeps_the_other_waiting(folder: str) -> None:
+    dist.init_process_group("gloo")
+    for _ in tqdm(range(5)):
+        time.sleep(0.05)
+    if functions.rank() == 1:
+        functions.wait_for(folder, "go")  # the line that rank 1 stands at
+    dist.barrier()
+
+
+def test_real_rank_that_keeps_the_other_waiting_is_said(launch: Callable[..., Job], tmp_path: pathlib.Path) -> None:
+    job = launch(keeps_the_other_waiting, str(tmp_path))
+    job._silence = Silence(shortest_s=1.0)
+    lines = io.StringIO()
+    view = LinesView(job, lines)
+
+    def is_said() -> bool:
+        job.notice_silence(time.monotonic())
+        view.refresh()
+        return "[rank 1 has done no step for" in lines.getvalue()
+
+    processes.wait_until(is_said, "that rank 1 keeps rank 0 waiting", 60)
     (tmp_path / "go").touch()
-    outcome = cell.finish()
-    assert outcome.status == "ok", outcome.traceback
-    [line] = [line for line in outcome.stdout.splitlines() if "done no step" in line]
-    assert line.startswith("[rank 1 has done no step for ")
-    assert line.endswith(", line 6 in evaluate]") and ": In[" in line
+    job.results(timeout_s=60)
+    view.close()
+    [line] = [line for line in lines.getvalue().splitlines() if "done no step" in line]
+    assert line.endswith("in wait_for]") and "and others wait: " in line
 
 
 def test_rank_without_anything_to_do_is_left_in_peace() -> None:

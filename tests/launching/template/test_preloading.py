@@ -58,6 +58,7 @@ def test_module_that_cannot_be_imported_is_named() -> None:
         preloading.import_named(["no_such_module"])
 
 
+@pytest.mark.slow
 def test_end_of_a_process_that_has_everything_preloaded_imports_nothing(tmp_path: pathlib.Path) -> None:
     # torch._dynamo imports it at the end, where it is installed. An import of the real one takes 20 ms.
     (tmp_path / "tabulate.py").write_text("def tabulate(rows, headers): return str(rows)")

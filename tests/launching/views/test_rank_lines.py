@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,17 +107,15 @@ def test_what_no_other_rank_says_stays_in_order_of_arrival(printed: list[tuple[i
 
 
 @pytest.mark.parametrize("at_once", [1, 250, 5_000])
-def test_flood_is_bounded_and_costs_next_to_nothing(at_once: int) -> None:
+def test_flood_is_bounded(at_once: int) -> None:
     """The slowest kind of flood: every other line of each rank is alike, so that each could join many."""
     shown, longest, count = LineRecorder(), 0, 40_000
-    began_s = time.process_time()
     for start in range(0, count // 8, at_once):
         for rank in range(8):
             shown.add(rank, *(f"{rank} {n}" if n % 2 else "step" for n in range(start, start + at_once)), now_s=start)
             longest = max(longest, len(shown.alike.unsettled))
         shown.settled.clear()
     assert longest <= 500
-    assert (time.process_time() - began_s) / count < 150e-6  # it takes 10e-6 on a calm machine
 
 
 def test_margin_is_as_wide_as_that_of_all_ranks() -> None:

@@ -35,9 +35,20 @@ def job() -> Job:
     return make_job()
 
 
+class Shown(view.LinesView):
+    """Plain lines, kept as text."""
+
+    def __init__(self, job: Job, **options: float) -> None:
+        self._kept = io.StringIO()
+        super().__init__(job, self._kept, **options)
+
+    @property
+    def text(self) -> str:
+        return self._kept.getvalue()
+
+
 def test_lines_say_what_ranks_print_and_where_they_stand(job: Job) -> None:
-    out = io.StringIO()
-    lines = view.LinesView(job, out, period_s=0.0)
+    lines = Shown(job, period_s=0.0)
     job.deliver(1, events.Output(text="hello\nworld"))
     now_s = time.monotonic() + 60.0  # a moment that doesn't pass while the test runs
     job.deliver(0, events.Progress(time_s=now_s - 2.0, step=10, total=50, epoch=2, epochs=5, steps=60))
@@ -46,7 +57,7 @@ def test_lines_say_what_ranks_print_and_where_they_stand(job: Job) -> None:
     job.deliver(0, events.Metrics(step=80, values={"loss": 0.123456}))
     job.deliver(1, events.Metrics(step=1, values={"loss": 2.0}))
     lines.close()
-    printed = out.getvalue().splitlines()
+    printed = lines.text.splitlines()
     assert printed[:2] == ["  1 │ hello", "  1 │ world"]
     assert printed[2].endswith("rank 0  epoch 2/5  step 10/50")
     assert [line.partition("] ")[2] for line in printed[4:]] == [
@@ -58,39 +69,36 @@ def test_lines_say_what_ranks_print_and_where_they_stand(job: Job) -> None:
 @pytest.mark.parametrize("is_background", [True, False])
 def test_error_is_printed_if_no_cell_waits_for_it(job: Job, is_background: bool) -> None:
     job.is_background = is_background
-    out = io.StringIO()
-    lines = view.LinesView(job, out)
+    lines = Shown(job)
     job.deliver(1, events.Failed(kind="ValueError", message="bg", traceback="", line="In[7], line 2"))
     job.deliver(1, events.Ended(exit_code=1))
     job.deliver(0, events.Ended(signal=15))
     job.end("failed")
     lines.close()
-    printed = out.getvalue().splitlines()
+    printed = lines.text.splitlines()
     assert ("rank 1 of 2 failed at In[7], line 2: ValueError: bg" in printed) is is_background
 
 
 def test_steps_that_compile_are_not_timed(job: Job) -> None:
-    out = io.StringIO()
-    lines = view.LinesView(job, out, period_s=0.0)
+    lines = Shown(job, period_s=0.0)
     now_s = time.monotonic() + 60.0  # a moment that doesn't pass while the test runs
     for ago_s, step, compiling in ((33.0, 0, True), (3.0, 2, True), (2.0, 3, False), (0.0, 13, False)):
         job.deliver(0, events.Progress(time_s=now_s - ago_s, step=step, steps=step, compiling=compiling))
         lines.refresh()
     lines.close()
-    printed = out.getvalue()
+    printed = lines.text
     assert printed.count("compiling") == 2
     assert set(re.findall(r"(\S+) steps/s", printed)) == {"5.0"}
 
 
 def test_too_many_lines_keep_the_first_and_the_last_of_each_rank(job: Job) -> None:
-    out = io.StringIO()
-    lines = view.LinesView(job, out)
+    lines = Shown(job)
     for thousand in range(8):
         job.deliver(0, events.Output(text="\n".join(str(thousand * 1000 + n) for n in range(1000))))
     job.deliver(1, events.Output(text="of the other one"))
     lines.refresh()
     lines.close()
-    printed = out.getvalue().splitlines()
+    printed = lines.text.splitlines()
     assert printed[4_998:5_001] == ["  0 │ 4998", "  0 │ 4999", "  1 │ of the other one"]
     assert printed[5_001:5_003] == ["  0 │ [2,500 lines left out here]", "  0 │ 7500"]
     assert (len(printed), printed[-1]) == (5_502, "  0 │ 7999")
@@ -98,14 +106,13 @@ def test_too_many_lines_keep_the_first_and_the_last_of_each_rank(job: Job) -> No
 
 def test_what_the_agent_has_left_out_is_counted_and_the_log_named() -> None:
     job = make_job(log_folder=pathlib.Path("/tmp/logs"))
-    out = io.StringIO()
-    lines = view.LinesView(job, out)
+    lines = Shown(job)
     job.deliver(1, events.Output(text="first"))
     job.deliver(1, events.Output(text="middle", left_out=1_000_000))
     job.deliver(1, events.Output(text="last", left_out=5))
     job.deliver(0, events.Output(text="last", left_out=1))
     lines.close()
-    assert out.getvalue().splitlines() == [
+    assert lines.text.splitlines() == [
         "  1 │ first",
         "  0 │ [1 line left out here; the whole output is in /tmp/logs/rank_0.log]",
         "  0 │ last",
@@ -114,134 +121,116 @@ def test_what_the_agent_has_left_out_is_counted_and_the_log_named() -> None:
     ]
 
 
-def test_template_stands_before_the_lines() -> None:
-    job = make_job(log_line_prefix_template="[${role_name} $rank/${local_rank}] $$ ")
-    out = io.StringIO()
-    lines = view.LinesView(job, out)
-    job.deliver(1, events.Output(text="a\nb"))
-    lines.close()
-    assert out.getvalue() == "[default_role 1/1] $ a\n[default_role 1/1] $ b\n"
-
-
 def test_line_is_held_for_a_moment_in_which_other_ranks_may_print_it_too(job: Job) -> None:
-    out = io.StringIO()
-    lines = view.LinesView(job, out)
+    lines = Shown(job)
 
     def say(rank: int, text: str) -> None:
         job.deliver(rank, events.Output(text=text))
         lines.refresh()
 
     say(0, "of both")
-    assert out.getvalue() == ""
+    assert lines.text == ""
     say(1, "of both")
-    assert out.getvalue() == "0-1 │ of both\n"  # nobody else can join it
+    assert lines.text == "0-1 │ of both\n"  # nobody else can join it
     began_s = time.monotonic()
     say(0, "of rank 0")
-    processes.wait_until(lambda: lines.refresh() or "of rank 0" in out.getvalue(), "the line is printed")
+    processes.wait_until(lambda: lines.refresh() or "of rank 0" in lines.text, "the line is printed")
     assert time.monotonic() - began_s >= 0.15
     say(0, "before")
     job.deliver(1, events.Nodes(lines=["node 1 is here"], is_news=True))
     lines.refresh()
-    assert out.getvalue().endswith("  0 │ of rank 0\n  0 │ before\n[node 1 is here]\n")
+    assert lines.text.endswith("  0 │ of rank 0\n  0 │ before\n[node 1 is here]\n")
 
 
-def test_rank_that_keeps_the_others_waiting_is_said_once(job: Job) -> None:
-    out = io.StringIO()
-    lines = view.LinesView(job, out)
+@pytest.mark.parametrize(
+    ("waits_in", "said"),
+    [
+        ("", ["[rank 1 has done no step for 20 s, and others wait: In[7], line 7 in train]"]),
+        (
+            "backward",
+            [
+                "[rank 0 has done no step for 20 s, nor has any other; it is in barrier: In[7], line 9 in train]",
+                "[rank 1 has done no step for 20 s, nor has any other; it is in backward: In[7], line 7 in train]",
+            ],
+        ),
+    ],
+)
+def test_ranks_that_stand_still_are_said_once(job: Job, waits_in: str, said: list[str]) -> None:
+    lines = Shown(job)
     for now_s in (30.0, 45.0):
         job.deliver(0, events.Silent(time_s=now_s, since_s=10.0, at="In[7], line 9 in train", waits_in="barrier"))
-        job.deliver(1, events.Silent(time_s=now_s, since_s=10.0, at="In[7], line 12 in evaluate"))
+        job.deliver(1, events.Silent(time_s=now_s, since_s=10.0, at="In[7], line 7 in train", waits_in=waits_in))
     lines.refresh()
-    assert out.getvalue() == ("[rank 1 has done no step for 20 s, and others wait: In[7], line 12 in evaluate]\n")
-
-
-def test_ranks_that_all_wait_are_said_once_each(job: Job) -> None:
-    out = io.StringIO()
-    lines = view.LinesView(job, out)
-    for now_s in (30.0, 45.0):
-        job.deliver(0, events.Silent(time_s=now_s, since_s=10.0, at="In[7], line 9 in train", waits_in="barrier"))
-        job.deliver(1, events.Silent(time_s=now_s, since_s=10.0, at="In[7], line 7 in train", waits_in="backward"))
-    lines.refresh()
-    why = "nor has any other; it is in"
-    assert out.getvalue().splitlines() == [
-        f"[rank 0 has done no step for 20 s, {why} barrier: In[7], line 9 in train]",
-        f"[rank 1 has done no step for 20 s, {why} backward: In[7], line 7 in train]",
-    ]
+    assert lines.text.splitlines() == said
 
 
 def test_unchanged_progress_is_not_printed_again(job: Job) -> None:
-    out = io.StringIO()
-    lines = view.LinesView(job, out, period_s=0.0)
+    lines = Shown(job, period_s=0.0)
     job.deliver(0, events.Progress(step=1, total=2))
     for _ in range(3):
         lines.refresh()
-    assert [line.partition("] ")[2] for line in out.getvalue().splitlines()] == ["rank 0  step 1/2", "rank 1"]
+    assert [line.partition("] ")[2] for line in lines.text.splitlines()] == ["rank 0  step 1/2", "rank 1"]
 
 
-def ended(job: Job, progress: dict[int, events.Progress]) -> list[str]:
-    """The last lines of a run whose ranks have come so far and then finished."""
-    out = io.StringIO()
-    lines = view.LinesView(job, out)
-    for rank, event in progress.items():
+@pytest.mark.parametrize(
+    ("progress", "last"),
+    [
+        (
+            [events.Progress(step=9, total=10), events.Progress(step=10, total=10)],
+            ["rank 0  finished  step 9/10   memory 300 MiB", "rank 1  finished  step 10/10  memory 301 MiB"],
+        ),
+        # One rank may write files, with a bar, while the others have only trained.
+        (
+            [events.Progress(step=1, total=2), events.Progress(step=8, total=8, epoch=1)],
+            [
+                "rank 0  finished           step 1/2  memory 300 MiB",
+                "rank 1  finished  epoch 1  step 8/8  memory 301 MiB",
+            ],
+        ),
+    ],
+)
+def test_last_lines_say_where_each_rank_ended(job: Job, progress: list[events.Progress], last: list[str]) -> None:
+    lines = Shown(job)
+    for rank, event in enumerate(progress):
         job.deliver(rank, event)
         job.deliver(rank, events.Memory(used_bytes=(300 + rank) << 20, total_bytes=1 << 34, kind="host"))
         job.deliver(rank, events.Finished())
         job.deliver(rank, events.Ended(exit_code=0))
     job.end("")
     lines.close()
-    return [line.partition("] ")[2] for line in out.getvalue().splitlines()]
-
-
-def test_last_lines_say_where_each_rank_ended() -> None:
-    progress = {rank: events.Progress(step=9 + rank, total=10) for rank in range(2)}
-    assert ended(make_job(), progress) == [
-        "rank 0  finished  step 9/10   memory 300 MiB",
-        "rank 1  finished  step 10/10  memory 301 MiB",
-    ]
-
-
-def test_each_rank_counts_up_to_a_total_of_its_own() -> None:
-    """One rank may write files, with a bar, while the others have only trained."""
-    progress = {0: events.Progress(step=1, total=2), 1: events.Progress(step=8, total=8, epoch=1)}
-    assert ended(make_job(), progress) == [
-        "rank 0  finished           step 1/2  memory 300 MiB",
-        "rank 1  finished  epoch 1  step 8/8  memory 301 MiB",
-    ]
+    assert [line.partition("] ")[2] for line in lines.text.splitlines()] == last
 
 
 def test_many_ranks_are_one_line_with_the_slowest_named() -> None:
     job = make_job(world_size=8)
-    out = io.StringIO()
-    lines = view.LinesView(job, out, period_s=0.0)
+    lines = Shown(job, period_s=0.0)
     for rank in range(8):
         job.deliver(rank, events.Progress(step=40 - 10 * (rank == 5), total=50, epoch=1))
         job.deliver(rank, events.Metrics(step=40, values={"loss": rank / 4}))
     lines.refresh()
-    assert out.getvalue().partition("] ")[2] == "8 ranks  epoch 1  step 30..40/50  loss 0..1.75  slowest: rank 5\n"
+    assert lines.text.partition("] ")[2] == "8 ranks  epoch 1  step 30..40/50  loss 0..1.75  slowest: rank 5\n"
 
 
 def test_nobody_guesses_when_a_run_ends_that_waits_for_a_rank(job: Job) -> None:
-    out = io.StringIO()
-    lines = view.LinesView(job, out, period_s=0.0)
+    lines = Shown(job, period_s=0.0)
     now_s = time.monotonic() + 60.0  # a moment that doesn't pass while the test runs
     job.deliver(0, events.Progress(time_s=now_s - 2.0, step=1, total=50, steps=1))
     lines.refresh()
     job.deliver(0, events.Progress(time_s=now_s - 1.0, step=2, total=50, steps=2))
     lines.refresh()
-    assert "00:48 left" in out.getvalue().splitlines()[-2]
+    assert "00:48 left" in lines.text.splitlines()[-2]
     job.deliver(0, events.Progress(time_s=now_s, step=3, total=50, steps=3))
     job.deliver(1, events.Silent(time_s=40.0, since_s=10.0))
     lines.refresh()
-    assert "step 3/50  1.0 steps/s" in out.getvalue().splitlines()[-2]
-    assert "left" not in out.getvalue().splitlines()[-2]
+    assert "step 3/50  1.0 steps/s" in lines.text.splitlines()[-2]
+    assert "left" not in lines.text.splitlines()[-2]
 
 
 def test_what_a_rank_prints_can_do_no_harm(job: Job) -> None:
-    out = io.StringIO()
-    lines = view.LinesView(job, out)
+    lines = Shown(job)
     job.deliver(0, events.Output(text="\x1b[2J\x1b[31mred\x1b[0m\x1b]0;title\x07 \x05<script>" + "x" * 1_000_000))
     lines.close()
-    (printed,) = out.getvalue().splitlines()
+    (printed,) = lines.text.splitlines()
     assert printed.startswith("  0 │ red \N{REPLACEMENT CHARACTER}<script>xxx")
     assert printed.endswith("more characters") and len(printed) < 2100
 
@@ -356,15 +345,14 @@ def test_view_is_drawn_while_an_interrupted_run_ends(job: Job) -> None:
 
 def test_lines_say_once_that_a_second_interrupt_kills(job: Job) -> None:
     job.is_background = False
-    out = io.StringIO()
-    lines = view.LinesView(job, out)
+    lines = Shown(job)
     lines.refresh()
     job.ended_by = view.KERNEL_INTERRUPT
     lines.refresh()
     lines.refresh()
     job.end("interrupted")
     lines.close()
-    assert out.getvalue() == "[interrupting …; what goes on is ended after 2 s, or now by another interrupt]\n"
+    assert lines.text == "[interrupting …; what goes on is ended after 2 s, or now by another interrupt]\n"
 
 
 def test_what_a_signal_handler_raises_is_not_taken_for_the_views(job: Job) -> None:
