@@ -27,11 +27,10 @@ Launch = Callable[..., Job]
     ],
 )
 def test_who_dies_is_blamed_and_not_who_loses_its_connection(launch: Launch, how: str, message: str) -> None:
-    for _ in range(3):  # in another order each time
-        with pytest.raises(RankFailedError) as caught:
-            launch(functions.one_dies_while_all_train, how, num_processes=3).results(timeout_s=60)
-        assert str(caught.value).startswith(message)
-        assert all(end.rank != 1 for end in caught.value.others)
+    with pytest.raises(RankFailedError) as caught:
+        launch(functions.one_dies_while_all_train, how, num_processes=3).results(timeout_s=60)
+    assert str(caught.value).startswith(message)
+    assert all(end.rank != 1 for end in caught.value.others)
 
 
 @pytest.mark.slow
