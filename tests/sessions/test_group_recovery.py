@@ -190,11 +190,10 @@ def test_rank_0_saves_alone_in_a_cell_that_the_others_have_ended(prepared: Sessi
     assert goes_on(prepared)
 
 
-@pytest.mark.slow
 def test_ranks_that_all_wait_in_different_collectives_are_named(
     prepared: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending_request, "_TOGETHER_S", 0.1)
+    monkeypatch.setitem(pending_request.PendingRequest.__init__.__kwdefaults__, "_next_look_s", 0.1)
     receive = "torch.distributed.recv(torch.ones(1), 1 - rank)"
     cell = prepared.start(f"if rank == 0:\n    {receive}\nelse:\n    {receive}")
     said = _wait_until_said("An interrupt ends that", capsys)
