@@ -42,7 +42,6 @@ dist.all_reduce(total)
     assert "Launching training on 2 CPUs." in outcome.stdout
 
 
-@pytest.mark.slow
 def test_accelerate_itself_runs_inside_a_launch(done: Run) -> None:
     outcome = done("""%%distributed -n 2 --mixed_precision bf16
 from accelerate import Accelerator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -126,10 +127,10 @@ n = [DTensor.from_local(torch.zeros(4), mesh, [Shard(0)], run_check=False, **sha
         ),
         (
             _LARGE,
-            'name "n" is sharded over the ranks, and can\'t be sent whole: it takes 8192 GiB on',
+            'name "n" is sharded over the ranks, and can\'t be sent whole: .*it takes 8192 GiB on .*, and .* is free',
             "(0, torch.Size([5, 30]))",
         ),
-        ("if accelerator.process_index: raise ValueError('no more')", "no more", "(0, torch.Size([5, 30]))"),
+        ("n = 4\nif accelerator.process_index: raise ValueError('no more')", "no more", "torch.Size([5, 30]))"),
         (
             "n = 3\ntorch.distributed.destroy_process_group()",
             "all ranks have to take part, and their process group has ended",
@@ -141,8 +142,8 @@ n = [DTensor.from_local(torch.zeros(4), mesh, [Shard(0)], run_check=False, **sha
 def test_what_cannot_be_pulled_whole_is_said_and_nobody_waits(run: Run, last: str, said: str, pulled: str) -> None:
     run("n = 0")
     outcome = run(f"%%distributed -n 2 --pull n,net\n{_TRAIN}\n{last}")
-    assert said in outcome.traceback, outcome.traceback
-    assert run("n, net.head.weight.shape").result == pulled
+    assert re.search(said, outcome.traceback), outcome.traceback
+    assert run("n, net.head.weight.shape").result.endswith(pulled)
 
 
 @pytest.mark.slow
