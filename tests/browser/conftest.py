@@ -52,7 +52,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[labs.Lab]:
         running.stop_kernels()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture
 def browser() -> Iterator[Browser]:
     """Run a Chromium without a window."""
     from playwright.sync_api import sync_playwright

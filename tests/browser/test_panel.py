@@ -216,27 +216,23 @@ def _processes_of(panel: Locator) -> list[processes.Process]:
     return [rank for rank in ranks if rank is not None and rank.is_alive]
 
 
-@pytest.mark.parametrize("flag", ["", "--background"])
-def test_a_page_that_is_reloaded_during_a_run_shows_how_it_ended(
-    page: Page, lab: Lab, screenshot: Screenshot, flag: str
+def test_a_page_that_is_reloaded_while_its_cell_runs_shows_how_it_ended(
+    page: Page, lab: Lab, screenshot: Screenshot
 ) -> None:
-    name = f"reloaded{flag}"
     page.on("dialog", lambda dialog: dialog.accept())
-    open_with_extension(page, lab, f"{name}.ipynb", _WAITING.format(flag=flag, file=f"{name}.go"))
+    open_with_extension(page, lab, "reloaded.ipynb", _WAITING.format(flag="", file="reloaded.go"))
     panel = run_cell(page, 1).locator(".nba-panel")
     panel.get_by_text("asleep").last.wait_for()
-    save(page, lab, f"{name}.ipynb", "widget-view+json")
+    save(page, lab, "reloaded.ipynb", "widget-view+json")
 
     page.reload()
     page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
-    if flag:  # the kernel is free to tell the new page about its widgets
-        panel.get_by_text("asleep").last.wait_for()
-    lab.put_file(f"{name}.go")
+    lab.put_file("reloaded.go")
     panel.locator(".nba-header").get_by_text("finished").wait_for()
     expect(panel.get_by_role("button")).to_have_count(0)
     expect(panel).to_have_count(1)
     expect(panel).to_contain_text("awake")
-    screenshot(panel, f"panel_{name}")
+    screenshot(panel, "panel_reloaded")
 
 
 def test_a_panel_whose_kernel_was_restarted_says_so_once(page: Page, lab: Lab, screenshot: Screenshot) -> None:
