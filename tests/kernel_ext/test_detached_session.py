@@ -15,7 +15,7 @@ from notebook_accel.launching.kernel import detached, detached_runs
 from tests import kernels, processes
 from tests.kernel_ext.conftest import assert_ready, error, shown
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("state_home")]
+pytestmark = pytest.mark.usefixtures("state_home")
 
 _LONG_S = 100.0
 
@@ -45,6 +45,7 @@ def debug(kernel: kernels.Kernel, *commands: str) -> str:
     return cell.finish(_LONG_S).stdout
 
 
+# Two kernels and ranks of their own: the only notebook test of %distributed attach and detach of a session.
 def test_session_outlives_its_kernel_and_another_one_goes_on_with_it(tmp_path: pathlib.Path) -> None:
     with notebook(tmp_path / "first") as first:
         started = first.run("%distributed start -n 2 --use_cpu --detach --name lab", 180)
@@ -95,6 +96,7 @@ def test_session_outlives_its_kernel_and_another_one_goes_on_with_it(tmp_path: p
     assert list(run_folders.root().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_usual_session_is_detached_by_name(tmp_path: pathlib.Path) -> None:
     with notebook(tmp_path / "first") as first:
         first.run("%distributed start -n 2 --use_cpu", _LONG_S)
