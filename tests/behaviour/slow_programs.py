@@ -96,23 +96,9 @@ def slow_forward_on_one_rank(is_prepared: bool) -> None:
     Program(is_prepared, model=Model(slow_ranks=(1,))).train()
 
 
-def _held_samples() -> Dataset[Any]:
-    """Return two batches of samples for an evaluation."""
-    return Subset(Samples(slow_ranks=(0, 1)), range(16))
-
-
-def evaluates_each_step(is_prepared: bool) -> None:
-    made = Program(is_prepared)
-    held = DataLoader(_held_samples(), batch_size=8)
-    for _ in made.steps():
-        with torch.no_grad():
-            for x, _ in held:
-                made.model(x)  # planted: evaluation
-
-
 def evaluates_each_step_with_a_new_loader(is_prepared: bool) -> None:
     """An evaluation of two batches, whose loader is asked while gradients are enabled."""
-    held, made = _held_samples(), Program(is_prepared)
+    held, made = Subset(Samples(slow_ranks=(0, 1)), range(16)), Program(is_prepared)
     for _ in made.steps():
         made.model.eval()
         for x, _ in DataLoader(held, batch_size=8):

@@ -8,6 +8,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _SETUP = """
 import os, signal, sys
 # What the standard library and other packages do there is not what is tried here: they come before.
@@ -38,6 +40,7 @@ print(list(notebook_accel.notebook_launcher(train, num_processes=1, start_method
 """
 
 
+@pytest.mark.slow
 def test_without_what_only_linux_has() -> None:
     command = [sys.executable, "-c", _SETUP + _LAUNCH]
     run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)

@@ -11,11 +11,14 @@ import time
 import pytest
 
 from tests import kernels, processes
-from tests.launches import RAY, Way, prepare
+from tests.launches import RAY, Way
 
 RANK = "int(os.environ['RANK'])"
 WORKS = "%%distributed -n 2\nint(os.environ['RANK'])"
-on_every_engine = pytest.mark.parametrize("how", ["spawn", "fork", RAY], indirect=True)
+on_every_engine = pytest.mark.parametrize(
+    "how", ["spawn", pytest.param("fork", marks=pytest.mark.slow), RAY], indirect=True
+)
+on_both_engines = pytest.mark.parametrize("how", ["spawn", RAY], indirect=True)
 
 
 def agent_of(kernel: kernels.Kernel) -> processes.Process:
@@ -61,13 +64,6 @@ deep({RANK})""")
     assert notebook.run(WORKS).result == "[0, 1]"
 
 
-def test_failure_in_a_notebook_function_shows_its_cells_source(notebook: kernels.Kernel) -> None:
-    notebook.run("def inner(x):\n    return x / 0   # this very line")
-    outcome = notebook.run("%%distributed -n 1\ninner(3)")
-    assert "return x / 0   # this very line" in outcome.traceback
-    assert "ZeroDivisionError" in outcome.traceback
-
-
 def test_an_error_of_the_library_ends_at_the_users_line(notebook: kernels.Kernel) -> None:
     outcome = notebook.run("""%%distributed -n 1
 from notebook_accel import Accelerator
@@ -77,17 +73,7 @@ Accelerator().load_state("nowhere")""")
     assert "notebook_accel/training" not in outcome.traceback
 
 
-def test_the_ranks_exception_is_the_cause(notebook: kernels.Kernel) -> None:
-    notebook.run("""from notebook_accel import notebook_launcher, RankFailedError
-class Special(Exception): pass
-def fail(): raise Special("mine", 3)
-try: notebook_launcher(fail, num_processes=2, view="none")
-except RankFailedError as error: caught = error""")
-    assert notebook.run("type(caught.__cause__) is Special, caught.__cause__.args").result == "(True, ('mine', 3))"
-    assert notebook.run("caught.rank in (0, 1), caught.world_size, caught.exit_code").result == "(True, 2, 1)"
-
-
-@on_every_engine
+@on_both_engines
 def test_a_peers_lost_connection_is_not_reported_as_the_cause(notebook: kernels.Kernel, how: Way) -> None:
     outcome = notebook.run(f"""%%distributed -n 2 {how}
 import torch, torch.distributed as dist
@@ -132,7 +118,7 @@ time.sleep(60)""")
     assert_nothing_of_the_run_is_left(notebook)
 
 
-@on_every_engine
+@on_both_engines
 def test_killed_rank_is_named_with_its_signal(notebook: kernels.Kernel, how: Way) -> None:
     cell = notebook.start(f"%%distributed -n 2 {how}\nprint('pid', os.getpid(), sep='=', flush=True)\ntime.sleep(60)")
     cell.wait_for_output("1 │ pid=")
@@ -151,19 +137,20 @@ def test_exit_in_the_users_code(notebook: kernels.Kernel) -> None:
     assert notebook.run("%%distributed -n 2\nimport sys\nsys.exit()").status == "ok"
 
 
-@on_every_engine
+@on_both_engines
 def test_timeout_ends_the_run_and_says_so(notebook: kernels.Kernel, how: Way) -> None:
     outcome = notebook.run(f"%%distributed -n 2 --timeout_s 0.5 {how}\ntime.sleep(60)")
     assert (outcome.error_name, "timeout_s of 0.5 s" in outcome.traceback) == ("RunTimeoutError", True)
     assert_nothing_of_the_run_is_left(notebook)
 
 
+@pytest.mark.slow
 def test_timeout_says_where_the_ranks_stood(notebook: kernels.Kernel) -> None:
     outcome = notebook.run("%%distributed -n 2 --timeout_s 4\nx = 1\ntime.sleep(60)")
     assert "rank 0 was at In[" in outcome.traceback and "], line 3" in outcome.traceback
 
 
-@on_every_engine
+@on_both_engines
 def test_what_was_to_be_pulled_survives_an_interrupt_and_a_failure(notebook: kernels.Kernel, how: Way) -> None:
     notebook.run("weights, step = torch.zeros(5000), 0")
     cell = notebook.start(f"""%%distributed -n 2 --pull weights,step {how}
@@ -183,22 +170,20 @@ time.sleep(60)""")
     assert float(notebook.run("float(weights.mean())").result) == 2.0
 
 
-@on_every_engine
-@pytest.mark.parametrize("waiting", ["time.sleep(60)", "dist.barrier()"])
-def test_what_was_to_be_pulled_survives_the_failure_of_another_rank(
-    notebook: kernels.Kernel, how: Way, waiting: str
-) -> None:
+@on_both_engines
+def test_what_was_to_be_pulled_survives_the_failure_of_another_rank(notebook: kernels.Kernel, how: Way) -> None:
     outcome = notebook.run(f"""%%distributed -n 2 --pull trained {how}
 import torch.distributed as dist
 trained = {RANK} + 5
 dist.init_process_group("gloo")  # so that both ranks have come here
 if {RANK} == 1: raise ValueError("boom")
-{waiting}""")
+dist.barrier()""")
     assert outcome.error_name == "RankFailedError" and "boom" in outcome.traceback
     assert "Pulled all the same, as it was then in rank 0: trained" in outcome.traceback
     assert notebook.run("trained").result == "5"
 
 
+@pytest.mark.slow
 def test_what_rank_0_could_not_save_is_named(notebook: kernels.Kernel) -> None:
     outcome = notebook.run(f"""%%distributed -n 2 --pull trained --grace_s 0.5
 import signal
@@ -213,39 +198,8 @@ while True: time.sleep(1)""")
     assert "trained: rank 0 was ended before it could send them" in outcome.traceback
 
 
-@on_every_engine
-def test_what_cannot_be_pulled_hides_neither_the_failure_nor_the_interrupt(
-    notebook: kernels.Kernel, how: Way, tmp_path: pathlib.Path
-) -> None:
-    (tmp_path / "of_the_ranks.py").write_text("class Held: pass\n")
-    notebook.run("held, lock, weights = None, None, torch.zeros(5000)")
-    cell = f"""%%distributed -n 2 --pull held,lock,weights {how}
-import sys, threading
-sys.path.append({str(tmp_path)!r})
-import of_the_ranks
-held, lock = of_the_ranks.Held(), threading.Lock()
-weights += 1
-print("made", flush=True)
-if {RANK} == FAILING: raise ValueError("boom")
-time.sleep(60)"""
-    outcome = notebook.run(cell.replace("FAILING", "0"))
-    assert (outcome.error_name, "ValueError: boom" in outcome.traceback) == ("RankFailedError", True)
-    started = notebook.start(cell.replace("FAILING", "-1"))
-    started.wait_for_output("0 │ made")
-    notebook.interrupt()
-    interrupted = started.finish()
-    assert interrupted.error_name == "KeyboardInterrupt"
-    for said, pulled in (
-        (outcome, "Pulled all the same, as it was then in rank 0: weights"),
-        (interrupted, "weights: pulled as it was then in rank 0"),
-    ):
-        assert pulled in said.traceback
-        assert 'name "held" of rank 0 can\'t be unpickled here: ModuleNotFoundError' in said.traceback
-        assert 'name "lock" of rank 0 can\'t be sent to another process: it is a lock' in said.traceback
-    assert notebook.run("float(weights.mean()), held, lock").result == "(2.0, None, None)"
-
-
-@on_every_engine
+@pytest.mark.slow
+@on_both_engines
 def test_failed_ranks_own_threads_do_not_delay_the_end(notebook: kernels.Kernel, how: Way) -> None:
     started = time.monotonic()
     outcome = notebook.run(f"""%%distributed -n 2 {how}
@@ -256,19 +210,6 @@ if {RANK}:
 time.sleep(60)""")
     assert time.monotonic() - started < 30  # neither the thread's 60 s nor rank 0's
     assert "rank 1 of 2 failed" in outcome.traceback and "rank 0: stopped" in outcome.traceback
-
-
-def test_what_a_rank_still_does_at_its_exit_is_shown_and_can_be_interrupted(notebook: kernels.Kernel) -> None:
-    notebook.run("weights = 0")
-    cell = notebook.start("""%%distributed -n 2 --pull weights
-import threading
-weights = 1
-threading.Thread(target=time.sleep, args=(60,), name="uploading").start()""")
-    cell.wait_for_output("waits at most a minute for its threads uploading. Interrupt to end it now.")
-    notebook.interrupt()
-    assert cell.finish().error_name == "KeyboardInterrupt"
-    assert rank_processes(notebook) == []
-    assert notebook.run("weights").result == "1"
 
 
 LEFT_OPEN = """
@@ -292,37 +233,40 @@ def test_files_that_are_left_open_are_whole_when_the_cell_returns(
     assert outcome.status == "ok", outcome.traceback
     assert notebook.run(READ).result == "[('1,2\\n', 'text'), ('1,2\\n', 'text')]"
     assert notebook.run("opened_here.close(); open('of_kernel').read()").result == "'once'"  # no rank has written it
-
-
-@pytest.mark.parametrize("is_interrupted", [False, True], ids=["failed", "interrupted"])
-def test_files_that_a_run_leaves_open_that_ends_early_are_whole(
-    notebook: kernels.Kernel, tmp_path: pathlib.Path, is_interrupted: bool
-) -> None:
-    notebook.run(f"folder = {str(tmp_path)!r}\nos.chdir(folder)")
-    then = "print('open', flush=True); time.sleep(60)" if is_interrupted else "raise ValueError('boom')"
-    cell = notebook.start(f"%%distributed -n 1\n{LEFT_OPEN}\n{then}")
-    if is_interrupted:
-        cell.wait_for_output("0 │ open")
-        notebook.interrupt()
-    assert cell.finish().error_name == ("KeyboardInterrupt" if is_interrupted else "RankFailedError")
-    assert notebook.run(READ.replace("range(2)", "range(1)")).result == "[('1,2\\n', 'text')]"
-
-
-def test_a_finalizer_that_takes_long_is_named_and_can_be_interrupted(
-    notebook: kernels.Kernel, tmp_path: pathlib.Path
-) -> None:
-    notebook.run(f"folder = {str(tmp_path)!r}\nos.chdir(folder)")
-    cell = notebook.start(f"""%%distributed -n 2 {LEFT_OPEN}
-class Waits:
-    def __del__(self): time.sleep(60)
-waits = Waits()""")
-    cell.wait_for_output("waits at most a minute for objects that it destroys, such as open files. Interrupt to end it")
-    notebook.interrupt()
-    assert cell.finish().error_name == "KeyboardInterrupt"
-    assert rank_processes(notebook) == []
+    notebook.run("os.remove('rows0'), os.remove('packed0')")
+    assert notebook.run(f"%%distributed -n 1 {how}\n{LEFT_OPEN}\n1 / 0").error_name == "RankFailedError"
     assert notebook.run(READ).result == "[('1,2\\n', 'text'), ('1,2\\n', 'text')]"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("last", "awaited"),
+    [
+        (
+            "class Waits:\n    def __del__(self): time.sleep(60)\nwaits = Waits()",
+            "objects that it destroys, such as open files",
+        ),
+        (
+            "import threading\nthreading.Thread(target=time.sleep, args=(60,), name='uploading').start()",
+            "its threads uploading",
+        ),
+    ],
+    ids=["finalizer", "thread"],
+)
+def test_what_a_rank_still_does_at_its_exit_is_shown_and_can_be_interrupted(
+    notebook: kernels.Kernel, tmp_path: pathlib.Path, last: str, awaited: str
+) -> None:
+    notebook.run(f"weights, folder = 0, {str(tmp_path)!r}\nos.chdir(folder)")
+    cell = notebook.start(f"%%distributed -n 2 --pull weights {LEFT_OPEN}\nweights = 1\n{last}")
+    cell.wait_for_output(f"waits at most a minute for {awaited}. Interrupt to end it")
+    notebook.interrupt()
+    assert cell.finish().error_name == "KeyboardInterrupt"
+    assert rank_processes(notebook) == []
+    assert notebook.run("weights").result == "1"
+    assert notebook.run(READ).result == "[('1,2\\n', 'text'), ('1,2\\n', 'text')]"
+
+
+@pytest.mark.slow
 def test_result_waits_for_a_checkpoint_in_the_background(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
     outcome = notebook.run(f"""%%distributed -n 2
 import torch
@@ -338,6 +282,7 @@ accelerator.save_state({str(tmp_path / "state")!r}, async_=True)""")
     assert "no space left" in outcome.traceback
 
 
+@pytest.mark.slow
 def test_rank_that_goes_on_after_the_grace_is_named_as_that(notebook: kernels.Kernel) -> None:
     outcome = notebook.run(f"""%%distributed -n 2 --grace_s 0.2
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -362,6 +307,7 @@ def test_crash_in_native_code_shows_the_line_of_python(notebook: kernels.Kernel,
     assert (of_memory is not None) is ("fork" in how.flags)
 
 
+@pytest.mark.slow
 def test_repeated_stops_do_not_postpone_the_kill(notebook: kernels.Kernel) -> None:
     cell = "%%distributed -n 1 --background --out deaf --view none --grace_s 1"
     notebook.run(cell + "\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(60)")
@@ -370,6 +316,7 @@ def test_repeated_stops_do_not_postpone_the_kill(notebook: kernels.Kernel) -> No
     assert notebook.run("deaf.status, time.monotonic() < deadline").result == "('stopped', True)"
 
 
+@pytest.mark.slow
 def test_what_one_rank_garbles_ends_no_other_run(notebook: kernels.Kernel) -> None:
     notebook.run("%%distributed -n 1 --background --out other --view none\ntime.sleep(2)\n'fine'")
     outcome = notebook.run("""%%distributed -n 1
@@ -392,6 +339,8 @@ import tempfile, threading
 class Broken(Exception):
     def __init__(self): self.lock = threading.Lock()
     def __str__(self): raise TypeError("no text")
+    def __bool__(self): raise SystemExit("no text")
+    __class__ = property(__str__)
 with tempfile.TemporaryDirectory() as folder: os.chdir(folder)
 raise Broken()""")
     assert "rank 0 of 1 failed at In[" in outcome.traceback and "Broken" in outcome.traceback
@@ -403,43 +352,23 @@ except RankFailedError as error: caught = error.__cause__""")
     assert notebook.run("type(caught).__name__, str(caught)").result == "('ValueError', 'text')"
 
 
-@pytest.mark.parametrize("method", ["spawn", "inline"])
-@pytest.mark.parametrize("name", ["__bool__", "__str__", "__repr__", "__getattribute__", "__reduce__", "__class__"])
-def test_exception_whose_own_method_raises_is_reported_all_the_same(
-    notebook: kernels.Kernel, method: str, name: str
-) -> None:
-    make = "property(no)" if name == "__class__" else "no"
-    outcome = notebook.run(f"""%%distributed -n 1 --start_method {method}
-def no(*args): raise SystemExit("no text") if not args else TypeError("no text")
-class Broken(Exception): {name} = {make}
-raise Broken("the text")""")
-    assert outcome.error_name == "RankFailedError"
-    assert re.search(r"rank 0 of 1 failed at In\[\d+\], line 4: Broken", outcome.traceback), outcome.traceback
-
-
-@pytest.mark.parametrize("change", ["sys.stdout = None", "del sys.stdout, sys.stderr", "sys.stdout.close()"])
-def test_streams_that_a_cell_takes_away_fail_nothing(notebook: kernels.Kernel, change: str) -> None:
-    outcome = notebook.run(f"%%distributed -n 2\nimport sys\n{change}\n{RANK}")
+def test_streams_that_a_cell_takes_away_fail_nothing(notebook: kernels.Kernel) -> None:
+    taken = "import sys\ndel sys.stdout, sys.stderr"
+    outcome = notebook.run(f"%%distributed -n 2\n{taken}\n{RANK}")
     assert outcome.result == "[0, 1]", outcome.traceback
     assert "Traceback" not in outcome.stdout
-    outcome = notebook.run(f"%%distributed -n 1\nimport sys\n{change}\nraise ValueError('its own reason')")
+    outcome = notebook.run(f"%%distributed -n 1\n{taken}\nraise ValueError('its own reason')")
     assert "line 4: ValueError: its own reason" in outcome.traceback
 
 
-def test_backspaces_in_the_output_move_the_cursor(notebook: kernels.Kernel) -> None:
-    outcome = notebook.run("%%distributed -n 1\nprint('10%', end='\\b\\b\\b', flush=True)\nprint('20%')")
-    assert "0 │ 20%" in kernels.unfolded(outcome.stdout)
-
-
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_workers_of_a_failed_rank_go_with_it(notebook: kernels.Kernel, method: str) -> None:
-    cell = f"%%distributed -n 1 --start_method {method}\nimport subprocess\nsubprocess.Popen(['sleep', '300'])"
+def test_workers_of_a_failed_rank_go_with_it(notebook: kernels.Kernel) -> None:
+    cell = "%%distributed -n 1\nimport subprocess\nsubprocess.Popen(['sleep', '300'])"
     assert "RankFailedError" in notebook.run(f"{cell}\nraise ValueError('done')").traceback
     processes.wait_until(lambda: rank_processes(notebook) == [], "the rank's own child is gone")
     assert [process for process in notebook.descendants() if "sleep" in str(process)] == []
 
 
-@on_every_engine
+@on_both_engines
 def test_background_job_can_be_stopped(notebook: kernels.Kernel, how: Way) -> None:
     notebook.run(f"%%distributed -n 2 --background --out job --view none {how}\ntime.sleep(60)")
     assert notebook.run("job.status in ('starting', 'running')").result == "True"
@@ -467,6 +396,7 @@ def test_killed_agent_is_reported_and_replaced(notebook: kernels.Kernel) -> None
     assert notebook.run(WORKS, 120).result == "[0, 1]"
 
 
+@pytest.mark.slow
 def test_killed_template_is_reported_and_replaced(notebook: kernels.Kernel) -> None:
     cell = notebook.start("%%distributed -n 2\nprint('up', flush=True)\ntime.sleep(60)")
     cell.wait_for_output("1 │ up")
@@ -475,15 +405,6 @@ def test_killed_template_is_reported_and_replaced(notebook: kernels.Kernel) -> N
     outcome = cell.finish()
     assert "has died" in outcome.traceback
     assert notebook.run(WORKS, 120).result == "[0, 1]"
-
-
-def test_unloading_stops_what_runs_and_takes_the_magic_away(notebook: kernels.Kernel) -> None:
-    notebook.run("%%distributed -n 2 --background --out job --view none\ntime.sleep(60)")
-    assert notebook.run("%unload_ext notebook_accel").status == "ok"
-    assert notebook.descendants() == []
-    assert notebook.run("job.done, job.status").result == "(True, 'stopped')"
-    assert "distributed" in notebook.run("%%distributed -n 1\n1").stderr
-    prepare(notebook)  # it can be loaded again
 
 
 def test_changed_import_time_variable_gets_a_new_template(notebook: kernels.Kernel) -> None:

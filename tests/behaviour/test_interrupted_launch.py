@@ -29,7 +29,7 @@ def _nothing_is_left(standing: set[int]) -> bool:
     return not is_rank_left and processes.memory_files(os.getpid()) <= {"notebook-accel-agent-log"}
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+@pytest.mark.parametrize("start_method", ["spawn", pytest.param("fork", marks=pytest.mark.slow)])
 def test_interrupt_at_any_moment_of_a_launch(template: None, start_method: str) -> None:
     standing = {process.pid for process in processes.descendants(os.getpid())}
     for milliseconds in range(0, 40, 4):
@@ -67,6 +67,7 @@ class _SecondInterrupt:
         return self.trace
 
 
+@pytest.mark.slow
 def test_interrupt_at_any_moment_of_heeding_another(template: None, monkeypatch: pytest.MonkeyPatch) -> None:
     standing = {process.pid for process in processes.descendants(os.getpid())}
     for lines in itertools.count(1):

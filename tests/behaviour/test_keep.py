@@ -30,7 +30,7 @@ def heard_of(job: Job, kind: type[events.Event]) -> Callable[[], list[int]]:
     return look
 
 
-@pytest.mark.parametrize(("who", "how"), [(1, "exit"), (0, "exit"), (1, "raise")])
+@pytest.mark.parametrize(("who", "how"), [(0, "exit"), (1, "raise")])
 def test_dead_rank_is_told_of_and_comes_back_into_the_same_run(
     launch: Launch, tmp_path: pathlib.Path, who: int, how: str
 ) -> None:

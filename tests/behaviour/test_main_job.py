@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import pathlib
 import re
 from collections.abc import Callable
 
@@ -31,78 +30,41 @@ model, numbers, triple = Model(), Numbers(), lambda x: helper(x)
 """
 
 
-def ok(outcome: kernels.Outcome) -> kernels.Outcome:
-    assert outcome.status == "ok", outcome.traceback
-    return outcome
-
-
 @pytest.mark.front_end
-def test_ranks_are_one_process_group(run: Run) -> None:
-    outcome = ok(
-        run("""%%distributed --num_processes 2
+def test_ranks_are_one_process_group(done: Run) -> None:
+    outcome = done("""%%distributed --num_processes 2
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
 (dist.get_rank(), dist.get_world_size(), int(total))""")
-    )
     assert outcome.result == "[(0, 2, 3), (1, 2, 3)]"
     assert "Launching training on 2 CPUs." in outcome.stdout
 
 
-def test_store_listens_on_loopback_only(run: Run) -> None:
-    outcome = ok(
-        run("""%%distributed -n 2
-import os, socket, torch.distributed as dist
-dist.init_process_group("gloo")
-port = f"{int(os.environ['MASTER_PORT']):04X}"
-rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
-sorted({row[1].split(":")[0] for row in rows if row[1].endswith(":" + port) and row[3] == "0A"})""")
-    )
-    assert outcome.result == "[['0100007F'], ['0100007F']]"
-
-
-def test_process_group_can_be_made_again(run: Run) -> None:
-    outcome = ok(
-        run("""%%distributed -n 2 --timeout_s 60
-import torch, torch.distributed as dist
-totals = []
-for round in range(3):
-    dist.init_process_group("gloo")
-    total = torch.tensor([dist.get_rank() + round])
-    dist.all_reduce(total)
-    totals.append(int(total))
-    dist.destroy_process_group()
-totals""")
-    )
-    assert outcome.result == "[[1, 3, 5], [1, 3, 5]]"
-
-
-def test_accelerate_itself_runs_inside_a_launch(run: Run) -> None:
-    outcome = ok(
-        run("""%%distributed -n 2 --mixed_precision bf16
+def test_accelerate_itself_runs_inside_a_launch(done: Run) -> None:
+    outcome = done("""%%distributed -n 2 --mixed_precision bf16
 from accelerate import Accelerator
 other = Accelerator()
 other.num_processes, other.gather(torch.tensor([other.process_index])).tolist(), other.mixed_precision""")
-    )
     assert outcome.result == "[(2, [0, 1], 'bf16'), (2, [0, 1], 'bf16')]"
 
 
 @pytest.mark.front_end
-def test_notebook_objects_reach_the_ranks(run: Run) -> None:
-    ok(run(DEFINITIONS))
-    outcome = ok(
-        run("""%%distributed -n 2
+def test_notebook_objects_reach_the_ranks(done: Run) -> None:
+    done(DEFINITIONS)
+    outcome = done("""%%distributed -n 2
 (tuple(model(torch.ones(1, 4)).shape), model.layer is model.tied, [numbers[i] for i in range(3)], triple(2))""")
-    )
     assert outcome.result == "[((1, 4), True, [0, 3, 6], 6), ((1, 4), True, [0, 3, 6], 6)]"
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_loader_workers_find_notebook_and_cell_classes(run: Run, method: str) -> None:
-    ok(run(DEFINITIONS))
-    outcome = ok(
-        run(f"""%%distributed -n 1
+@pytest.mark.parametrize(
+    "method",
+    ["fork", pytest.param("forkserver", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.slow)],
+)
+def test_loader_workers_find_notebook_and_cell_classes(done: Run, method: str) -> None:
+    done(DEFINITIONS)
+    outcome = done(f"""%%distributed -n 1
 OFFSET = 100
 class Shifted(Dataset):
     def __len__(self): return 4
@@ -115,68 +77,57 @@ loader = DataLoader(both, batch_size=4, num_workers=1, multiprocessing_context="
 drawn = list(loader)
 assert all(type(sample) is Sample for sample in drawn)
 [sample.values for sample in drawn]""")
-    )
     assert outcome.result == "[[[0, 3, 6, 9], [12, 15, 18, 21], [100, 103, 106, 109]]]"
 
 
 @pytest.mark.front_end
-def test_pulled_model_is_of_the_notebooks_own_class(run: Run) -> None:
-    ok(run(DEFINITIONS))
-    ok(
-        run("""%%distributed -n 2 --pull model,seen
+def test_pulled_model_is_of_the_notebooks_own_class(run: Run, done: Run) -> None:
+    done(DEFINITIONS)
+    done("""%%distributed -n 2 --pull model,seen
 with torch.no_grad():
     model.layer.weight.fill_(1.0); model.layer.bias.fill_(0.0)
 seen = SCALE
 None""")
-    )
     assert run("type(model) is Model, Model.forward.__globals__ is globals(), seen").result == "(True, True, 3)"
     assert run("model(torch.ones(1, 4)).tolist()").result == "[[12.0, 12.0, 12.0, 12.0]]"
-    ok(run("SCALE = 10"))
+    done("SCALE = 10")
     assert run("model(torch.ones(1, 4)).tolist()").result == "[[40.0, 40.0, 40.0, 40.0]]"
 
 
-def test_functions_and_classes_come_back_as_the_notebooks_own(run: Run) -> None:
-    ok(run(DEFINITIONS))
-    ok(run("%%distributed -n 1 --out back\n(helper, Model, numbers)"))
-    assert run("back[0][0] is helper, back[0][1] is Model, type(back[0][2]) is Numbers").result == "(True, True, True)"
-
-
-def test_what_a_cell_assigns_stays_in_the_ranks(run: Run) -> None:
-    ok(run("count, left = 1, 'notebook'"))
-    outcome = ok(run("%%distributed -n 2\ncount = count + int(os.environ['RANK']) + 1\nleft = 'rank'\ncount"))
+def test_what_a_cell_assigns_stays_in_the_ranks(run: Run, done: Run) -> None:
+    done("count, left = 1, 'notebook'")
+    outcome = done("%%distributed -n 2\ncount = count + int(os.environ['RANK']) + 1\nleft = 'rank'\ncount")
     assert outcome.result == "[2, 3]"
     assert run("count, left").result == "(1, 'notebook')"
 
 
 @pytest.mark.front_end
-def test_final_def_is_defined_here_and_launched_there(run: Run) -> None:
-    outcome = ok(
-        run("""%%distributed -n 2 --args (5, [1, 2])
+def test_final_def_is_defined_here_and_launched_there(run: Run, done: Run) -> None:
+    outcome = done("""%%distributed -n 2 --args (5, [1, 2])
 import math
 FACTOR = 2
 def work(x, more):
     return math.floor(x * FACTOR), sum(more), int(os.environ["RANK"])""")
-    )
     assert outcome.result == "[(10, 3, 0), (10, 3, 1)]"
     assert run("work(3, [4])[:2]").error_value == "'RANK'"  # it is the notebook's function now, and runs here
 
 
-def test_final_def_that_needs_arguments_is_defined_and_the_next_cell_launches_it(run: Run) -> None:
+def test_final_def_that_needs_arguments_is_defined_and_the_next_cell_launches_it(run: Run, done: Run) -> None:
     cell = """%%distributed -n 2 --mixed_precision bf16
 import fractions
 RATE = 3
 def share(x): return fractions.Fraction(x, RATE)
 def portion(slices, *, plates=1):
     return str(share(slices)), plates, os.environ["ACCELERATE_MIXED_PRECISION"]"""
-    outcome = ok(run(cell))
+    outcome = done(cell)
     call = "notebook_launcher(portion, (10,), num_processes=2, mixed_precision='bf16')"
     assert outcome.stdout == (
         f"portion wasn't launched: slices would have no value. To launch it: --args 10, or {call}\n"
     )
-    assert ok(run(f"from notebook_accel import notebook_launcher\n{call}")).result == (
+    assert done(f"from notebook_accel import notebook_launcher\n{call}").result == (
         "[('10/3', 1, 'bf16'), ('10/3', 1, 'bf16')]"
     )
-    outcome = ok(run(cell.replace("def portion(slices, *, plates=1)", "def portion(slices, knives, *, plates)")))
+    outcome = done(cell.replace("def portion(slices, *, plates=1)", "def portion(slices, knives, *, plates)"))
     assert "slices, knives, plates would have no value" in outcome.stdout
     assert "To launch it: notebook_launcher(portion, (slices, knives), kwargs={'plates': 10}, num_" in outcome.stdout
     for flag in ("--pull x", "--out x", "--background", "--detach"):
@@ -184,16 +135,16 @@ def portion(slices, *, plates=1):
         assert "each rank calls portion: slices would have no value" in refused.traceback
 
 
-def test_definitions_beside_a_final_def_replace_those_of_earlier_cells(run: Run) -> None:
+def test_definitions_beside_a_final_def_replace_those_of_earlier_cells(run: Run, done: Run) -> None:
     """Otherwise a launch of the function from the next cell would run other code than the cell has run."""
     for factor in (2, 100):
         helper = f"scaled = None\ndef helper(x): return x * {factor}"
-        ok(run(f"%%distributed -n 1 --args 3\n{helper}\ndef scaled(x): return helper(x)"))
+        done(f"%%distributed -n 1 --args 3\n{helper}\ndef scaled(x): return helper(x)")
         assert run("scaled(3)").result == str(3 * factor)
 
 
-def test_final_def_that_only_the_ranks_can_define_is_told(run: Run) -> None:
-    outcome = ok(run("%%distributed -n 1\nsteps = sum([1, 2])\ndef counted(n=steps): return n"))
+def test_final_def_that_only_the_ranks_can_define_is_told(done: Run) -> None:
+    outcome = done("%%distributed -n 1\nsteps = sum([1, 2])\ndef counted(n=steps): return n")
     assert outcome.result == "[3]"
     assert outcome.stderr == "counted isn't defined in the notebook: NameError: name 'steps' is not defined\n"
 
@@ -211,15 +162,15 @@ for batch in Accelerator().prepare(torch.utils.data.DataLoader(Broken())): pass"
     assert "notebook_accel/" not in outcome.traceback
 
 
-def test_function_that_was_defined_here_shows_its_source_when_it_fails_here(run: Run) -> None:
-    ok(run("%%distributed -n 1\nimport math\n\ndef half(x=4):\n    return math.sqrt(x) / 2  # this line"))
+def test_function_that_was_defined_here_shows_its_source_when_it_fails_here(run: Run, done: Run) -> None:
+    done("%%distributed -n 1\nimport math\n\ndef half(x=4):\n    return math.sqrt(x) / 2  # this line")
     outcome = run("half(-1)")
     assert "return math.sqrt(x) / 2" in re.sub(r"\x1b\[[0-9;]*m", "", outcome.traceback)
 
 
-def test_rank_0_serves_the_store_after_it_has_finished(run: Run) -> None:
-    outcome = ok(
-        run("""%%distributed -n 2
+@pytest.mark.slow
+def test_rank_0_serves_the_store_after_it_has_finished(done: Run) -> None:
+    outcome = done("""%%distributed -n 2
 import torch.distributed as dist
 rank = int(os.environ["RANK"])
 if rank == 1:
@@ -228,36 +179,32 @@ if rank == 1:
     store.set("key", "value")
     rank = store.get("key").decode()
 rank""")
-    )
     assert outcome.result == "[0, 'value']"
 
 
-def test_out_binds_every_ranks_result(run: Run) -> None:
-    ok(run("%%distributed -n 2 --out squares\n(int(os.environ['RANK']) + 2) ** 2"))
+def test_out_binds_every_ranks_result(run: Run, done: Run) -> None:
+    done("%%distributed -n 2 --out squares\n(int(os.environ['RANK']) + 2) ** 2")
     assert run("list(squares), squares[1], len(squares), type(squares).__name__").result == "([4, 9], 9, 2, 'Results')"
 
 
 @pytest.mark.front_end
-def test_shell_commands_and_line_magics_work_in_ranks(run: Run) -> None:
-    outcome = ok(
-        run("""%%distributed -n 2
+def test_shell_commands_and_line_magics_work_in_ranks(done: Run) -> None:
+    outcome = done("""%%distributed -n 2
 listed = !echo from a shell
 !echo printed by a shell
 %cd /
 %env COLOUR=blue
 where = %pwd
 listed, where""")
-    )
     assert outcome.result == "[(['from a shell'], '/'), (['from a shell'], '/')]"
     said = ["printed by a shell", "/", "env: COLOUR=blue"]
     assert sorted(kernels.unfolded(outcome.stdout)[1:]) == sorted(f"{rank} │ {line}" for rank in "01" for line in said)
 
 
 @pytest.mark.front_end
-def test_shell_commands_have_the_notebooks_and_the_ranks_variables(run: Run) -> None:
-    ok(run("folder, size = 'runs of mine', 7"))
-    outcome = ok(
-        run("""%%distributed -n 2
+def test_shell_commands_have_the_notebooks_and_the_ranks_variables(done: Run) -> None:
+    done("folder, size = 'runs of mine', 7")
+    outcome = done("""%%distributed -n 2
 rank = int(os.environ["RANK"])
 def listed(name):
     found = !echo $name of $rank in "$folder"
@@ -265,62 +212,44 @@ def listed(name):
 %env SIZE={size + rank}
 shown = !echo {size} $size '$size' $$SIZE {listed("it")[0]}
 shown""")
-    )
     said = [f"7 7 $size {7 + rank} it of {rank} in runs of mine" for rank in range(2)]
     assert ast.literal_eval(outcome.result) == [[line] for line in said]
 
 
-def test_what_earlier_cells_have_imported_from_the_future_holds_in_cells(tmp_path: pathlib.Path) -> None:
-    with kernels.running(tmp_path) as notebook:
-        notebook.run("%load_ext notebook_accel\nfrom __future__ import annotations")
-        cell = "%%distributed -n 1\ndef half(x: NotThere) -> NorThis:\n    return x / 2 / 0"
-        failed = notebook.run(f"{cell}\nhalf(3)")
-        assert "In[2], line 3" in failed.traceback and "ZeroDivisionError" in failed.traceback
-        ok(notebook.run(cell.replace(" / 0", "").replace("(x: NotThere)", "(x: NotThere = 3)")))
-        assert notebook.run("half(5)").result == "2.5"
-
-
-def test_semicolon_hides_the_value(run: Run) -> None:
-    assert ok(run("%%distributed -n 1 --out five\n5;  # not shown")).result == ""
+def test_semicolon_hides_the_value(run: Run, done: Run) -> None:
+    assert done("%%distributed -n 1 --out five\n5;  # not shown").result == ""
     assert run("five[0]").result == "5"
-    assert ok(run("%%distributed -n 1\nx = 5; x")).result == "[5]"
+    assert done("%%distributed -n 1\nfor i in range(9):\n    if i < 3: continue\n    break\nx = i; x").result == "[3]"
 
 
-def test_final_def_leaves_the_notebooks_other_names_alone(run: Run) -> None:
-    ok(run("state, size = 'trained', 3"))
-    ok(
-        run(
-            "%%distributed -n 1\nstate = None\nsize = 5\nadded = 7\n"
-            "device = torch.device('cpu')\ndef go(d=None): return size"
-        )
+def test_final_def_leaves_the_notebooks_other_names_alone(run: Run, done: Run) -> None:
+    done("state, size = 'trained', 3")
+    done(
+        "%%distributed -n 1\nstate = None\nsize = 5\nadded = 7\n"
+        "device = torch.device('cpu')\ndef go(d=None): return size"
     )
     assert run("state, size, added, go()").result == "('trained', 3, 7, 3)"
 
 
-def test_loop_with_break_and_continue(run: Run) -> None:
-    assert ok(run("%%distributed -n 1\nfor i in range(9):\n    if i < 3: continue\n    break\ni")).result == "[3]"
-
-
-def test_submodule_that_was_imported_in_another_cell(run: Run) -> None:
-    ok(run("import xml.dom.minidom"))
-    outcome = ok(run("%%distributed -n 1\nxml.dom.minidom.parseString('<a/>').documentElement.tagName"))
+def test_submodule_that_was_imported_in_another_cell(done: Run) -> None:
+    done("import xml.dom.minidom")
+    outcome = done("%%distributed -n 1\nxml.dom.minidom.parseString('<a/>').documentElement.tagName")
     assert outcome.result == "['a']"
 
 
-def test_libraries_own_variables_keep_the_template(run: Run) -> None:
-    before = ok(run("%%distributed -n 1\nos.getppid()")).result
-    ok(run("torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)\nimport sklearn"))
-    assert ok(run("%%distributed -n 1\nos.getppid()")).result == before
+@pytest.mark.slow
+def test_libraries_own_variables_keep_the_template(done: Run) -> None:
+    before = done("%%distributed -n 1\nos.getppid()").result
+    done("torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)\nimport sklearn")
+    assert done("%%distributed -n 1\nos.getppid()").result == before
 
 
-def test_cell_that_trains_goes_on_where_it_was_when_it_is_run_again(run: Run) -> None:
-    ok(
-        run("""from torch.utils.data import DataLoader
+def test_cell_that_trains_goes_on_where_it_was_when_it_is_run_again(run: Run, done: Run) -> None:
+    done("""from torch.utils.data import DataLoader
 torch.manual_seed(0)
 net = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 loader = DataLoader(list(zip(torch.randn(32, 8), torch.ones(32, 1))), batch_size=8)""")
-    )
     cell = """%%distributed -n 2 --pull {pull}
 from notebook_accel import Accelerator
 accelerator = Accelerator()
@@ -332,76 +261,68 @@ net = accelerator.unwrap_model(wrapped)
 loss.item()"""
     weights = []
     for _ in range(3):
-        ok(run(cell.format(pull="net,optimizer")))
+        done(cell.format(pull="net,optimizer"))
         weights.append(run("net.weight.sum().item()").result)
     assert len(set(weights)) == 3
-    ok(run(cell.format(pull="net")))
+    done(cell.format(pull="net"))
     assert "made for another model" in run(cell.format(pull="net")).traceback
 
 
-def test_model_trained_in_mixed_precision_comes_back_as_it_was(run: Run) -> None:
-    ok(
-        run("""class Net(torch.nn.Linear):
+def test_model_trained_in_mixed_precision_comes_back_as_it_was(done: Run) -> None:
+    done("""class Net(torch.nn.Linear):
     pass
 net, batch = Net(8, 1), torch.randn(4, 8)""")
-    )
-    ok(
-        run("""%%distributed -n 2 --pull trained,kept
+    done("""%%distributed -n 2 --pull trained,kept
 from notebook_accel import Accelerator
 accelerator = Accelerator(mixed_precision="bf16", cpu=True)
 kept = accelerator.prepare(net)
 trained = accelerator.unwrap_model(kept)
 rounded = trained(batch)
 assert torch.equal(rounded, rounded.bfloat16().float())""")
-    )
     for name in ("trained", "kept"):
-        said = run(
+        said = done(
             f"import pickle\n{name}(batch).equal(torch.nn.functional.linear(batch, {name}.weight, {name}.bias)), "
             f"type(pickle.loads(pickle.dumps({name}))) is type({name}) is Net, 'forward' in vars({name})"
         )
-        assert ok(said).result == "(True, True, False)"
+        assert said.result == "(True, True, False)"
 
 
-def test_settings_of_torch_are_those_of_the_notebook(run: Run) -> None:
+def test_settings_of_torch_are_those_of_the_notebook(done: Run) -> None:
     settings = """(torch.get_default_dtype(), torch.get_deterministic_debug_mode(), torch.is_anomaly_enabled(),
     torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic)"""
-    usual = ok(run(settings)).result
-    ok(
-        run("""torch.set_default_dtype(torch.float64); torch.use_deterministic_algorithms(True, warn_only=True)
+    usual = done(settings).result
+    done("""torch.set_default_dtype(torch.float64); torch.use_deterministic_algorithms(True, warn_only=True)
 torch.set_float32_matmul_precision("high"); torch.autograd.set_detect_anomaly(True)
 torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = True""")
-    )
     try:
-        changed = ok(run(settings)).result
+        changed = done(settings).result
         assert changed == "(torch.float64, 1, True, 'high', True, True)"
-        in_ranks = ok(run(f"%%distributed -n 2\n{settings}")).result
+        in_ranks = done(f"%%distributed -n 2\n{settings}").result
         assert " ".join(in_ranks.split()) == f"[{changed}, {changed}]"  # IPython shows a list in several lines
     finally:
-        ok(
-            run("""torch.set_default_dtype(torch.float32); torch.use_deterministic_algorithms(False)
+        done("""torch.set_default_dtype(torch.float32); torch.use_deterministic_algorithms(False)
 torch.set_float32_matmul_precision("highest"); torch.autograd.set_detect_anomaly(False)
 torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False""")
-        )
-    assert ok(run(f"%%distributed -n 1\n{settings}")).result == f"[{usual}]"
+    assert done(f"%%distributed -n 1\n{settings}").result == f"[{usual}]"
 
 
-def test_name_reached_through_eval_asks_for_push(run: Run) -> None:
-    ok(run("hidden = 41"))
+def test_name_reached_through_eval_asks_for_push(run: Run, done: Run) -> None:
+    done("hidden = 41")
     outcome = run("%%distributed -n 2\neval('hidden + 1')")
     assert "--push hidden" in outcome.traceback
-    assert ok(run("%%distributed -n 2 --push hidden\neval('hidden + 1')")).result == "[42, 42]"
+    assert done("%%distributed -n 2 --push hidden\neval('hidden + 1')").result == "[42, 42]"
 
 
-def test_name_that_only_earlier_ranks_had_asks_for_pull_or_a_session(run: Run) -> None:
-    ok(run("%%distributed -n 1\nfor _ in range(1):\n    before, made_there = 1, 2"))
+def test_name_that_only_earlier_ranks_had_asks_for_pull_or_a_session(run: Run, done: Run) -> None:
+    done("%%distributed -n 1\nfor _ in range(1):\n    before, made_there = 1, 2")
     outcome = run("%%distributed -n 1\nmade_there + 1")
     assert "Fix: an earlier cell assigned 'made_there' in its ranks" in outcome.traceback
     assert "--pull made_there" in outcome.traceback and "%distributed start" in outcome.traceback
     assert "--pull" not in run("%%distributed -n 1\nnever_made + 1").traceback
-    ok(run("%%distributed -n 1\non_the_first_line = 2"))
+    done("%%distributed -n 1\non_the_first_line = 2")
     assert "--pull on_the_first_line" in run("%%distributed -n 1\non_the_first_line + 1").traceback
-    ok(run("%%distributed -n 1 --pull made_there\nmade_there = 2"))
-    assert ok(run("%%distributed -n 1\nmade_there + 1")).result == "[3]"
+    done("%%distributed -n 1 --pull made_there\nmade_there = 2")
+    assert done("%%distributed -n 1\nmade_there + 1").result == "[3]"
 
 
 def test_result_that_cannot_be_sent_is_named(run: Run) -> None:
@@ -417,13 +338,13 @@ def test_wrong_option_is_said_at_the_users_line(run: Run) -> None:
     assert "line 3" in outcome.traceback and ".py" not in outcome.traceback
 
 
-def test_warning_names_the_users_line(run: Run) -> None:
+def test_warning_names_the_users_line(done: Run) -> None:
     cell = """%%distributed -n 2
 from notebook_accel import Accelerator
 accelerator = Accelerator()
 model = accelerator.prepare(torch.nn.Linear(2, 1))
 accelerator.backward(model(torch.ones(1, 2)).sum())"""
-    assert re.search(r"In\[\d+\]:5: UserWarning: No loader has been prepared", ok(run(cell)).stdout)
+    assert re.search(r"In\[\d+\]:5: UserWarning: No loader has been prepared", done(cell).stdout)
 
 
 def test_input_says_that_there_is_nobody_to_ask(run: Run) -> None:
@@ -432,116 +353,79 @@ def test_input_says_that_there_is_nobody_to_ask(run: Run) -> None:
     assert ".py" not in said
 
 
-def test_ranks_have_the_kernels_state_of_the_launch(run: Run, tmp_path: object) -> None:
-    ok(
-        run(f"""import sys
+def test_ranks_have_the_kernels_state_of_the_launch(done: Run, tmp_path: object) -> None:
+    done(f"""import sys
 before = os.getcwd(), list(sys.path)
 os.chdir({str(tmp_path)!r}); sys.path.append({str(tmp_path)!r}); os.environ["MY_SETTING"] = "now"
 open("my_module_xyz.py", "w").write("VALUE = 7")""")
-    )
-    outcome = ok(
-        run("""%%distributed -n 2
+    outcome = done("""%%distributed -n 2
 import my_module_xyz
 (os.getcwd(), os.environ["MY_SETTING"], my_module_xyz.VALUE)""")
-    )
-    ok(run("os.chdir(before[0]); sys.path[:] = before[1]; del os.environ['MY_SETTING']"))
+    done("os.chdir(before[0]); sys.path[:] = before[1]; del os.environ['MY_SETTING']")
     assert outcome.result.replace(" ", "").replace("\n", "") == str([(str(tmp_path), "now", 7)] * 2).replace(" ", "")
 
 
-def test_each_launch_draws_other_random_numbers_and_its_ranks_the_same(run: Run) -> None:
-    draw = "random.random(), numpy.random.rand(), float(torch.rand(1))"
-    cell = "%%distributed -n 2 --out {name}\nimport random, numpy\n" + draw
-    ok(run(cell.format(name="first")))
-    ok(run(cell.format(name="second")))
-    assert run("len({x for pair in [*first, *second] for x in pair})").result == "6"
-
-
 @pytest.mark.front_end
-def test_function_form_with_keyword_arguments(run: Run) -> None:
-    ok(run(DEFINITIONS))
-    outcome = ok(
-        run("""from notebook_accel import notebook_launcher
+def test_function_form_with_keyword_arguments(done: Run) -> None:
+    done(DEFINITIONS)
+    outcome = done("""from notebook_accel import notebook_launcher
 def train(a, b, *, c):
     return helper(a) + b + c, os.environ["LOCAL_RANK"], os.environ["ACCELERATE_MIXED_PRECISION"]
 notebook_launcher(train, (1, 2), num_processes=2, mixed_precision="bf16", kwargs={"c": 4})""")
-    )
     assert outcome.result == "[(9, '0', 'bf16'), (9, '1', 'bf16')]"
 
 
-def test_ten_launches_two_in_the_background_and_one_from_a_thread(run: Run, notebook: kernels.Kernel) -> None:
-    ok(
-        run("""from notebook_accel import notebook_launcher
+def test_ten_launches_two_in_the_background_and_one_from_a_thread(
+    run: Run, done: Run, notebook: kernels.Kernel
+) -> None:
+    done("""from notebook_accel import notebook_launcher
 def who(x): return x, int(os.environ["RANK"])
 who_ran = [list(notebook_launcher(who, (i,), num_processes=2, view="none")) for i in range(10)]""")
-    )
     assert run("who_ran == [[(i, 0), (i, 1)] for i in range(10)]").result == "True"
-    ok(
-        run("""jobs = [notebook_launcher(who, (i,), num_processes=2, background=True, view="none") for i in (20, 30)]
+    done("""jobs = [notebook_launcher(who, (i,), num_processes=2, background=True, view="none") for i in (20, 30)]
 both = [list(job.results(timeout_s=30)) for job in jobs]""")
-    )
     assert run("both, jobs[0].status").result == "([[(20, 0), (20, 1)], [(30, 0), (30, 1)]], 'succeeded')"
-    ok(
-        run("""import threading
+    done("""import threading
 kept = []
 thread = threading.Thread(target=lambda: kept.append(list(notebook_launcher(who, (5,), num_processes=2, view="none"))))
 thread.start(); thread.join(30)""")
-    )
     assert run("kept").result == "[[(5, 0), (5, 1)]]"
-    ok(run("for t in threading.enumerate():\n    if 'view' in t.name: t.join(30)"))
+    done("for t in threading.enumerate():\n    if 'view' in t.name: t.join(30)")
     assert run("len([t for t in threading.enumerate() if 'view' in t.name])").result == "0"
-    ok(run("import gc; del jobs; gc.collect()"))
-    ok(run("held = [os.readlink(entry.path) for entry in os.scandir('/proc/self/fd') if os.path.islink(entry.path)]"))
+    done("import gc; del jobs; gc.collect()")
+    done("held = [os.readlink(entry.path) for entry in os.scandir('/proc/self/fd') if os.path.islink(entry.path)]")
     assert run("[target for target in held if 'accel-result' in target or 'accel-payload' in target]").result == "[]"
 
 
-def test_output_comes_whole_in_order_and_complete(run: Run) -> None:
-    outcome = ok(
-        run("""%%distributed -n 2
-import sys
-for i in range(3000): print("line", i, "x" * 50)
-os.write(1, b"from C\\n")
-sys.stdout.write("no newline at the end")
-None""")
-    )
-    for rank in range(2):
-        mine = [line[4:] for line in kernels.unfolded(outcome.stdout) if line.startswith(f"{rank} │ ")]
-        assert mine == [*(f"line {i} " + "x" * 50 for i in range(3000)), "from C", "no newline at the end"]
-
-
-def test_progress_bar_is_counted_instead_of_drawn(run: Run) -> None:
-    outcome = ok(
-        run("""%%distributed -n 2
+def test_progress_bar_is_counted_instead_of_drawn(done: Run) -> None:
+    outcome = done("""%%distributed -n 2
 from tqdm.auto import tqdm
 for i in tqdm(range(40), desc="sorting"): pass
 tqdm.write("beside the bar")""")
-    )
     assert {"0 │ beside the bar", "1 │ beside the bar"} <= {*kernels.unfolded(outcome.stdout)}
     assert "rank 0  finished  step 40/40" in outcome.stdout
     assert "%|" not in outcome.stdout
 
 
-def test_numbers_beside_a_bar_are_metrics(run: Run) -> None:
-    outcome = ok(
-        run("""%%distributed -n 1
+def test_numbers_beside_a_bar_are_metrics(done: Run) -> None:
+    outcome = done("""%%distributed -n 1
 from tqdm.auto import tqdm
 bar = tqdm(range(3))
 for i in bar: bar.set_postfix(loss=torch.tensor(i / 4), phase="warm")""")
-    )
     assert "rank 0  finished  step 3/3  loss 0.5" in outcome.stdout
 
 
-def test_background_job_binds_what_it_pulls_when_its_results_are_read(run: Run) -> None:
-    ok(run("total = 0"))
-    ok(run("%%distributed -n 2 --background --out job --pull total --view none\ntotal = 5"))
+def test_background_job_binds_what_it_pulls_when_its_results_are_read(run: Run, done: Run) -> None:
+    done("total = 0")
+    done("%%distributed -n 2 --background --out job --pull total --view none\ntotal = 5")
     assert run("total").result == "0"
     assert run("list(job.results(timeout_s=30)), total").result == "([None, None], 5)"
 
 
-def test_reported_metrics_are_shown(run: Run) -> None:
-    outcome = ok(
-        run("""%%distributed -n 2
-from notebook_accel import report
-for i in range(5): report(loss=torch.tensor(0.25), step_size=i)
-""")
+def test_source_of_earlier_cells_is_there_in_the_ranks(run: Run, done: Run) -> None:
+    done("def double(x: torch.Tensor):\n    return x * 2\ndef fails():\n    raise KeyError('here')")
+    cell = (
+        "%%distributed -n 2\nimport inspect\ntorch.jit.script(double)(torch.ones(1)).item(), inspect.getsource(double)"
     )
-    assert "rank 1  finished  loss 0.25  step_size 4" in outcome.stdout
+    assert ast.literal_eval(done(cell).result) == [(2.0, "def double(x: torch.Tensor):\n    return x * 2\n")] * 2
+    assert "raise KeyError('here')" in run("%%distributed -n 2\nfails()").traceback

@@ -6,28 +6,27 @@ import os
 import pathlib
 import re
 import signal
+from collections.abc import Callable
 
 import pytest
 
+from notebook_accel.config import LaunchConfig
+from notebook_accel.errors import ConfigError
 from tests import kernels, processes
 
-
-def run(notebook: kernels.Kernel, code: str) -> kernels.Outcome:
-    outcome = notebook.run(code, 100)
-    assert outcome.status == "ok", outcome.traceback
-    return outcome
+Done = Callable[[str], kernels.Outcome]
 
 
 def of_rank(rank: int, outcome: kernels.Outcome) -> list[str]:
     return [line[4:] for line in kernels.unfolded(outcome.stdout) if line.startswith(f"{rank} │ ")]
 
 
-def test_flood_of_one_rank_shows_its_ends_and_leaves_the_other_rank_alone(notebook: kernels.Kernel) -> None:
-    outcome = run(notebook, """%%distributed -n 2 --view lines
+def test_flood_of_one_rank_shows_its_ends_and_leaves_the_other_rank_alone(done: Done) -> None:
+    outcome = done("""%%distributed -n 2 --view lines
 if os.environ["RANK"] == "0":
     for number in range(100_000): print("line", number, "x" * 100)
 else:
-    for number in range(20): print("calm", number); time.sleep(0.05)""")  # fmt: skip
+    for number in range(20): print("calm", number); time.sleep(0.05)""")
     assert of_rank(1, outcome) == [f"calm {number}" for number in range(20)]
     flood = of_rank(0, outcome)
     assert flood[0].startswith("line 0 ") and flood[-1].startswith("line 99999 ")
@@ -40,6 +39,7 @@ else:
         assert [line.split()[1] for line in log] == [str(number) for number in range(100_000)]
 
 
+@pytest.mark.slow
 def test_loggers_and_warnings_are_as_in_the_notebook(fresh_notebook: kernels.Kernel) -> None:
     fresh_notebook.run("""import logging, warnings
 logging.basicConfig(level=logging.INFO, format="%(name)s says %(message)s")
@@ -47,40 +47,39 @@ log = logging.getLogger("mine")
 def train(): log.info("hello")
 warnings.filterwarnings("ignore", "the old")
 old, new = 'the old way', 'the new way'""")
-    outcome = run(fresh_notebook, "%%distributed -n 1 --view none\nlist(logging.Logger.manager.loggerDict)")
+    outcome = fresh_notebook.run("%%distributed -n 1 --view none\nlist(logging.Logger.manager.loggerDict)")
     assert "'torch'" in outcome.result and "IPKernelApp" not in outcome.result  # the kernel's own
     for method in ("spawn", "fork"):
         cell = f"%%distributed -n 2 --view lines --start_method {method}\ntrain(); log.debug('much')"
-        outcome = run(fresh_notebook, cell)
+        outcome = fresh_notebook.run(cell)
         assert [of_rank(rank, outcome) for rank in (0, 1)] == [["mine says hello"]] * 2
         assert outcome.stderr == ""  # the kernel's handler has written nothing
     fresh_notebook.run("""import logging.handlers, queue
 listener = logging.handlers.QueueListener(queue.Queue(), logging.StreamHandler()); listener.start()
 handlers, logging.root.handlers = logging.root.handlers, [logging.handlers.QueueHandler(listener.queue)]""")
-    assert of_rank(1, run(fresh_notebook, "%%distributed -n 2 --view lines\ntrain()")) == ["hello"]
+    assert of_rank(1, fresh_notebook.run("%%distributed -n 2 --view lines\ntrain()")) == ["hello"]
     fresh_notebook.run("listener.stop(); logging.root.handlers = handlers")
     warn = "warnings.warn(old); warnings.warn(new)"
-    outcome = run(fresh_notebook, f"%%distributed -n 1 --view lines\n{warn}")
+    outcome = fresh_notebook.run(f"%%distributed -n 1 --view lines\n{warn}")
     assert "UserWarning: the new way" in outcome.stdout and "the old way" not in outcome.stdout
     fresh_notebook.run("warnings.simplefilter('error')")  # counts before the earlier one
-    run(fresh_notebook, "%distributed start -n 2")
-    assert of_rank(1, run(fresh_notebook, "%%distributed\nlogging.warning('careful')")) == ["root says careful"]
+    fresh_notebook.run("%distributed start -n 2")
+    assert of_rank(1, fresh_notebook.run("%%distributed\nlogging.warning('careful')")) == ["root says careful"]
     assert fresh_notebook.run(f"%%distributed\n{warn}").traceback.endswith("UserWarning: the old way")
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_is_launched_within_an_output_widget_is_shown_there(notebook: kernels.Kernel, fails: bool) -> None:
-    run(
-        notebook,
-        """import ipywidgets, threading
+def test_what_is_launched_within_an_output_widget_is_shown_there(
+    notebook: kernels.Kernel, done: Done, fails: bool
+) -> None:
+    done("""import ipywidgets, threading
 from notebook_accel import notebook_launcher
 def train(fails):
     print("from a rank")
     assert not fails, "on purpose"
 def launch(fails):
     with out: notebook_launcher(train, (fails,), num_processes=2)
-out = ipywidgets.Output(); out""",
-    )
+out = ipywidgets.Output(); out""")
     in_thread = "thread = threading.Thread(target=launch, args=(False,)); thread.start(); thread.join()"
     cell = notebook.start("launch(True)" if fails else f"launch(False); {in_thread}")
     assert cell.finish(100).status == "ok"
@@ -102,7 +101,10 @@ out = ipywidgets.Output(); out""",
         ]
 
 
-def test_rank_prints_on_while_the_agent_is_stopped(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
+@pytest.mark.slow
+def test_rank_prints_on_while_the_agent_is_stopped(
+    notebook: kernels.Kernel, done: Done, tmp_path: pathlib.Path
+) -> None:
     cell = notebook.start(f"""%%distributed -n 1 --view lines
 folder = {str(tmp_path)!r}
 print("ready", flush=True)
@@ -127,16 +129,16 @@ open(folder + "/done", "w").close()""")
     assert "lines left out here" in outcome.stdout
 
 
-def test_log_that_can_take_no_more_ends_no_training(notebook: kernels.Kernel) -> None:
+def test_log_that_can_take_no_more_ends_no_training(done: Done) -> None:
     """A limit on the size of files is refused by the kernel as a full disk is, and needs no disk to be filled."""
-    outcome = run(notebook, """%%distributed -n 1 --view lines
+    outcome = done("""%%distributed -n 1 --view lines
 import resource
 print("before")
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 for number in range(1000): print("a line that is long enough", number)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 print("after")
-'trained on'""")  # fmt: skip
+'trained on'""")
     assert outcome.result == "['trained on']"
     assert "0 │ [the log can't take this rank's output, which is lost from here on: File too large]" in outcome.stdout
     assert re.search(r"0 │ \[[\d,]+ bytes could not be written here and are lost\]\n0 │ after", outcome.stdout)
@@ -156,55 +158,39 @@ time.sleep(60)""")
     assert notebook.run(advice[1]).stdout.endswith("rank_1.log\nseen before the end\nfrom below\n")
 
 
-def test_display_stands_between_the_lines_around_it(notebook: kernels.Kernel) -> None:
-    outcome = run(
-        notebook,
-        """%%distributed -n 1
-for number in range(5):
-    print("before", number)
-    display(f"shown {number}")
-    print("after", number)""",
-    )
-    expected = [line for number in range(5) for line in (f"before {number}", f"'shown {number}'", f"after {number}")]
-    assert of_rank(0, outcome) == expected
-
-
-def test_bar_that_a_library_draws_itself_is_one_line(notebook: kernels.Kernel) -> None:
-    outcome = run(
-        notebook,
-        """%%distributed -n 1
+@pytest.mark.slow
+def test_bar_that_a_library_draws_itself_is_one_line(done: Done) -> None:
+    outcome = done("""%%distributed -n 1
 import sys
 for percent in range(0, 101): print(f"\\r{percent} %", end="", flush=True); time.sleep(0.005)
 print()
-print("done")""",
-    )
+print("done")""")
     assert of_rank(0, outcome) == ["100 %", "done"]
 
 
-def test_template_of_the_prefix_is_torchs(notebook: kernels.Kernel) -> None:
+def test_template_of_the_prefix_is_torchs(done: Done) -> None:
     template = "--log_line_prefix_template '[${role_name}:${rank}] '"
-    outcome = run(notebook, f"%%distributed -n 2 {template}\nprint('hello', os.environ['RANK'])")
+    outcome = done(f"%%distributed -n 2 {template}\nprint('hello', os.environ['RANK'])")
     assert sorted(line for line in outcome.stdout.splitlines() if "hello" in line) == [
         "[default_role:0] hello 0",
         "[default_role:1] hello 1",
     ]
 
 
-def test_workers_started_by_spawn_write_whole_lines(notebook: kernels.Kernel) -> None:
-    run(notebook, "def say(number):\n    print('worker', number, 'z' * 50)\n    return number")
-    outcome = run(
-        notebook,
-        """%%distributed -n 1
+@pytest.mark.slow
+def test_workers_started_by_spawn_write_whole_lines(done: Done) -> None:
+    done("def say(number):\n    print('worker', number, 'z' * 50)\n    return number")
+    outcome = done("""%%distributed -n 1
 import multiprocessing
-with multiprocessing.get_context("spawn").Pool(2) as pool: sorted(pool.map(say, range(40), chunksize=1))""",
-    )
+with multiprocessing.get_context("spawn").Pool(2) as pool: sorted(pool.map(say, range(40), chunksize=1))""")
     assert sorted(of_rank(0, outcome)) == sorted(f"worker {number} " + "z" * 50 for number in range(40))
 
 
 @pytest.mark.parametrize("bad", ["$", "${rang}", "$ranks"])
-def test_template_with_an_unknown_name_is_refused(notebook: kernels.Kernel, bad: str) -> None:
-    outcome = notebook.run(f"%%distributed -n 1 --log_line_prefix_template '{bad}'\n1")
-    assert outcome.error_name == "ConfigError" and "${role_name}, ${rank}, ${local_rank}" in outcome.traceback
+def test_template_with_an_unknown_name_is_refused(bad: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        LaunchConfig().replace(log_line_prefix_template=bad)
+    assert "${role_name}, ${rank}, ${local_rank}" in str(raised.value)
 
 
 _WARNS = """
@@ -220,8 +206,12 @@ None
 
 
 @pytest.mark.front_end
-@pytest.mark.parametrize("shown", ["panel", "lines", "session"])
-def test_what_eight_ranks_warn_alike_stands_once(notebook: kernels.Kernel, tmp_path: pathlib.Path, shown: str) -> None:
+@pytest.mark.parametrize(
+    "shown", ["panel", *(pytest.param(way, marks=pytest.mark.slow) for way in ("lines", "session"))]
+)
+def test_what_eight_ranks_warn_alike_stands_once(
+    notebook: kernels.Kernel, done: Done, tmp_path: pathlib.Path, shown: str
+) -> None:
     if shown == "session":
         started = notebook.run("%distributed start -n 8 --use_cpu", 100)
         assert started.stdout.startswith("8 ranks are ready"), started
@@ -229,7 +219,7 @@ def test_what_eight_ranks_warn_alike_stands_once(notebook: kernels.Kernel, tmp_p
         (tmp_path / str(attempt)).mkdir()
         said = f"this is attempt {attempt}"
         magic = "%%distributed" if shown == "session" else f"%%distributed -n 8 --view {shown}"
-        outcome = run(notebook, magic + _WARNS.format(folder=str(tmp_path / str(attempt)), said=said))
+        outcome = done(magic + _WARNS.format(folder=str(tmp_path / str(attempt)), said=said))
         text = outcome.displays[-1]["data"]["text/plain"] if shown == "panel" else outcome.stdout
         each = kernels.unfolded(text)
         for rank in range(8):  # nothing is lost, and nothing stands elsewhere
@@ -240,7 +230,7 @@ def test_what_eight_ranks_warn_alike_stands_once(notebook: kernels.Kernel, tmp_p
         if len(lines) == 1:
             break
     if shown == "session":
-        run(notebook, "%distributed stop")
+        done("%distributed stop")
     assert len(lines) == 1 and lines[0].startswith("0-7 │ ")
     own = [line for line in text.splitlines() if "of rank" in line and "│" in line]
     assert sorted(own) == [f"  {rank} │ of rank {rank}" for rank in range(8)]

@@ -50,7 +50,9 @@ def longest_phase(rank: RankProfile) -> str:
     return times.most_common(1)[0][0]
 
 
-@pytest.mark.parametrize("is_prepared", [False, True], ids=["plain", "prepared"])
+@pytest.mark.parametrize(
+    "is_prepared", [pytest.param(False, id="plain"), pytest.param(True, id="prepared", marks=pytest.mark.slow)]
+)
 def test_profile_shows_where_the_time_of_each_rank_goes(running: Callable[..., Job], is_prepared: bool) -> None:
     job = running(slow_programs.slow_forward_on_one_rank, is_prepared)
     profile = job.profile(3)
@@ -66,8 +68,16 @@ def test_profile_shows_where_the_time_of_each_rank_goes(running: Callable[..., J
         phases = sum(span.took_us for span in rank.of_kind("phase"))
         assert phases == pytest.approx(rank.took_us, rel=0.02)
     job.kill()
+    assert profile.trace is not None
+    assert {profile.trace.parent, *(rank.trace.parent for rank in profile.ranks if rank.trace)} == {job.log_folder}
+    merged = json.loads(profile.trace.read_bytes())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in merged if event["name"] == "process_name"}
+    assert sorted(names.values()) == ["rank 0", "rank 1"]
+    steps = collections.Counter(names[event["pid"]] for event in merged if event["name"].startswith("ProfilerStep#"))
+    assert steps == {"rank 0": 3, "rank 1": 3}
 
 
+@pytest.mark.slow
 def test_memory_is_not_profiled_on_a_cpu(running: Callable[..., Job]) -> None:
     job = running(profiled_programs.without_loader)
     with pytest.raises(RunError, match="could be profiled") as raised:
@@ -78,6 +88,7 @@ def test_memory_is_not_profiled_on_a_cpu(running: Callable[..., Job]) -> None:
     job.kill()
 
 
+@pytest.mark.slow
 def test_ranks_are_profiled_at_the_same_time(running: Callable[..., Job]) -> None:
     job = running(slow_programs.slow_forward_on_one_rank, False)
 
@@ -90,6 +101,7 @@ def test_ranks_are_profiled_at_the_same_time(running: Callable[..., Job]) -> Non
     job.kill()
 
 
+@pytest.mark.slow
 def test_run_goes_on_and_can_be_profiled_again(running: Callable[..., Job]) -> None:
     job = running(slow_programs.slow_line_between_the_steps, False)
     first = job.profile(2)
@@ -100,20 +112,7 @@ def test_run_goes_on_and_can_be_profiled_again(running: Callable[..., Job]) -> N
     job.kill()
 
 
-def test_traces_are_in_the_runs_log_folder(running: Callable[..., Job]) -> None:
-    job = running(slow_programs.slow_line_between_the_steps, False)
-    profile = job.profile(2)
-    job.kill()
-    assert profile.trace is not None
-    folder = job.log_folder
-    assert {profile.trace.parent, *(rank.trace.parent for rank in profile.ranks if rank.trace)} == {folder}
-    merged = json.loads(profile.trace.read_bytes())["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in merged if event["name"] == "process_name"}
-    assert sorted(names.values()) == ["rank 0", "rank 1"]
-    steps = collections.Counter(names[event["pid"]] for event in merged if event["name"].startswith("ProfilerStep#"))
-    assert steps == {"rank 0": 2, "rank 1": 2}
-
-
+@pytest.mark.slow
 def test_loop_without_a_loader_and_without_phases(running: Callable[..., Job]) -> None:
     job = running(profiled_programs.without_loader, profile="off")
     profile = job.profile(4)
@@ -124,6 +123,7 @@ def test_loop_without_a_loader_and_without_phases(running: Callable[..., Job]) -
     assert "aten::addmm" in str(profile)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_failing", [False, True])
 def test_run_that_ends_meanwhile_leaves_the_steps_so_far(running: Callable[..., Job], is_failing: bool) -> None:
     job = running(profiled_programs.ends_while_it_is_profiled, is_failing)
@@ -136,15 +136,17 @@ def test_run_that_ends_meanwhile_leaves_the_steps_so_far(running: Callable[..., 
     assert isinstance(job.error, RankFailedError) if is_failing else job.results() == ["done", "done"]
 
 
+@pytest.mark.slow
 def test_step_that_does_not_come_in_time(running: Callable[..., Job]) -> None:
     job = running(profiled_programs.stands_still_when_it_is_profiled)
-    profile = job.profile(2, timeout_s=15)
+    profile = job.profile(2, timeout_s=6)
     assert profile.ranks[0].steps == 2
-    assert (profile.ranks[1].steps, profile.ranks[1].why) == (0, "it did 0 of 2 steps in 15 s")
-    assert "rank 1: it did 0 of 2 steps in 15 s" in str(profile)
+    assert (profile.ranks[1].steps, profile.ranks[1].why) == (0, "it did 0 of 2 steps in 6 s")
+    assert "rank 1: it did 0 of 2 steps in 6 s" in str(profile)
     job.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "why"),
     [
@@ -163,6 +165,7 @@ def test_ranks_that_cannot_be_profiled(launch: Callable[..., Job], program: Call
     job.kill()
 
 
+@pytest.mark.slow
 def test_profiler_that_starts_slowly_holds_up_no_report(running: Callable[..., Job], tmp_path: pathlib.Path) -> None:
     may_start = tmp_path / "may start"
     job = running(profiled_programs.starts_the_profiler_slowly, str(may_start))
@@ -176,6 +179,7 @@ def test_profiler_that_starts_slowly_holds_up_no_report(running: Callable[..., J
     job.kill()
 
 
+@pytest.mark.slow
 def test_attached_run(state_home: pathlib.Path) -> None:
     program: Any = slow_programs.slow_forward_on_one_rank
     notebook_launcher(program, (False,), 2, use_cpu=True, view="none", detach=True, name="night")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -45,44 +46,38 @@ net(torch.ones(2, 30))  # leaves blocks gathered
 """
 
 
-def ok(outcome: kernels.Outcome) -> kernels.Outcome:
-    assert outcome.status == "ok", outcome.traceback
-    return outcome
+@pytest.fixture(autouse=True)
+def model(request: pytest.FixtureRequest) -> None:
+    """Define the model in the notebook of the tests that have one."""
+    if "run" in request.fixturenames:
+        request.getfixturevalue("done")(_DEFINITIONS)
 
 
-@pytest.fixture
-def sharding(run: Run) -> Run:
-    """Run cells in the shared notebook, which has a model."""
-    ok(run(_DEFINITIONS))
-    return run
-
-
-def test_pulled_model_and_optimizer_are_whole_and_belong_together(sharding: Run) -> None:
-    cell = f"%%distributed -n 2 --pull net,optimizer\n{_TRAIN}\naccelerator.get_state_dict(net)"
-    ok(sharding(cell))
-    state = """
+def test_pulled_model_and_optimizer_are_whole_and_belong_together(run: Run, done: Run) -> None:
+    """Beside it, every rank returns the model, and a sharded tensor that has no name in it."""
+    own = "(accelerator.get_state_dict(net), net, net.blocks[1].weight * 2)"
+    done(f"%%distributed -n 2 --pull net,optimizer --out got\n{_TRAIN}\n{own}")
+    assert (
+        run("""
+(state, own, doubled), (_, other, _) = got
+[all(torch.equal(value, state[name]) for name, value in each.state_dict().items()) for each in (net, own, other)], \
+list(state) == list(net.state_dict()), torch.equal(doubled, state["blocks.1.weight"] * 2), own is net
+""").result
+        == "([True, True, True], True, True, True)"
+    )
+    assert (
+        run("""
 parameters = [p for group in optimizer.param_groups for p in group["params"]]
 (type(net) is Net and type(net.blocks[0]) is torch.nn.Linear, all(map(whole, net.state_dict().values())),
  [id(p) for p in parameters] == [id(p) for p in net.parameters()], net.tied is net.head,
  all(optimizer.state[p]["exp_avg"].shape == p.shape and whole(optimizer.state[p]["exp_avg"]) for p in parameters),
- bool((net.head.weight - before).abs().max() > 0))"""
-    assert ok(sharding(state)).result == "(True, True, True, True, True, True)"
+ bool((net.head.weight - before).abs().max() > 0))""").result
+        == "(True, True, True, True, True, True)"
+    )
     # It computes and learns here, without anything of the ranks, and goes back to ranks for a second launch.
     learns = "net(torch.ones(1, 30)).sum().backward(); optimizer.step(); int(optimizer.state[net.head.weight]['step'])"
-    assert ok(sharding(learns)).result == "2"
-    again = f"%%distributed -n 2 --pull net\n{_TRAIN}\nnet.head.weight.shape == (5, 30)"
-    assert ok(sharding(again)).result == "[True, True]"
-
-
-def test_what_is_pulled_is_what_the_ranks_had(sharding: Run) -> None:
-    """Beside it, every rank returns the model, and a sharded tensor that has no name in it."""
-    cell = f"%%distributed -n 2 --pull net\n{_TRAIN}\n(accelerator.get_state_dict(net), net, net.blocks[1].weight * 2)"
-    ok(sharding(cell))
-    same = """
-(state, own, doubled), (_, other, _) = _
-[all(torch.equal(value, state[name]) for name, value in each.state_dict().items()) for each in (net, own, other)], \
-list(state) == list(net.state_dict()), torch.equal(doubled, state["blocks.1.weight"] * 2), own is net"""
-    assert ok(sharding(same)).result == "([True, True, True], True, True, True)"
+    assert run(learns).result == "2"
+    assert run(f"%%distributed -n 2 --pull net\n{_TRAIN}\nnet.head.weight.shape == (5, 30)").result == "[True, True]"
 
 
 _CUT = """
@@ -98,53 +93,60 @@ optimizer.step(); optimizer.zero_grad()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_shard_size": 2, "tp_size": 2}], ids=str)
-def test_a_model_of_parts_is_pulled_whole(sharding: Run, sizes: dict[str, int]) -> None:
+def test_a_model_of_parts_is_pulled_whole(run: Run, done: Run, sizes: dict[str, int]) -> None:
     cell = _CUT.replace("SIZES", str(sizes)) + "\nown = accelerator.get_state_dict(net)"
-    ok(sharding(f"%%distributed -n {2 ** len(sizes)} --pull net,optimizer,own\n{cell}"))
-    state = """
+    done(f"%%distributed -n {2 ** len(sizes)} --pull net,optimizer,own\n{cell}")
+    assert (
+        run("""
 ({type(block) for block in net.blocks} == {torch.nn.Linear}, all(map(whole, net.state_dict().values())),
  all(torch.equal(value, own[name]) for name, value in net.state_dict().items()),
  bool((net.head.weight - before).abs().max() > 0), net(torch.ones(1, 30)).shape == (1, 5),
- optimizer.state[net.blocks[0].weight]["exp_avg"].shape == (30, 30))"""
-    assert ok(sharding(state)).result == "(True, True, True, True, True, True)"
+ optimizer.state[net.blocks[0].weight]["exp_avg"].shape == (30, 30))""").result
+        == "(True, True, True, True, True, True)"
+    )
 
 
-def test_ranks_that_differ_are_named_and_nobody_waits(sharding: Run) -> None:
-    outcome = sharding(f"%%distributed -n 2 --pull net,n\n{_TRAIN}\nn = 3\nif accelerator.process_index: del net")
-    assert outcome.error_name == "ResultError"
-    assert "rank 0 and rank 1 differ, rank 1 has nothing sharded there" in outcome.traceback
-    assert "accelerator.save_model(model" in outcome.traceback
-    assert ok(sharding("n, type(net)")).result == "(3, __main__.Net)"
-
-
-def test_a_model_too_large_for_memory_is_refused_with_its_size(sharding: Run) -> None:
-    """The tensor's shares are declared to be parts of 8 TiB."""
-    outcome = sharding(f"""%%distributed -n 2 --pull large,net
-{_TRAIN}
+# The tensor's shares are declared to be parts of 8 TiB.
+_LARGE = """
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 mesh = init_device_mesh('cpu', (2,))
-shape = {{"shape": torch.Size([2**41]), "stride": (1,)}}
-large = [DTensor.from_local(torch.zeros(4), mesh, [Shard(0)], run_check=False, **shape)]""")
-    assert outcome.error_name == "ResultError", outcome.traceback
-    assert 'name "large" is sharded over the ranks, and can\'t be sent whole' in outcome.traceback
-    assert "it takes 8192 GiB on" in outcome.traceback and "is free" in outcome.traceback
-    assert ok(sharding("type(net), net.head.weight.shape")).result == "(__main__.Net, torch.Size([5, 30]))"
+shape = {"shape": torch.Size([2**41]), "stride": (1,)}
+n = [DTensor.from_local(torch.zeros(4), mesh, [Shard(0)], run_check=False, **shape)]"""
 
 
-def test_a_rank_that_fails_keeps_nobody_waiting(sharding: Run) -> None:
-    outcome = sharding(
-        f"%%distributed -n 2 --pull net,n\n{_TRAIN}\nn = 4\nif accelerator.process_index: raise ValueError('no more')"
-    )
-    assert outcome.error_name == "RankFailedError" and "no more" in outcome.traceback
-    assert ok(sharding("type(net)")).result == "__main__.Net"
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("last", "said", "pulled"),
+    [
+        (
+            "n = 3\nif accelerator.process_index: del net",
+            "rank 0 and rank 1 differ, rank 1 has nothing sharded there",
+            "(3, torch.Size([5, 30]))",
+        ),
+        (
+            _LARGE,
+            'name "n" is sharded over the ranks, and can\'t be sent whole: .*it takes 8192 GiB on .*, and .* is free',
+            "(0, torch.Size([5, 30]))",
+        ),
+        ("n = 4\nif accelerator.process_index: raise ValueError('no more')", "no more", "torch.Size([5, 30]))"),
+        (
+            "n = 3\ntorch.distributed.destroy_process_group()",
+            "all ranks have to take part, and their process group has ended",
+            "(3, torch.Size([5, 30]))",
+        ),
+    ],
+    ids=["ranks that differ", "too large for memory", "a rank fails", "no group"],
+)  # fmt: skip
+def test_what_cannot_be_pulled_whole_is_said_and_nobody_waits(run: Run, last: str, said: str, pulled: str) -> None:
+    run("n = 0")
+    outcome = run(f"%%distributed -n 2 --pull n,net\n{_TRAIN}\n{last}")
+    assert re.search(said, outcome.traceback), outcome.traceback
+    assert run("n, net.head.weight.shape").result.endswith(pulled)
 
 
-def test_a_model_whose_group_has_ended_is_refused(sharding: Run) -> None:
-    outcome = sharding(f"%%distributed -n 2 --pull net\n{_TRAIN}\ntorch.distributed.destroy_process_group()")
-    assert "all ranks have to take part, and their process group has ended" in outcome.traceback
-
-
+@pytest.mark.slow
 def test_reported_memory_of_a_model_is_what_the_rank_holds(launch: Callable[..., Job]) -> None:
     cases = [sharded_programs.Case(calls=calls) for calls in ("together", "model first", "optimizer first")]
     job = launch(sharded_programs.held_bytes_of_each, cases)

@@ -15,7 +15,7 @@ from tests.behaviour import healthy_programs, slow_programs
 _VERDICT_S = 100.0
 _HEALTHY_S = 12.0
 _QUIET = pytest.mark.quiet  # other work on the cores changes what is slow here
-_PREPARED = [pytest.param(False, id="plain"), pytest.param(True, id="prepared")]
+_SLOW = pytest.mark.slow
 
 
 @pytest.fixture
@@ -39,24 +39,24 @@ def verdict(launch: Callable[..., Job]) -> Callable[..., Verdict]:
     return found
 
 
-@pytest.mark.parametrize("is_prepared", _PREPARED)
-def test_slow_loader(verdict: Callable[..., Verdict], is_prepared: bool) -> None:
-    said = verdict("data", slow_programs.slow_loader, is_prepared)
+# A verdict takes three seconds of steps, and there is no other test of one from the user's line to its words.
+def test_slow_loader(verdict: Callable[..., Verdict]) -> None:
+    said = verdict("data", slow_programs.slow_loader)
     assert said.ranks == (0, 1)
     assert said.place == f"{slow_programs.__file__}, line {slow_programs.line_of('data')}"
     assert "`num_workers=0`" in said.what
     assert "persistent_workers=True" in said.fix
 
 
-@pytest.mark.parametrize("is_prepared", _PREPARED)
 @pytest.mark.parametrize(
-    ("program", "mark"),
+    ("program", "mark", "is_prepared"),
     [
-        (slow_programs.slow_samples_on_one_rank, "data"),
-        (slow_programs.slow_forward_on_one_rank, "forward"),
-        pytest.param(slow_programs.busy_loop_beside_one_rank, "matrices", marks=_QUIET),
+        pytest.param(slow_programs.slow_samples_on_one_rank, "data", False, id="samples", marks=_SLOW),
+        pytest.param(slow_programs.slow_forward_on_one_rank, "forward", False, id="forward", marks=_SLOW),
+        pytest.param(slow_programs.slow_forward_on_one_rank, "forward", True, id="forward, prepared", marks=_SLOW),
+        pytest.param(slow_programs.busy_loop_beside_one_rank, "matrices", False, id="busy loop", marks=_QUIET),
+        pytest.param(slow_programs.busy_loop_beside_one_rank, "matrices", True, id="busy loop, prepared", marks=_QUIET),
     ],
-    ids=["samples", "forward", "busy loop"],
 )
 def test_rank_that_the_others_wait_for(
     verdict: Callable[..., Verdict], program: Callable[[bool], None], mark: str, is_prepared: bool
@@ -66,10 +66,10 @@ def test_rank_that_the_others_wait_for(
     assert said.place == f"{slow_programs.__file__}, line {slow_programs.line_of(mark)}"
 
 
+@_SLOW
 @pytest.mark.parametrize(
     ("cause", "program", "mark"),
     [
-        ("evaluation", slow_programs.evaluates_each_step, ""),
         ("evaluation", slow_programs.evaluates_each_step_with_a_new_loader, ""),
         ("other code", slow_programs.slow_line_between_the_steps, "other"),
         ("communication", slow_programs.large_gradients, ""),
@@ -102,6 +102,7 @@ def test_healthy_program_has_no_verdict(launch: Callable[..., Job], program: Cal
         job.kill()
 
 
+@pytest.mark.slow
 def test_phases_of_a_step_are_those_that_were_planted(launch: Callable[..., Job]) -> None:
     job = launch(slow_programs.slow_forward_on_one_rank, False)
     processes.wait_until(lambda: job.diagnosis().steps, "the phases", _VERDICT_S, poll_s=0.2)
@@ -111,6 +112,7 @@ def test_phases_of_a_step_are_those_that_were_planted(launch: Callable[..., Job]
     assert max(steps[1], key=lambda phase: steps[1][phase]) == "forward"
 
 
+@pytest.mark.slow
 def test_nothing_is_measured_where_that_is_off(launch: Callable[..., Job]) -> None:
     job = launch(slow_programs.slow_line_between_the_steps, False, profile="off")
     processes.wait_until(lambda: all((rank.steps or 0) > 60 for rank in job.ranks), "3 s of steps", _VERDICT_S)

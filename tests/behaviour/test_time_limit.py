@@ -11,7 +11,6 @@ import pytest
 from notebook_accel import notebook_launcher, runs_command
 from notebook_accel.errors import PreflightError
 from notebook_accel.launching.kernel import detached, detached_runs
-from notebook_accel.launching.kernel.job import Job
 from notebook_accel.time_limit import SLURM_END
 from tests import kernels, processes
 
@@ -76,36 +75,34 @@ def counts_until_the_end() -> tuple[int, bool]:
     return steps, time.time() > float(os.environ["NOTEBOOK_ACCEL_TIME_LIMIT"]) - 1
 
 
-@pytest.mark.parametrize("how", ["foreground", "background", "detach"])
-def test_ranks_stop_at_the_same_step_however_they_were_launched(
-    how: str, template: None, state_home: pathlib.Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.slow
+def test_ranks_stop_at_the_same_step_also_in_a_detached_run_and_in_its_second_launch(
+    state_home: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ways = {} if how == "foreground" else {how: True}
-    launched = notebook_launcher(
-        counts_until_the_end, (), 2, use_cpu=True, view="none", end_at="2s", end_margin_s=1, **ways
+    job = notebook_launcher(
+        counts_until_the_end, (), 2, use_cpu=True, view="none", end_at="2s", end_margin_s=1, detach=True
     )
-    results = launched.results(_LONG_S) if isinstance(launched, Job) else launched
+    results = job.results(_LONG_S)
     assert results[0] == results[1]
     assert results[0][1]
-    if isinstance(launched, Job):
-        assert _STOPS in launched.logs(0)
-        assert launched.ending.why.startswith("stopped at its time limit (")
-    if isinstance(launched, detached.DetachedJob):
-        processes.wait_until(lambda: not launched.folder.is_held, "the agent has gone", _LONG_S)
-        [summary] = detached_runs.summaries()
-        assert (summary.status, summary.why) == ("succeeded", launched.ending.why)
-        runs_command.print_runs(clean=False, as_json=False)
-        assert f"{launched.name}: {launched.ending.why}" in capsys.readouterr().out.splitlines()
-        # The end is counted anew, although the payload is that of the first launch.
-        again = detached.again(show=lambda _: None)
-        assert again.results(_LONG_S)[0][1]
-        processes.wait_until(lambda: not again.folder.is_held, "the agent has gone", _LONG_S)
+    assert _STOPS in job.logs(0)
+    assert job.ending.why.startswith("stopped at its time limit (")
+    processes.wait_until(lambda: not job.folder.is_held, "the agent has gone", _LONG_S)
+    [summary] = detached_runs.summaries()
+    assert (summary.status, summary.why) == ("succeeded", job.ending.why)
+    runs_command.print_runs(clean=False, as_json=False)
+    assert f"{job.name}: {job.ending.why}" in capsys.readouterr().out.splitlines()
+    # The end is counted anew, although the payload is that of the first launch.
+    again = detached.again(show=lambda _: None)
+    assert again.results(_LONG_S)[0][1]
+    processes.wait_until(lambda: not again.folder.is_held, "the agent has gone", _LONG_S)
 
 
+@pytest.mark.slow
 def test_the_limit_of_a_slurm_job_is_the_end(template: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SLURM_END, str(int(time.time()) + 3))
     results = notebook_launcher(counts_until_the_end, (), 2, use_cpu=True, view="none", end_margin_s=1)
-    assert results[0] == results[1]
+    assert results[0] == results[1] and results[0][1]
 
 
 @pytest.mark.parametrize(

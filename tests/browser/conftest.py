@@ -44,9 +44,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"NOT TESTED IN A BROWSER: {', '.join(missing)} not installed"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[labs.Lab]:
-    """Run a JupyterLab server that the tests of a module share."""
+    """Run a JupyterLab server that all tests share."""
     with labs.running(tmp_path_factory.mktemp("lab")) as running:
         yield running
         running.stop_kernels()
@@ -89,6 +89,7 @@ def page(browser: Browser, lab: labs.Lab, screenshot: Screenshot, request: pytes
         viewport={"width": 1400, "height": 1000}, device_scale_factor=2 if pictures_are_kept else 1
     )
     opened.set_default_timeout(_DEFAULT_TIMEOUT_MS)
+    lab.use_theme("JupyterLab Light")
     expect.set_options(timeout=_DEFAULT_TIMEOUT_MS)
     failures = request.session.testsfailed
     yield opened

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Screenshot: TypeAlias = Callable[[Page | Locator, str], None]
 
-__all__ = ["Lab", "expect", "open_notebook", "run_cell", "running", "save", "wait_until_done"]
+__all__ = ["Lab", "expect", "open_notebook", "open_with_extension", "run_cell", "running", "save", "wait_until_done"]
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 20.0
@@ -210,6 +210,14 @@ def open_notebook(page: Page, lab: Lab, name: str) -> None:
     page.goto(lab.url(f"lab/tree/{name}") + "&reset")  # without the notebooks of earlier tests
     page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
     page.get_by_text("| Idle").wait_for()  # a cell that is run before the kernel is there is not run
+
+
+def open_with_extension(page: Page, lab: Lab, name: str, *cells: str) -> None:
+    """Open a new notebook whose first cell, before these, has loaded the extension."""
+    lab.write_notebook(name, ["%load_ext notebook_accel", *(cell.strip() for cell in cells)])
+    open_notebook(page, lab, name)
+    run_cell(page, 0)
+    wait_until_done(page, 0)
 
 
 def run_cell(page: Page, index: int) -> Locator:

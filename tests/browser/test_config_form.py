@@ -7,24 +7,21 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.browser.lab import Lab, expect, open_notebook, run_cell, wait_until_done
+from tests.browser.lab import Lab, expect, open_with_extension, run_cell, wait_until_done
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
     from tests.browser.lab import Screenshot
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240)]
 
 _FORM = "import notebook_accel\nnotebook_accel.config_widget()"
 _PRECISION = "%%distributed\nimport os\nos.environ['ACCELERATE_MIXED_PRECISION']"
 
 
 def _open_form(page: Page, lab: Lab, name: str, code: str) -> Locator:
-    lab.write_notebook(name, ["%load_ext notebook_accel", code, _PRECISION])
-    open_notebook(page, lab, name)
-    run_cell(page, 0)
-    wait_until_done(page, 0)
+    open_with_extension(page, lab, name, code, _PRECISION)
     form = run_cell(page, 1).locator(".nba-form")
     form.get_by_role("button", name="Write basic config").wait_for()
     return form
@@ -65,6 +62,7 @@ def test_a_click_writes_the_file_that_the_next_cell_uses(page: Page, lab: Lab, s
     button.click()
     form.get_by_text("Written.").wait_for()
     assert "mixed_precision: 'no'\n" in file.read_text()
+    file.unlink()  # launches of later tests would read it
 
 
 def _result(page: Page, index: int) -> str:

@@ -12,14 +12,16 @@ from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import detached_runs
 from tests import processes
 from tests.browser import lab as labs
-from tests.browser.lab import expect, open_notebook, run_cell, wait_until_done
+from tests.browser.lab import expect, open_notebook, open_with_extension, run_cell, wait_until_done
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator
 
     from tests.browser.lab import Screenshot
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(240), pytest.mark.usefixtures("state_home")]
+pytestmark = [
+    pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240), pytest.mark.usefixtures("state_home")
+]  # fmt: skip
 
 _TIMEOUT_MS = 60_000
 _EARLY, _LATER = 0.4, 0.2  # losses of a run that begins with 1
@@ -50,11 +52,8 @@ def test_a_run_is_found_again_after_its_server_was_killed(
     for folder in folders:
         folder.mkdir()
     with labs.running(folders[0]) as lab:
-        lab.write_notebook("night.ipynb", ["%load_ext notebook_accel", _TRAINING.strip()])
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
-        open_notebook(page, lab, "night.ipynb")
-        run_cell(page, 0)
-        wait_until_done(page, 0)
+        open_with_extension(page, lab, "night.ipynb", _TRAINING)
         screenshot(_panel(run_cell(page, 1)), "detached_launched")
         lab.kill()
         page.close()

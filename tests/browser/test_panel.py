@@ -11,7 +11,7 @@ from kernel_ext import charts, render
 from kernel_ext.front_end import STYLE
 from notebook_accel.protocol import events
 from tests import processes
-from tests.browser.lab import Lab, expect, open_notebook, run_cell, save, wait_until_done
+from tests.browser.lab import Lab, expect, open_notebook, open_with_extension, run_cell, save, wait_until_done
 from tests.kernel_ext import fake_runs
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.browser.lab import Screenshot
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240)]
 
 _EPOCHS = 8
 _STEPS = 45  # 1,437 training images, in batches of 16 on each of two ranks
@@ -103,12 +103,9 @@ def test_a_run_is_seen_from_its_start_to_the_reopened_notebook(page: Page, lab: 
         dialog.accept()
 
     page.on("dialog", note_dialog)
-    cells = ["%load_ext notebook_accel", _DATA.strip(), _TRAINING.strip(), _ATTACK.strip()]
-    lab.write_notebook("training.ipynb", cells)
-    open_notebook(page, lab, "training.ipynb")
-    for index in (0, 1):
-        run_cell(page, index)
-        wait_until_done(page, index)
+    open_with_extension(page, lab, "training.ipynb", _DATA, _TRAINING, _ATTACK)
+    run_cell(page, 1)
+    wait_until_done(page, 1)
 
     output = run_cell(page, 2)
     panel = output.locator(".nba-panel")
@@ -185,11 +182,8 @@ def test_a_run_is_stopped_by_a_click_also_while_its_cell_waits_for_it(
     page: Page, lab: Lab, screenshot: Screenshot
 ) -> None:
     lab.use_theme("JupyterLab Dark")
-    sleeping = [_SLEEPING.format(flag=flag).strip() for flag in ("", "--background")]
-    lab.write_notebook("stopped.ipynb", ["%load_ext notebook_accel", *sleeping, "1 + 1"])
-    open_notebook(page, lab, "stopped.ipynb")
-    run_cell(page, 0)
-    wait_until_done(page, 0)
+    sleeping = [_SLEEPING.format(flag=flag) for flag in ("", "--background")]
+    open_with_extension(page, lab, "stopped.ipynb", *sleeping, "1 + 1")
 
     panel = run_cell(page, 1).locator(".nba-panel")
     ranks = _processes_of(panel)
@@ -222,39 +216,27 @@ def _processes_of(panel: Locator) -> list[processes.Process]:
     return [rank for rank in ranks if rank is not None and rank.is_alive]
 
 
-@pytest.mark.parametrize("flag", ["", "--background"])
-def test_a_page_that_is_reloaded_during_a_run_shows_how_it_ended(
-    page: Page, lab: Lab, screenshot: Screenshot, flag: str
+def test_a_page_that_is_reloaded_while_its_cell_runs_shows_how_it_ended(
+    page: Page, lab: Lab, screenshot: Screenshot
 ) -> None:
-    name = f"reloaded{flag}"
-    waiting = _WAITING.format(flag=flag, file=f"{name}.go").strip()
-    lab.write_notebook(f"{name}.ipynb", ["%load_ext notebook_accel", waiting])
     page.on("dialog", lambda dialog: dialog.accept())
-    open_notebook(page, lab, f"{name}.ipynb")
-    run_cell(page, 0)
-    wait_until_done(page, 0)
+    open_with_extension(page, lab, "reloaded.ipynb", _WAITING.format(flag="", file="reloaded.go"))
     panel = run_cell(page, 1).locator(".nba-panel")
     panel.get_by_text("asleep").last.wait_for()
-    save(page, lab, f"{name}.ipynb", "widget-view+json")
+    save(page, lab, "reloaded.ipynb", "widget-view+json")
 
     page.reload()
     page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
-    if flag:  # the kernel is free to tell the new page about its widgets
-        panel.get_by_text("asleep").last.wait_for()
-    lab.put_file(f"{name}.go")
+    lab.put_file("reloaded.go")
     panel.locator(".nba-header").get_by_text("finished").wait_for()
     expect(panel.get_by_role("button")).to_have_count(0)
     expect(panel).to_have_count(1)
     expect(panel).to_contain_text("awake")
-    screenshot(panel, f"panel_{name}")
+    screenshot(panel, "panel_reloaded")
 
 
 def test_a_panel_whose_kernel_was_restarted_says_so_once(page: Page, lab: Lab, screenshot: Screenshot) -> None:
-    waiting = _WAITING.format(flag="--background", file="never").strip()
-    lab.write_notebook("restarted.ipynb", ["%load_ext notebook_accel", waiting])
-    open_notebook(page, lab, "restarted.ipynb")
-    run_cell(page, 0)
-    wait_until_done(page, 0)
+    open_with_extension(page, lab, "restarted.ipynb", _WAITING.format(flag="--background", file="never"))
     panel = run_cell(page, 1).locator(".nba-panel")
     panel.get_by_text("asleep").last.wait_for()
     page.get_by_role("menuitem", name="Kernel").click()

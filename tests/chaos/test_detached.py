@@ -1,16 +1,13 @@
-"""Detached runs whose kernel or server is killed at random moments, for some seconds.
-
-``test_launching`` has the variables.
-"""
+"""Detached runs whose kernel or server is killed at random moments, for some seconds."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import pathlib
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -22,9 +19,9 @@ from notebook_accel.training import checkpoint_folders
 from tests import kernels, processes
 from tests.behaviour.test_detached import MOMENTS, is_clean, is_decided, one_round, printed
 from tests.browser import lab as labs
-from tests.chaos.test_launching import DURATION_S, SEED
+from tests.chaos import rounds
 
-_SHARE_S = 0.15 * DURATION_S
+_SHARE = 0.15
 _LONG_S = 100.0
 _CELL = """
 %%distributed --num_processes 2 --use_cpu --view none --name night --pull kept {flag}
@@ -50,43 +47,27 @@ _BLOWS = ("kernel", "server", "both", "hangup")
 
 @pytest.mark.chaos
 @pytest.mark.usefixtures("state_home")
-@pytest.mark.timeout(DURATION_S + 240)
+@pytest.mark.timeout(rounds.DURATION_S + 240)
 def test_kernels_that_are_killed_take_nothing_along(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _play_rounds("detached", [MOMENTS], one_round, tmp_path, capsys)
+    def play(moment: str, rng: random.Random, number: int) -> str:
+        return one_round(moment, tmp_path / f"round-{number}", rng)
+
+    rounds.play("detached", _SHARE, MOMENTS, play, capsys)
 
 
 @pytest.mark.chaos
 @pytest.mark.usefixtures("state_home")
-@pytest.mark.timeout(DURATION_S + 240)
+@pytest.mark.timeout(rounds.DURATION_S + 240)
 def test_servers_that_are_killed_take_nothing_along(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def play(kind: tuple[str, str], rng: random.Random, number: int) -> str:
+        return _served_round(*kind, tmp_path / f"round-{number}", rng)
+
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, kernels would outlive a hangup
     try:
-        # Coprime numbers: each moment meets each blow.
-        _play_rounds("detached from a server", [_SERVED_MOMENTS, _BLOWS], _served_round, tmp_path, capsys)
+        kinds = [*itertools.product(_SERVED_MOMENTS, _BLOWS)]
+        rounds.play("detached from a server", _SHARE, kinds, play, capsys)
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def _play_rounds(
-    title: str,
-    choices: Sequence[Sequence[str]],
-    play: Callable[..., str],
-    folder: pathlib.Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Play rounds, each with the next of each of the choices, for this test's share of the time."""
-    ends_s = time.monotonic() + _SHARE_S
-    rounds = 0
-    while time.monotonic() < ends_s:
-        kind = [choice[rounds % len(choice)] for choice in choices]
-        try:
-            said = play(*kind, folder / f"round-{rounds}", random.Random(f"{SEED}-{rounds}"))
-        except AssertionError as error:
-            raise AssertionError(f"{title}, seed {SEED}, round {rounds} ({', '.join(kind)}):\n{error}") from error
-        rounds += 1
-        with capsys.disabled():
-            print(f"\n{title}, seed {SEED}, round {rounds}: {said}", end="")
-    assert rounds >= 1
 
 
 class _ServedKernel(kernels.Kernel):

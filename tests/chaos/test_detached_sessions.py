@@ -1,4 +1,4 @@
-"""Detached sessions whose kernel is killed at random moments. ``test_launching`` has the variables."""
+"""Detached sessions whose kernel is killed at random moments."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import time
 
 import pytest
 
-from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import detached_runs
 from notebook_accel.launching.kernel.detached_link import send_order
 from notebook_accel.protocol import agent_messages as messages
 from tests import processes
-from tests.chaos.test_launching import DURATION_S, SEED
+from tests.behaviour.test_detached import is_decided
+from tests.chaos import rounds
 from tests.sessions import test_detached as sessions
 
-_SHARE_S = 0.15 * DURATION_S
 _LONG_S = 100.0
 _PREPARE = f"{sessions.BEGIN}\n{sessions.GROUP}\ncount = 0"
 _CELLS = [
@@ -32,23 +31,12 @@ _MOMENTS_S = {"starting": 3.0, "idle": 0.0, "cells": 2.0}
 
 @pytest.mark.chaos
 @pytest.mark.usefixtures("state_home")
-@pytest.mark.timeout(DURATION_S + 240)
+@pytest.mark.timeout(rounds.DURATION_S + 240)
 def test_ranks_keep_what_they_have(capsys: pytest.CaptureFixture[str]) -> None:
-    ends_s = time.monotonic() + _SHARE_S
-    rounds = 0
-    while rounds < len(_MOMENTS_S) or time.monotonic() < ends_s:
-        rng = random.Random(f"{SEED}-{rounds}")
-        moment = [*_MOMENTS_S][rounds % len(_MOMENTS_S)]
-        try:
-            said = _one_round(moment, rng)
-        except (AssertionError, NotebookAccelError) as error:
-            raise AssertionError(f"seed {SEED}, round {rounds} ({moment}):\n{error}") from error
-        rounds += 1
-        with capsys.disabled():
-            print(f"\ndetached sessions, seed {SEED}, round {rounds}: {said}", end="")
+    rounds.play("detached sessions", 0.15, [*_MOMENTS_S], _one_round, capsys, least=len(_MOMENTS_S))
 
 
-def _one_round(moment: str, rng: random.Random) -> str:
+def _one_round(moment: str, rng: random.Random, _: int) -> str:
     cells = rng.choices(_CELLS, k=200) if moment == "cells" else []
     with sessions.kernel(_PREPARE, *cells) as first:
         for line in ["ready"] if moment == "starting" else ["runs", "runs" if cells else "done"]:
@@ -56,7 +44,7 @@ def _one_round(moment: str, rng: random.Random) -> str:
         time.sleep(rng.uniform(0.0, _MOMENTS_S[moment]))  # the random moment itself
         first.kill()
         first.wait()
-    processes.wait_until(sessions.is_decided, "the launch was taken over or is gone", _LONG_S)
+    processes.wait_until(is_decided, "the launch was taken over or is gone", _LONG_S)
     said = "gone"
     if run_folders.every():
         said = _check(moment)

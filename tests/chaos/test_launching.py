@@ -1,8 +1,4 @@
-"""Launches of random size, and to each of them something happens. After it nothing is left, and the next one works.
-
-Runs for two minutes from a fixed seed. ``NOTEBOOK_ACCEL_CHAOS_S=3600`` and ``NOTEBOOK_ACCEL_CHAOS_SEED=7`` in the
-environment make it other ones.
-"""
+"""Launches of random size, and to each of them something happens. After it nothing is left, and the next one works."""
 
 from __future__ import annotations
 
@@ -10,17 +6,15 @@ import contextlib
 import os
 import pathlib
 import random
-import time
 
 import pytest
 
 from tests import kernels, processes
+from tests.chaos import rounds
 from tests.chaos.troubles import TROUBLES, Round, Trouble, may_mount, standing
 from tests.launches import prepare
 
-DURATION_S = float(os.environ.get("NOTEBOOK_ACCEL_CHAOS_S", "120"))
-SEED = os.environ.get("NOTEBOOK_ACCEL_CHAOS_SEED", "0")
-_SHARE_S = 0.75 * DURATION_S  # the rest is for sessions
+_SHARE = 0.75  # the rest is for sessions
 CLEAN_S = 10.0
 WORKS = "%%distributed --num_processes 2\nint(os.environ['RANK'])"
 
@@ -51,34 +45,25 @@ class Notebook:
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(DURATION_S + 240)
+@pytest.mark.timeout(rounds.DURATION_S + 240)
 def test_whatever_happens_to_a_run_it_ends_well(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     mounts = may_mount(tmp_path / "disk")
     troubles = [trouble for trouble in TROUBLES if mounts or not trouble.needs_mount]
     notebook = Notebook(tmp_path)
-    rounds = 0
-    order: list[Trouble] = []
-    ends_s = time.monotonic() + _SHARE_S
+
+    def play(trouble: Trouble, rng: random.Random, _: int) -> str:
+        return one_round(trouble, Round.draw(rng, notebook.kernel, tmp_path))
+
     try:
-        while time.monotonic() < ends_s:
-            rng = random.Random(f"{SEED}-{rounds}")
-            if not order:  # each trouble once, in a random order, before any comes again
-                order = rng.sample(troubles, len(troubles))
-            said = one_round(order.pop(), Round.draw(rng, notebook.kernel, tmp_path))
-            rounds += 1
-            with capsys.disabled():
-                print(f"\nchaos, seed {SEED}, round {rounds}: {said}", end="")
+        rounds.play("chaos", _SHARE, troubles, play, capsys)
     finally:
         notebook.close()
     with capsys.disabled():
-        missing = "" if mounts else " A full log disk was not among them: it takes the right to mount one."
-        print(f"\nchaos: {rounds} rounds.{missing}")
-    assert rounds >= 1
+        print("" if mounts else "\nA full log disk was not among the troubles: it takes the right to mount one.")
 
 
 def one_round(trouble: Trouble, round_: Round) -> str:
     """Launch once, with trouble or without, and return a line that says what happened."""
-    described = f"{trouble.name} ({round_})"
     try:
         end = trouble.check(round_, trouble.happen(round_))
         processes.wait_until(lambda: not left(round_.kernel), "no process is left", CLEAN_S)
@@ -88,8 +73,8 @@ def one_round(trouble: Trouble, round_: Round) -> str:
             assert works.result == "[0, 1]", works
     except AssertionError as error:
         remaining = "\n".join([*map(str, left(round_.kernel)), *files_left(round_.kernel)])
-        raise AssertionError(f"{described}, seed {SEED}:\n{error}\nleft:\n{remaining}") from error
-    return f"{described}: {end}"
+        raise AssertionError(f"{round_}:\n{error}\nleft:\n{remaining}") from error
+    return f"{trouble.name} ({round_}): {end}"
 
 
 def left(kernel: kernels.Kernel) -> list[processes.Process]:

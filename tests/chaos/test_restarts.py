@@ -1,7 +1,4 @@
-"""A training with restarts whose processes are killed at random moments: its weights are the same, or it says why not.
-
-Runs for a quarter of the chaos lane's time, from the same seed.
-"""
+"""A training with restarts whose processes are killed at random moments: the same weights, or it says why not."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ from notebook_accel.errors import RunStoppedError, SupervisorLostError
 from notebook_accel.launching.kernel import launcher, local
 from notebook_accel.launching.kernel.job import Job
 from tests import processes
-from tests.chaos.test_launching import DURATION_S, SEED
+from tests.chaos import rounds
 from tests.launching.elastic import training
 from tests.launching.elastic.test_restarts import below_template
 
-_SHARE_S = DURATION_S / 4
+_SHARE = 0.25
 _ENDS_S = 90.0  # far longer than any promise: what is looked for here is a hang
 _MOST_KILLS = 4
 
@@ -86,7 +83,7 @@ def test_parent_of_a_rank_whose_template_is_gone_is_no_victim() -> None:
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(_SHARE_S + 240)
+@pytest.mark.timeout(rounds.DURATION_S + 240)
 def test_training_that_is_killed_ends_with_the_same_weights_or_says_what_was_lost(
     digits: tuple[torch.Tensor, torch.Tensor], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,13 +92,9 @@ def test_training_that_is_killed_ends_with_the_same_weights_or_says_what_was_los
         return launcher.launch_function(training.train, (*digits, str(tmp_path / folder), 0.02), {}, config)
 
     wanted = start("whole").results(timeout_s=_ENDS_S)[0][2]
-    order: list[str] = []
-    rounds, ends_s = 0, time.monotonic() + _SHARE_S
-    while time.monotonic() < ends_s:
-        rng = random.Random(f"restarts-{SEED}-{rounds}")
-        order = order or rng.sample(sorted(_VICTIMS), len(_VICTIMS))
-        name = order.pop()
-        job = start(str(rounds))
+
+    def play(name: str, rng: random.Random, number: int) -> str:
+        job = start(str(number))
         kills, killed_by_s = 0, time.monotonic() + _ENDS_S
         while not job.done and kills < _MOST_KILLS and time.monotonic() < killed_by_s:
             job.wait(rng.uniform(0, 1.5))  # the randomness of it
@@ -109,17 +102,13 @@ def test_training_that_is_killed_ends_with_the_same_weights_or_says_what_was_los
             kills += victim is not None and processes.kill(victim)
         if rng.random() < 0.2:
             job.stop()
-        assert job.wait(_ENDS_S), (
-            f"seed {SEED}, round {rounds}: {job.status} after {kills} kills of the {name}, restarts: {job.restarts}"
-        )
+        assert job.wait(_ENDS_S), f"{job.status} after {kills} kills, restarts: {job.restarts}"
         if job.error is None:
             weights = job.results()[0][2]
-            assert all(torch.equal(weights[key], wanted[key]) for key in wanted), f"seed {SEED}, round {rounds}"
+            assert all(torch.equal(weights[key], wanted[key]) for key in wanted)
         else:
             assert isinstance(job.error, RunStoppedError | SupervisorLostError), job.error
         processes.wait_until(lambda: below_template() == [], "nothing is left of it")
-        rounds += 1
-        with capsys.disabled():
-            said = f"{kills} kills, {len(job.restarts)} restarts, {job.status}"
-            print(f"\nchaos with restarts, seed {SEED}, round {rounds}: {name}: {said}", end="")
-    assert rounds >= 1
+        return f"{name}: {kills} kills, {len(job.restarts)} restarts, {job.status}"
+
+    rounds.play("chaos with restarts", _SHARE, sorted(_VICTIMS), play, capsys)

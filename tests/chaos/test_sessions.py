@@ -1,7 +1,4 @@
-"""A session to which things happen at random moments: it either goes on or says what was lost.
-
-Runs for a quarter of the chaos lane's time, from the same seed.
-"""
+"""A session to which things happen at random moments: it either goes on or says what was lost."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ from notebook_accel.launching.kernel import local
 from notebook_accel.sessions.kernel.interrupts import held
 from notebook_accel.sessions.kernel.session import Session
 from tests import processes
-from tests.chaos.test_launching import DURATION_S, SEED
+from tests.chaos import rounds
 
-_SHARE_S = DURATION_S / 4
+_SHARE = 0.25
 _ENDS_S = 60.0  # far longer than any promise: what is looked for here is a hang
 _PREPARE = """
 import os, signal, time, torch
@@ -198,17 +195,11 @@ def sessions() -> Iterator[Sessions]:
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(_SHARE_S + 240)
+@pytest.mark.timeout(rounds.DURATION_S + 240)
 def test_whatever_happens_the_session_goes_on_or_says_what_is_lost(
     sessions: Sessions, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rounds = 0
-    order: list[str] = []
-    ends_s = time.monotonic() + _SHARE_S
-    while time.monotonic() < ends_s:
-        rng = random.Random(f"session-{SEED}-{rounds}")
-        order = order or rng.sample(sorted(TROUBLES), len(TROUBLES))
-        name = order.pop()
+    def play(name: str, rng: random.Random, _: int) -> str:
         started_s = time.monotonic()
         session = sessions.get(rng)
         end = TROUBLES[name](session, rng)
@@ -216,9 +207,6 @@ def test_whatever_happens_the_session_goes_on_or_says_what_is_lost(
             shown = session.execute(_TOGETHER)
             assert [shown[rank] for rank in range(session.job.world_size)] == ["(True, True)"] * session.job.world_size
         assert time.monotonic() - started_s < _ENDS_S
-        rounds += 1
-        with capsys.disabled():
-            print(
-                f"\nchaos in a session, seed {SEED}, round {rounds}: {name} of {session.job.world_size}: {end}", end=""
-            )
-    assert rounds >= 1
+        return f"{name} of {session.job.world_size}: {end}"
+
+    rounds.play("chaos in a session", _SHARE, sorted(TROUBLES), play, capsys)

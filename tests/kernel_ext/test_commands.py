@@ -1,15 +1,13 @@
-"""Tests of ``%distributed`` in a real kernel. Those of stacks and tables are with the launcher, where ranks hang."""
+"""Tests of ``%distributed``. Those of stacks and tables are with the launcher, where ranks hang."""
 
 from __future__ import annotations
 
-import collections
 import gc
 import inspect
 import itertools
 import json
 import pathlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,58 +15,52 @@ import pytest
 from kernel_ext import commands
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.kernel import registry
-from notebook_accel.launching.kernel.job import Reason
+from notebook_accel.launching.kernel.job import Job, Reason
 from notebook_accel.protocol import events
-from tests import kernels
+from tests import kernels, processes
+from tests.kernel_ext.conftest import Shell, error
 from tests.launching.kernel.test_job import make_job
 
-
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
-    with kernels.running(tmp_path_factory.mktemp("notebook")) as kernel:
-        assert kernel.run("%load_ext notebook_accel\nimport time").status == "ok"
-        assert kernel.run("%distributed").stdout == "No run has been started.\n"
-        assert kernel.run("%%distributed -n 2 --name first\nprint('hello')", 120).status == "ok"
-        yield kernel
+pytestmark = pytest.mark.usefixtures("no_runs")
 
 
-def start(notebook: kernels.Kernel, name: str) -> None:
-    cell = f"%%distributed -n 1 --background --out {name} --name {name} --view none\ntime.sleep(300)"
-    outcome = notebook.run(cell)
-    assert outcome.status == "ok", outcome.traceback
+def listed(**options: Any) -> Job:
+    """Return a made-up job, which the commands find."""
+    job = make_job(**options)
+    registry.add(job)
+    return job
 
 
-@pytest.mark.front_end
-def test_run_that_has_ended_is_listed_with_its_logs(notebook: kernels.Kernel) -> None:
-    shown = notebook.run("%distributed").stdout
+def test_run_that_has_ended_is_listed_with_its_logs(shell: Shell) -> None:
+    assert shell.run("%distributed").stdout == "No run has been started.\n"
+    assert shell.run("%%distributed -n 2 --name first\nprint('hello')").status == "ok"
+    shown = shell.run("%distributed").stdout
     assert re.fullmatch(
         r"1 \(first\): succeeded, on 2 CPUs; began \d\d:\d\d:\d\d, took ([\d.]+ s|\d\d:\d\d); logs in /.*-first-.*\n",
         shown,
     )
-    shown = notebook.run("%distributed logs").stdout
+    shown = shell.run("%distributed logs").stdout
     assert re.fullmatch(r"(rank [01], last lines of /.*/rank_[01]\.log\nhello\n){2}", shown)
-    shown = notebook.run("%distributed logs 1 --run first").stdout
+    shown = shell.run("%distributed logs 1 --run first").stdout
     assert re.fullmatch(r"rank 1, last lines of /.*/rank_1\.log\nhello\n", shown)
-    assert notebook.run("%%distributed -n 1 --name quiet --view none\n1").result == "[1]"
-    assert re.fullmatch(r"rank 0 has printed nothing: /.*/rank_0\.log\n", notebook.run("%distributed logs").stdout)
+    assert "The run 'first' has ended." in error(shell, "%distributed stacks 0 --run first")
 
 
-def test_run_that_has_failed_says_of_what_also_when_nobody_has_its_job(notebook: kernels.Kernel) -> None:
-    raises = "import os\nif os.environ['RANK'] == '1': raise ValueError('boom\\nat large')\ntime.sleep(60)"
-    notebook.run(f"%%distributed -n 2 --name bad --background --view none\n{raises}")
-    while "took" not in (shown := notebook.run("%distributed status --run bad").stdout):
-        continue
-    first, second = shown.splitlines()
+def test_run_that_has_failed_says_of_what_also_when_nobody_has_its_job(shell: Shell) -> None:
+    raises = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('boom\\nat large')\ntime.sleep(60)"
+    shell.run(f"%%distributed -n 2 --name bad --background --view none\n{raises};")
+
+    def ended() -> str:
+        shown = shell.run("%distributed status --run bad").stdout
+        return shown if "took" in shown else ""
+
+    first, second = processes.wait_until(ended, "its end is told").splitlines()
     assert re.match(r"\d \(bad\): failed, on 2 CPUs; began ", first)
     assert re.fullmatch(r"  rank 1: ValueError: boom at In\[\d+\], line 3", second)
 
 
-def test_why_says_where_the_time_goes_also_after_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(registry, "_entries", collections.deque())
-    job = make_job()
-    registry.add(job)
+def test_why_says_where_the_time_goes_also_after_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    job = listed()
     commands.run("why")
     assert capsys.readouterr().out == "Too few steps have been measured yet.\n"
     seconds = {"data": 0.9, "forward": 0.3}
@@ -95,12 +87,10 @@ def strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_status_is_data_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(registry, "_entries", collections.deque())
+def test_status_is_data_too(capsys: pytest.CaptureFixture[str]) -> None:
     commands.run("status --json")
     assert json.loads(capsys.readouterr().out) == []
-    job = make_job()
-    registry.add(job)
+    job = listed()
     job.deliver(1, events.Progress(step=20, steps=20))
     job.deliver(1, events.Metrics(step=20, values={"loss": 0.5, "peak": float("inf")}))
     commands.run("status --json")
@@ -119,11 +109,9 @@ def test_status_is_data_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_ranks_that_are_still_to_come_have_printed_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.setattr(registry, "_entries", collections.deque())
-    job = make_job(log_folder=tmp_path)
-    registry.add(job)
+    job = listed(log_folder=tmp_path)
     (tmp_path / "rank_0.log").write_text("hello\n")
     commands.run("logs")
     said = capsys.readouterr().out.splitlines()
@@ -137,11 +125,9 @@ def test_ranks_that_are_still_to_come_have_printed_nothing(
 
 
 def test_ranks_of_a_later_node_have_their_numbers_among_all(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.setattr(registry, "_entries", collections.deque())
-    job = make_job(log_folder=tmp_path, num_nodes=2, node_rank=1)
-    registry.add(job)
+    job = listed(log_folder=tmp_path, num_nodes=2, node_rank=1)
     (tmp_path / "rank_1.log").write_text("hello\n")
     commands.run("status --json")
     [going] = json.loads(capsys.readouterr().out)
@@ -158,35 +144,25 @@ def test_ranks_of_a_later_node_have_their_numbers_among_all(
         commands.run("logs 1")
 
 
-def test_run_that_was_detached_says_how_it_is_found_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(registry, "_entries", collections.deque())
-    job = make_job()
-    registry.add(job)
+def test_run_that_was_detached_says_how_it_is_found_again(capsys: pytest.CaptureFixture[str]) -> None:
+    job = listed()
     job.end_detached("a night")
     commands.run("status")
     assert "goes on without this notebook: %distributed attach 'a night'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("command", "reason"), [("stop", "stopped"), ("interrupt", "interrupted")])
-def test_run_says_which_command_has_ended_it(
-    command: str, reason: Reason, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(registry, "_entries", collections.deque())
-    job = make_job()
-    registry.add(job)
+def test_run_says_which_command_has_ended_it(command: str, reason: Reason, capsys: pytest.CaptureFixture[str]) -> None:
+    job = listed()
     job.send_order = lambda order: job.end(reason)
     commands.run(command)
     commands.run("status")
     assert f"\n  by %distributed {command}\n" in capsys.readouterr().out
 
 
-def test_interrupt_of_a_session_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_entries", collections.deque())
-    job = make_job()
+def test_interrupt_of_a_session_does_not_end_it() -> None:
+    job = listed()
     job.on_death = "keep"
-    registry.add(job)
     commands.run("interrupt")
     assert job.ended_by == ""
     job.end("stopped")
@@ -194,13 +170,14 @@ def test_interrupt_of_a_session_does_not_end_it(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.front_end
 def test_run_in_the_background_is_stopped_by_name(notebook: kernels.Kernel) -> None:
-    start(notebook, "one")
-    start(notebook, "two")
-    assert "Several runs are in progress." in notebook.run("%distributed stop").traceback
+    for name in ("one", "two"):
+        cell = f"%%distributed -n 1 --background --out {name} --name {name} --view none\ntime.sleep(300)"
+        assert notebook.run(cell).status == "ok"
+    assert "Several runs are in progress." in error(notebook, "%distributed stop")
     assert notebook.run("%distributed stop --run one").stdout == "<Job 'one': stopped, 1 rank on 1 CPU>\n"
     assert notebook.value("one.done, two.done") == "(True, False)"
     assert notebook.run("%distributed stop").stdout == "<Job 'two': stopped, 1 rank on 1 CPU>\n"
-    assert "There is no run in progress." in notebook.run("%distributed stop").traceback
+    assert "There is no run in progress." in error(notebook, "%distributed stop")
 
 
 @pytest.mark.front_end
@@ -235,7 +212,7 @@ def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kern
         ),
         ("help", "%distributed? says what they do."),
         ("logs 0 --run nowhere", "There is no run 'nowhere'."),
-        ("logs 7 --run=first", "has no rank 7: it has 2 ranks"),
+        ("logs 7 --run=train", "has no rank 7: it has 2 ranks"),
         ("stop one", "%distributed stop: unexpected argument 'one'; a run is named with --run one."),
         ("stop 1", "unexpected argument '1'; a run is named with --run 1."),
         ("logs 1 2", "unexpected argument '2'"),
@@ -248,27 +225,18 @@ def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kern
         ("profile --memry", "%distributed profile: there is no option --memry; is it --memory?"),
         ("attach night day", "%distributed attach: unexpected argument 'day'"),
         ("runs --cleen", "%distributed runs: there is no option --cleen; is it --clean? %distributed? shows"),
-        ("stacks 0 --run first", "The run 'first' has ended."),
     ],
 )
-def test_mistake_is_said_in_a_few_lines(notebook: kernels.Kernel, line: str, said: str) -> None:
-    outcome = notebook.run(f"%distributed {line}")
-    shown = outcome.traceback + outcome.stderr
+def test_mistake_is_said_in_a_few_lines(shell: Shell, tmp_path: pathlib.Path, line: str, said: str) -> None:
+    job = listed(log_folder=tmp_path)
+    shown = error(shell, f"%distributed {line}")
+    job.end("stopped")
     assert said in shown
     assert len(shown.strip().splitlines()) <= 3
 
 
-def test_doctor_says_what_it_found(notebook: kernels.Kernel) -> None:
+def test_doctor_says_what_it_found_and_help_shows_every_command(notebook: kernels.Kernel) -> None:
     assert notebook.run("%distributed doctor").stdout == "Nothing speaks against a launch.\n"
-
-
-def test_help_shows_every_command(notebook: kernels.Kernel) -> None:
     shown = notebook.value("get_ipython().find_line_magic('distributed').__doc__")
     for command in ("status", "stop", "logs", "stacks", "why", "profile", "doctor"):
         assert f"%distributed {command}" in shown
-
-
-def test_magic_goes_with_the_extension(notebook: kernels.Kernel) -> None:
-    assert notebook.run("%unload_ext notebook_accel").status == "ok"
-    assert "not found" in notebook.run("%distributed").stderr
-    assert notebook.run("%load_ext notebook_accel").status == "ok"

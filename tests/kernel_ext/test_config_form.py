@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -14,9 +14,12 @@ from tests import kernels
 
 pytestmark = pytest.mark.front_end
 
+Values = Callable[..., list[object]]
+
 _VIEW = "application/vnd.jupyter.widget-view+json"
 _SETUP = """
 import html, os, pathlib, re
+variables = dict(os.environ)
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["HF_HOME"] = "none"
 from kernel_ext.config_form import ConfigForm
@@ -49,23 +52,29 @@ def open_form(file):
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
-    with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
-        outcome = running.run(_SETUP, allow_stdin=True)
-        assert outcome.status == "ok", outcome.traceback
-        yield running
-
-
-def _values(kernel: kernels.Kernel, code: str, *expressions: str) -> list[object]:
-    """Run code as a front end with a user would. Return the values of expressions after it."""
-    outcome = kernel.run(f"{code}\n({', '.join(expressions)},)", allow_stdin=True)
+def kernel(notebook: kernels.Kernel) -> Iterator[kernels.Kernel]:
+    """The shared notebook, for this file without a GPU and without Accelerate's file."""
+    outcome = notebook.run(_SETUP, allow_stdin=True)
     assert outcome.status == "ok", outcome.traceback
-    return list(eval(outcome.result))
+    yield notebook
+    assert notebook.run("os.environ.clear(); os.environ.update(variables)").status == "ok"
+
+
+@pytest.fixture
+def values(kernel: kernels.Kernel) -> Values:
+    """Run code as a front end with a user would. Return the values of expressions after it."""
+
+    def run(code: str, *expressions: str) -> list[object]:
+        outcome = kernel.run(f"{code}\n({', '.join(expressions)},)", allow_stdin=True)
+        assert outcome.status == "ok", outcome.traceback
+        return list(eval(outcome.result))
+
+    return run
 
 
 @pytest.mark.parametrize("code", ["notebook_accel.config_widget()", "%distributed config"])
 def test_it_is_the_cells_value_and_text_where_nobody_looks(kernel: kernels.Kernel, code: str) -> None:
-    assert kernel.run(f"import notebook_accel\n%load_ext notebook_accel\n{kernels.END_TEMPLATE}").status == "ok"
+    kernel.run("import notebook_accel")
     for is_watched in (True, False):
         cell = kernel.start(code, allow_stdin=is_watched)
         assert cell.finish().status == "ok"
@@ -83,9 +92,8 @@ def test_outside_a_kernel_it_is_text() -> None:
     assert shown.stdout.endswith("False\n")
 
 
-def test_every_option_is_a_field_with_its_help(kernel: kernels.Kernel) -> None:
-    labels, notes = _values(
-        kernel,
+def test_every_option_is_a_field_with_its_help(values: Values) -> None:
+    labels, notes = values(
         "open_form('a/config.yaml')",
         "[field.input.description for field in parts._fields.values()]",
         "[show(field.note) for field in parts._fields.values()]",
@@ -95,36 +103,31 @@ def test_every_option_is_a_field_with_its_help(kernel: kernels.Kernel) -> None:
         assert note.startswith(option.help)
 
 
-def test_typing_is_checked_and_a_click_writes_what_was_shown(kernel: kernels.Kernel) -> None:
-    name, note, disabled, status = _values(
-        kernel,
+def test_typing_is_checked_and_a_click_writes_what_was_shown(values: Values) -> None:
+    name, note, disabled, status = values(
         "open_form('b/config.yaml'); send(field('num_processes'), value='0')",
         "field('num_processes').value", "show(parts._fields['num_processes'].note)", "parts._button.disabled",
         "show(parts._status)",
     )  # fmt: skip
     assert (name, disabled, status) == ("0", True, "Correct num_processes first.")
     assert str(note).startswith("Error: num_processes=0 can't be used: it has to be >= 1.")
-    assert _values(kernel, "click()", "path.exists()") == [False]
+    assert values("click()", "path.exists()") == [False]
 
-    shown, options, disabled = _values(
-        kernel,
+    shown, options, disabled = values(
         "send(field('num_processes'), value='2'); send(field('mixed_precision'), index=1)",
         "show(parts._file)", "field('mixed_precision').options", "parts._button.disabled",
     )  # fmt: skip
     assert "b/config.yaml a new file" in str(shown)
     assert "+ mixed_precision: bf16\n+ num_processes: 2\n" in str(shown)
     assert (options, disabled) == (("no", "bf16"), False)
-    content, status, disabled = _values(
-        kernel, "click()", "path.read_text()", "show(parts._status)", "parts._button.disabled"
-    )
+    content, status, disabled = values("click()", "path.read_text()", "show(parts._status)", "parts._button.disabled")
     assert "mixed_precision: bf16\nnum_processes: 2\n" in str(content)
     assert "Written." in str(status)
     assert disabled is True  # there is nothing more to write
 
 
-def test_an_error_in_an_option_that_is_folded_away_unfolds_it(kernel: kernels.Kernel) -> None:
-    folded, unfolded, words = _values(
-        kernel,
+def test_an_error_in_an_option_that_is_folded_away_unfolds_it(values: Values) -> None:
+    folded, unfolded, words = values(
         "open_form('g/config.yaml'); before = parts._rare.layout.display; send(field('grace_s'), value='-1')",
         "before", "parts._rare.layout.display", "parts._more.description",
     )  # fmt: skip
@@ -132,38 +135,24 @@ def test_an_error_in_an_option_that_is_folded_away_unfolds_it(kernel: kernels.Ke
     assert words == f"Hide {len(config.fields()) - 3} more options"
 
 
-def test_a_file_that_is_there_is_read_and_replaced_only_when_the_box_is_ticked(kernel: kernels.Kernel) -> None:
-    value, more, disabled, display = _values(
-        kernel,
+def test_a_file_that_is_there_is_read_and_replaced_only_when_the_box_is_ticked(values: Values) -> None:
+    value, more, disabled, display = values(
         "pathlib.Path('c').mkdir(); pathlib.Path('c/config.yaml').write_text('grace_s: 7\\nnum_procs: 2\\n')\n"
         "open_form('c/config.yaml')",
         "field('grace_s').value", "parts._rare.layout.display", "parts._button.disabled",
         "parts._overwrite.layout.display",
     )  # fmt: skip
     assert (value, more, disabled, display) == ("7", "", True, "")
-    problems, shown = _values(kernel, "click()", "show(parts._problems)", "path.read_text()")
+    problems, shown = values("click()", "show(parts._problems)", "path.read_text()")
     assert problems == "Not taken over:line 2: there is no option 'num_procs'; is it num_processes?"
     assert shown == "grace_s: 7\nnum_procs: 2\n"
-    (shown,) = _values(kernel, "send(parts._overwrite, value=True); click()", "path.read_text()")
+    (shown,) = values("send(parts._overwrite, value=True); click()", "path.read_text()")
     assert "grace_s: 7.0\n" in str(shown) and "num_procs:" not in str(shown)
-    assert _values(kernel, "", "parts._overwrite.value", "parts._overwrite.layout.display") == [False, "none"]
+    assert values("", "parts._overwrite.value", "parts._overwrite.layout.display") == [False, "none"]
 
 
-def test_a_file_that_changed_in_the_meantime_is_not_lost(kernel: kernels.Kernel) -> None:
-    status, shown, content = _values(
-        kernel,
-        "open_form('d/config.yaml'); pathlib.Path('d').mkdir(); path.write_text('num_processes: 3\\n')\n"
-        "send(parts._overwrite, value=True); click()",
-        "show(parts._status)", "show(parts._file)", "path.read_text()",
-    )  # fmt: skip
-    assert "was changed by another program in the meantime" in str(status)
-    assert "- num_processes: 3" in str(shown)
-    assert content == "num_processes: 3\n"
-
-
-def test_another_source_fills_the_fields(kernel: kernels.Kernel) -> None:
-    labels, values = _values(
-        kernel,
+def test_another_source_fills_the_fields(kernel: kernels.Kernel, values: Values) -> None:
+    labels, filled = values(
         "theirs = pathlib.Path('none/accelerate/default_config.yaml'); theirs.parent.mkdir(parents=True)\n"
         "theirs.write_text('num_processes: 4\\nmixed_precision: fp16\\n<b>: 1\\n')\n"
         "open_form('e/config.yaml'); send(parts._source, index=1)",
@@ -171,17 +160,16 @@ def test_another_source_fills_the_fields(kernel: kernels.Kernel) -> None:
         "[field(name).value for name in ('num_processes', 'mixed_precision', 'use_cpu')]",
     )
     assert labels == ["this machine", "Accelerate's file, none/accelerate/default_config.yaml"]
-    assert values == ["4", "fp16", False]
-    problems, told = _values(kernel, "", "parts._problems.value", "show(parts._file)")
+    assert filled == ["4", "fp16", False]
+    problems, told = values("", "parts._problems.value", "show(parts._file)")
     assert "&lt;b&gt;" in str(problems) and "<b>'" not in str(problems)
     assert "mixed_precision='fp16' was asked for, and the ranks run on the CPU." in str(told)
     assert kernel.value("theirs.unlink()") == ""
 
 
-def test_the_box_that_is_hidden_does_not_count(kernel: kernels.Kernel) -> None:
+def test_the_box_that_is_hidden_does_not_count(kernel: kernels.Kernel, values: Values) -> None:
     """Require a new tick for every change of the file."""
-    disabled, ticked = _values(
-        kernel,
+    disabled, ticked = values(
         "open_form('f/config.yaml'); click()\n"
         "send(field('num_processes'), value='5'); send(parts._overwrite, value=True); click()\n"
         "send(field('num_processes'), value='6'); click()",

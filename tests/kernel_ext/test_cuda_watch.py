@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from tests import kernels
 
 # Calls what torch calls while it initialises CUDA (torch/cuda/__init__.py, `_lazy_init`).
@@ -21,24 +17,17 @@ NOTED = "__import__('notebook_accel.launching.device_state').launching.device_st
 WATCHING = "[type(f).__name__ for f in __import__('sys').meta_path].count('CudaWatch')"
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
-    with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
-        yield running
-
-
-def test_unloading_takes_the_watch_away(kernel: kernels.Kernel) -> None:
-    assert kernel.run("%load_ext notebook_accel").status == "ok"
+def test_watch_leaves_the_imports_when_torch_is_there_or_it_is_unloaded_and_knows_the_line(
+    kernel: kernels.Kernel,
+) -> None:
+    load = f"%load_ext notebook_accel\n{kernels.END_TEMPLATE}"
+    assert kernel.run(load).status == "ok"
     assert kernel.value(WATCHING) == "1"
     assert kernel.run("%unload_ext notebook_accel").status == "ok"
     assert kernel.value(WATCHING) == "0"
     registered = "[f.__qualname__ for f in get_ipython().events.callbacks['post_run_cell']]"
     assert "CudaWatch" not in kernel.value(registered)
-
-
-# The last one: torch is there from then on.
-def test_extension_leaves_the_imports_when_torch_is_there_and_knows_the_line(kernel: kernels.Kernel) -> None:
-    assert kernel.run("%load_ext notebook_accel").status == "ok"
+    assert kernel.run(load).status == "ok"
     assert kernel.value(WATCHING) == "1"
     assert kernel.value("'torch' in __import__('sys').modules") == "False"
     number = kernel.value("len(In)")  # of the next cell

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 
 import pytest
 
@@ -33,11 +32,11 @@ print("over:", Control.calls)
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
-    with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
-        outcome = running.run(fake_runs.SETUP)
-        assert outcome.status == "ok", outcome.traceback
-        yield running
+def kernel(notebook: kernels.Kernel) -> kernels.Kernel:
+    """The shared notebook, with what makes fake runs."""
+    outcome = notebook.run(fake_runs.SETUP)
+    assert outcome.status == "ok", outcome.traceback
+    return notebook
 
 
 def _version(kernel: kernels.Kernel) -> tuple[int, int]:

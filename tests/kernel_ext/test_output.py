@@ -56,6 +56,8 @@ def test_errors_stay_when_much_is_written_after_them() -> None:
     assert [(line.ranks, line.text) for line in log.errors] == [({1}, "ValueError: boom")]
     assert [(line.ranks, line.text) for line in log.of_rank(1)] == [({1}, "ValueError: boom")]
     assert len(log.of_rank(0)) < 5000
+    assert "boom" in Document(output_html(log, Choice(rank=1))).text
+    assert "boom" not in Document(output_html(log)).text
     for _ in range(5000):
         log.add(0, ["ERROR again"], 0.0)
     assert len(log.errors) < 100
@@ -94,19 +96,10 @@ def test_lines_that_are_in_a_log_only_make_one_gap() -> None:
     log.take(0, events.Output(text="300\n301", left_out=1000))
     log.take(0, events.Output(text="302", left_out=50))
     log.take(0, events.Output(text="303"))
-    assert [line.text for line in log.head] == [str(number) for number in range(200)]
+    assert [line.text for line in log.head] == [str(number) for number in range(200)]  # which doesn't go on after a gap
     assert [line.text for line in log.tail] == ["302", "303"]
     assert (log.count, log.left_out) == (1354, 1152)
     assert [line.text for line in log.last(3)] == ["302", "303"]
-
-
-def test_head_does_not_go_on_after_a_gap() -> None:
-    log = OutputLog(1)
-    log.take(0, events.Output(text="first"))
-    log.take(0, events.Output(text="last", left_out=10))
-    assert [line.text for line in log.head] == ["first"]
-    assert [line.text for line in log.tail] == ["last"]
-    assert log.left_out == 10
 
 
 def test_live_output_shows_the_last_lines_with_their_ranks() -> None:
@@ -119,12 +112,9 @@ def test_live_output_shows_the_last_lines_with_their_ranks() -> None:
     assert text.endswith("   0 │ line 148\n  11 │ line 149")
 
 
-def test_live_output_says_when_there_is_none() -> None:
-    assert Document(output_html(OutputLog(2))).text == "no output yet"
-
-
-def test_template_stands_before_lines_of_output() -> None:
+def test_live_output_says_when_there_is_none_and_has_its_template_before_each_line() -> None:
     output = OutputLog(2, lambda ranks: f"[of {sorted(ranks)}] ")
+    assert Document(output_html(output)).text == "no output yet"
     output.take(1, events.Output(text="hello"))
     assert "[of [1]] hello" in Document(output_html(output)).text
 
@@ -137,15 +127,6 @@ def test_search_is_for_text_and_not_for_a_pattern_and_marks_escape() -> None:
     assert "a.b <b>" in found.text
     assert "axb" not in found.text
     assert [tag for tag, _ in found.elements if tag in ("mark", "b")] == ["mark"]
-
-
-def test_output_of_one_rank_outlives_the_others_chatter() -> None:
-    output = OutputLog(2)
-    output.take(1, events.Output(text="rare"))
-    for number in range(5000):
-        output.take(0, events.Output(text=str(number)))
-    assert "rare" in Document(output_html(output, Choice(rank=1))).text
-    assert "rare" not in Document(output_html(output)).text
 
 
 def test_errors_are_above_with_their_count() -> None:

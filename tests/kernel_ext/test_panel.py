@@ -6,7 +6,7 @@ import importlib.metadata
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,24 +16,41 @@ from tests.kernel_ext import fake_runs
 
 pytestmark = pytest.mark.front_end
 
+Send = Callable[[str], list[dict[str, Any]]]
+
 # What a panel sends belongs to the cell that it stands under: here, to the running one.
 _HERE = "view._cell_context = __import__('contextvars').copy_context()"
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+_OPEN = "job = make_job(is_background=True); view = open_view(job); start(job); view.refresh()"
 
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
-    with kernels.running(tmp_path_factory.mktemp("kernel")) as running:
-        outcome = running.run(fake_runs.SETUP)
-        assert outcome.status == "ok", outcome.traceback
-        yield running
-
-
-def _messages(kernel: kernels.Kernel, code: str) -> list[dict[str, Any]]:
-    cell = kernel.start(code, allow_stdin=True)
-    outcome = cell.finish()
+def kernel(notebook: kernels.Kernel) -> kernels.Kernel:
+    """The shared notebook, with what makes fake runs."""
+    outcome = notebook.run(fake_runs.SETUP)
     assert outcome.status == "ok", outcome.traceback
-    return cell.messages
+    return notebook
+
+
+@pytest.fixture
+def send(kernel: kernels.Kernel) -> Send:
+    """Run code that must not fail, and return the messages that reach the front end."""
+
+    def run(code: str) -> list[dict[str, Any]]:
+        cell = kernel.start(code, allow_stdin=True)
+        outcome = cell.finish()
+        assert outcome.status == "ok", outcome.traceback
+        return cell.messages
+
+    return run
+
+
+@pytest.fixture
+def panel(kernel: kernels.Kernel, send: Send) -> Iterator[kernels.Kernel]:
+    """The kernel with the open panel of a fake run in the background."""
+    send(_OPEN)
+    yield kernel
+    send("finish(job); view.close()")
 
 
 def _widget_values(messages: list[dict[str, Any]]) -> list[str]:
@@ -62,10 +79,8 @@ def test_outside_a_kernel_there_is_no_panel_and_nothing_is_imported_for_it() -> 
     assert shown.stdout == "[]\n"
 
 
-def test_the_view_is_displayed_and_replaced_by_a_summary_that_needs_no_kernel(kernel: kernels.Kernel) -> None:
-    messages = _messages(
-        kernel,
-        """
+def test_the_view_is_displayed_and_replaced_by_a_summary_that_needs_no_kernel(send: Send) -> None:
+    messages = send("""
         job = make_job()
         view = open_view(job)
         start(job)
@@ -73,8 +88,7 @@ def test_the_view_is_displayed_and_replaced_by_a_summary_that_needs_no_kernel(ke
         view.refresh()
         finish(job)
         view.close()
-        """,
-    )
+        """)
     shown = [message for message in messages if message["msg_type"] in ("display_data", "update_display_data")]
     assert [message["msg_type"] for message in shown] == ["display_data", "update_display_data"]
     first, last = (message["content"] for message in shown)
@@ -87,27 +101,26 @@ def test_the_view_is_displayed_and_replaced_by_a_summary_that_needs_no_kernel(ke
     assert _WIDGET_VIEW not in last["data"]
 
 
-def test_a_run_that_has_ended_already_gets_a_summary_and_no_widgets(kernel: kernels.Kernel) -> None:
-    messages = _messages(
-        kernel,
-        """
+def test_a_run_that_has_ended_already_gets_a_summary_and_no_widgets(send: Send) -> None:
+    messages = send("""
         job = make_job()
         start(job)
         job.deliver(1, events.Output(text="<b>hello"))
         finish(job)
         view = open_view(job)
         view.close()
-        """,
-    )
+        """)
     assert [message["msg_type"] for message in messages if message["msg_type"].startswith("comm")] == []
     (shown,) = (message for message in messages if message["msg_type"] == "display_data")
     assert shown["content"]["data"]["text/plain"].startswith("digits: finished, 2 CPUs, ")
     assert "1 │ <b>hello" in shown["content"]["data"]["text/plain"]
 
 
-def test_only_the_root_and_the_summary_stay_open_for_a_page_that_was_reloaded(kernel: kernels.Kernel) -> None:
+def test_only_the_root_and_the_summary_stay_open_for_a_page_that_was_reloaded(
+    kernel: kernels.Kernel, send: Send
+) -> None:
     before = int(kernel.value("len(get_ipython().kernel.comm_manager.comms)"))
-    messages = _messages(kernel, "job = make_job(is_background=True); view = open_view(job); finish(job); view.close()")
+    messages = send("job = make_job(is_background=True); view = open_view(job); finish(job); view.close()")
     models = {
         message["content"]["comm_id"]: message["content"]["data"]["state"]
         for message in messages
@@ -129,10 +142,8 @@ def test_only_the_root_and_the_summary_stay_open_for_a_page_that_was_reloaded(ke
     assert int(kernel.value("len(get_ipython().kernel.comm_manager.comms)")) == before + 2 + len(kept)
 
 
-def test_a_failed_run_in_the_background_shows_its_traceback(kernel: kernels.Kernel) -> None:
-    messages = _messages(
-        kernel,
-        """
+def test_a_failed_run_in_the_background_shows_its_traceback(send: Send) -> None:
+    messages = send("""
         job = make_job(is_background=True)
         view = open_view(job)
         start(job)
@@ -141,30 +152,29 @@ def test_a_failed_run_in_the_background_shows_its_traceback(kernel: kernels.Kern
         job.deliver(0, events.Ended(signal=15, stopped=True))
         job.end("")
         view.close()
-        """,
-    )
+        """)
     (summary,) = (message["content"]["data"] for message in messages if message["msg_type"] == "update_display_data")
     assert "traceback of rank 1 · job.results() raises it" in summary["text/html"]
     assert "In[7], line 12\n&lt;boom&gt;" in summary["text/html"]
 
 
-def test_only_what_changed_is_sent(kernel: kernels.Kernel) -> None:
+def test_only_what_changed_is_sent(send: Send) -> None:
     clock = "import types, kernel_ext.panel as panel; now_s = time.monotonic(); "  # which stands still
     clock += "panel.time = types.SimpleNamespace(monotonic=lambda: now_s, thread_time=float); "
-    _messages(kernel, f"{clock}job = make_job(); view = open_view(job); start(job); view.refresh()")
+    send(f"{clock}job = make_job(); view = open_view(job); start(job); view.refresh()")
     later = f"{_HERE}; job.started_s = now_s - 7; view.refresh(); view.refresh(); view.refresh()"
-    values = _widget_values(_messages(kernel, f"{later}; panel.time = time"))
+    values = _widget_values(send(f"{later}; panel.time = time"))
     assert len(values) == 1 and "00:07" in values[0]  # the clock, once
     output = f"{_HERE}; job.deliver(0, events.Output(text='hello')); view.refresh()"
-    values = _widget_values(_messages(kernel, output))
+    values = _widget_values(send(output))
     assert any("nba-output" in value for value in values)
     assert not any("nba-chart" in value for value in values)
     progress = f"{_HERE}; job.deliver(0, events.Progress(step=2, total=10, steps=2)); view.refresh()"
-    assert not any("nba-output" in value for value in _widget_values(_messages(kernel, progress)))
-    _messages(kernel, "finish(job); view.close()")
+    assert not any("nba-output" in value for value in _widget_values(send(progress)))
+    send("finish(job); view.close()")
 
 
-def test_diagnosis_and_chart_that_take_long_are_made_less_often(kernel: kernels.Kernel) -> None:
+def test_diagnosis_and_chart_that_take_long_are_made_less_often(kernel: kernels.Kernel, send: Send) -> None:
     code = """
     import types, kernel_ext.panel as panel
     now_s, used_s, made = time.monotonic(), 0.0, []
@@ -190,14 +200,16 @@ def test_diagnosis_and_chart_that_take_long_are_made_less_often(kernel: kernels.
     outcome = kernel.run(code, allow_stdin=True)
     # A hundredth of 30 s, for a tenth of a second each; and a chart for the first name of a metric.
     assert outcome.stdout.strip() == "3 4", outcome.traceback
-    _messages(kernel, "finish(job); view.close()")
+    send("finish(job); view.close()")
 
 
 @pytest.mark.skipif(
     int(importlib.metadata.version("ipykernel").split(".")[0]) < 7,
     reason="before 7, ipykernel ties what a thread displays to the newest cell",
 )
-def test_displays_of_a_rank_appear_in_their_cell_even_when_a_later_cell_runs(kernel: kernels.Kernel) -> None:
+def test_displays_of_a_rank_appear_in_their_cell_even_when_a_later_cell_runs(
+    kernel: kernels.Kernel, send: Send
+) -> None:
     cell = kernel.start(
         """
         job = make_job(is_background=True)
@@ -211,16 +223,13 @@ def test_displays_of_a_rank_appear_in_their_cell_even_when_a_later_cell_runs(ker
         allow_stdin=True,
     )
     assert {"text/plain": "a figure"} in [content["data"] for content in cell.finish().displays]
-    later = _messages(
-        kernel,
-        """
+    later = send("""
         job.deliver(0, events.Display(data={"text/plain": "another figure"}))
         finish(job)
         thread = threading.Thread(target=view.close)
         thread.start()
         thread.join()
-        """,
-    )
+        """)
     assert [message for message in later if message["msg_type"].endswith("display_data")] == []
 
 
@@ -228,25 +237,13 @@ def _comm(kernel: kernels.Kernel, widget: str) -> str:
     return kernel.value(f"view._widgets.{widget}.comm.comm_id").strip("'")
 
 
-def test_a_click_stops_a_run_in_the_background(kernel: kernels.Kernel) -> None:
-    background = _messages(
-        kernel, "job = make_job(is_background=True); view = open_view(job); start(job); view.refresh()"
-    )
-    assert not any("interrupt the kernel" in value for value in _widget_values(background))
-    kernel.click(_comm(kernel, "stop"))
-    _messages(kernel, "assert Control.called.wait(60); view.refresh()")
-    assert kernel.value("Control.calls") == "['stop']"
-    _messages(kernel, "finish(job); view.close()")
-
-
-def test_a_run_in_the_kernel_itself_is_stopped_by_the_kernels_interrupt_only(kernel: kernels.Kernel) -> None:
-    _messages(kernel, "job = make_job(); job.run_here = print; view = open_view(job); start(job); view.refresh()")
+def test_a_run_in_the_kernel_itself_is_stopped_by_the_kernels_interrupt_only(
+    kernel: kernels.Kernel, send: Send
+) -> None:
+    send("job = make_job(); job.run_here = print; view = open_view(job); start(job); view.refresh()")
     assert kernel.value("view._widgets.stop.layout.display") == "'none'"
     assert "interrupt the kernel to stop" in kernel.value("view._widgets.header.value")
-    _messages(kernel, "finish(job); view.close()")
-
-
-_OPEN = "job = make_job(is_background=True); view = open_view(job); start(job); view.refresh()"
+    send("finish(job); view.close()")
 
 
 def _see(kernel: kernels.Kernel, part: str) -> str:
@@ -254,73 +251,66 @@ def _see(kernel: kernels.Kernel, part: str) -> str:
     return kernel.run(f"view.refresh(); print(view._widgets.{part}.value)").stdout
 
 
-def test_the_panel_says_that_it_stops_and_then_who_has_stopped_it(kernel: kernels.Kernel) -> None:
-    _messages(kernel, _OPEN)
+def _summary(messages: list[dict[str, Any]]) -> str:
+    """Return the HTML of the one summary that was shown."""
+    (shown,) = (sent["content"]["data"] for sent in messages if "display_data" in sent["msg_type"])
+    return str(shown["text/html"])
+
+
+def test_a_click_stops_a_run_and_the_panel_says_that_it_stops_and_then_who_has_stopped_it(
+    kernel: kernels.Kernel,
+    send: Send,
+) -> None:
+    assert not any("interrupt the kernel" in value for value in _widget_values(send(_OPEN)))
     kernel.click(_comm(kernel, "stop"))
-    assert kernel.value("Control.called.wait(60)") == "True"
+    assert kernel.value("Control.called.wait(60), Control.calls") == "(True, ['stop'])"
     assert "stopping …" in _see(kernel, "header")
     assert kernel.value("view._widgets.stop.disabled, view._widgets.interrupt.disabled") == "(True, True)"
-    summary = _messages(kernel, f"{_HERE}; job.end('stopped'); view.close()")
-    (shown,) = (message["content"]["data"] for message in summary if message["msg_type"] == "update_display_data")
-    assert "by the button Stop" in shown["text/html"]
+    assert "by the button Stop" in _summary(send(f"{_HERE}; job.end('stopped'); view.close()"))
 
 
-def test_the_panel_says_that_a_second_interrupt_of_the_kernel_kills(kernel: kernels.Kernel) -> None:
-    _messages(kernel, _OPEN)
-    _messages(
-        kernel, "from notebook_accel.launching.views.view import KERNEL_INTERRUPT; job.ended_by = KERNEL_INTERRUPT"
-    )
-    _messages(kernel, "view._on_change()")
+def test_the_panel_says_that_a_second_interrupt_of_the_kernel_kills(kernel: kernels.Kernel, send: Send) -> None:
+    interrupt = "from notebook_accel.launching.views.view import KERNEL_INTERRUPT; job.ended_by = KERNEL_INTERRUPT"
+    send(f"{_OPEN}; {interrupt}; view._on_change()")
     assert "ended after 2 s, or now by another interrupt" in _see(kernel, "header")
-    summary = _messages(kernel, f"{_HERE}; job.end('interrupted'); view.close()")
-    (shown,) = (message["content"]["data"] for message in summary if message["msg_type"] == "update_display_data")
-    assert "by an interrupt of the kernel" in shown["text/html"]
+    assert "by an interrupt of the kernel" in _summary(send(f"{_HERE}; job.end('interrupted'); view.close()"))
 
 
-@pytest.mark.parametrize("is_open", [True, False])
-def test_the_panel_says_which_other_process_has_stopped_the_run(kernel: kernels.Kernel, is_open: bool) -> None:
-    end = "job.ended_by = 'process 7 (other)'; job.end('stopped')"
-    first = _OPEN if is_open else "job = make_job(is_background=True); start(job)"
-    second = f"{_HERE}; {end}; view.close()" if is_open else f"{end}; view = open_view(job); view.close()"
-    _messages(kernel, first)
-    (shown,) = (sent["content"]["data"] for sent in _messages(kernel, second) if "display_data" in sent["msg_type"])
-    assert "by process 7 (other)" in shown["text/html"]
+def test_the_panel_says_which_other_process_has_stopped_the_run(send: Send) -> None:
+    end = "start(job); job.ended_by = 'process 7 (other)'; job.end('stopped')"
+    code = f"job = make_job(is_background=True); {end}; view = open_view(job); view.close()"
+    assert "by process 7 (other)" in _summary(send(code))
 
 
-def test_the_panel_of_a_run_that_was_detached_says_how_it_is_found_again(kernel: kernels.Kernel) -> None:
-    _messages(kernel, _OPEN)
-    summary = _messages(kernel, f"{_HERE}; job.end_detached('night'); view.close()")
-    (shown,) = (message["content"]["data"] for message in summary if message["msg_type"] == "update_display_data")
-    assert "it goes on without this notebook: %distributed attach night" in shown["text/html"]
-    assert shown["text/html"].count(">detached<") == 3  # the run and its ranks
-    assert ">running<" not in shown["text/html"]
-    assert "until then" in shown["text/html"]
+def test_the_panel_of_a_run_that_was_detached_says_how_it_is_found_again(send: Send) -> None:
+    send(_OPEN)
+    shown = _summary(send(f"{_HERE}; job.end_detached('night'); view.close()"))
+    assert "it goes on without this notebook: %distributed attach night" in shown
+    assert shown.count(">detached<") == 3  # the run and its ranks
+    assert ">running<" not in shown
+    assert "until then" in shown
 
 
-def test_a_later_nodes_ranks_are_chosen_by_their_numbers_among_all(kernel: kernels.Kernel) -> None:
-    _messages(kernel, _OPEN)
-    _messages(kernel, "view._widgets.rank.value = 1")
-    _messages(kernel, "job.deliver(0, events.Numbered(first_rank=2, world_size=4)); view.refresh()")
-    assert kernel.value("[label for label, _ in view._widgets.rank.options], view._widgets.rank.value") == (
+def test_a_later_nodes_ranks_are_chosen_by_their_numbers_among_all(panel: kernels.Kernel, send: Send) -> None:
+    send("view._widgets.rank.value = 1")
+    send("job.deliver(0, events.Numbered(first_rank=2, world_size=4)); view.refresh()")
+    assert panel.value("[label for label, _ in view._widgets.rank.options], view._widgets.rank.value") == (
         "(['all ranks', 'rank 2', 'rank 3'], 1)"
     )
-    _messages(kernel, "finish(job); view.close()")
 
 
-def test_a_click_interrupts_once(kernel: kernels.Kernel) -> None:
-    _messages(kernel, _OPEN)
-    button = _comm(kernel, "interrupt")
-    kernel.click(button)
-    assert kernel.value("Control.called.wait(60)") == "True"
-    kernel.click(button)
-    assert "interrupting …; what goes on is ended after 2 s" in _see(kernel, "header")
-    assert kernel.value("view._widgets.stop.disabled") == "False"  # for what goes on nevertheless
-    _messages(kernel, "finish(job); view.close()")
-    assert kernel.value("Control.calls") == "['interrupt']"
+def test_a_click_interrupts_once(panel: kernels.Kernel) -> None:
+    button = _comm(panel, "interrupt")
+    panel.click(button)
+    assert panel.value("Control.called.wait(60)") == "True"
+    panel.click(button)
+    assert "interrupting …; what goes on is ended after 2 s" in _see(panel, "header")
+    assert panel.value("view._widgets.stop.disabled") == "False"  # for what goes on nevertheless
+    assert panel.value("Control.calls") == "['interrupt']"
 
 
-def test_a_click_interrupts_what_a_session_does_and_no_more(kernel: kernels.Kernel) -> None:
-    _messages(kernel, f"{_OPEN}; job.on_death = 'keep'; job.doing = lambda: 'busy with In[3]'")
+def test_a_click_interrupts_what_a_session_does_and_no_more(kernel: kernels.Kernel, send: Send) -> None:
+    send(f"{_OPEN}; job.on_death = 'keep'; job.doing = lambda: 'busy with In[3]'")
     button = _comm(kernel, "interrupt")
     for _ in range(2):
         kernel.value("Control.called.clear()")
@@ -329,48 +319,43 @@ def test_a_click_interrupts_what_a_session_does_and_no_more(kernel: kernels.Kern
     assert "busy with In[3]" in _see(kernel, "header")
     assert kernel.value("view._widgets.interrupt.disabled") == "False"
     assert kernel.value("Control.calls") == "['interrupt and keep', 'interrupt and keep']"
-    _messages(kernel, "finish(job); view.close()")
+    send("finish(job); view.close()")
 
 
-def test_output_is_of_the_chosen_rank_and_has_what_is_searched_for(kernel: kernels.Kernel) -> None:
-    _messages(kernel, _OPEN)
+def test_output_is_of_the_chosen_rank_and_has_what_is_searched_for(panel: kernels.Kernel, send: Send) -> None:
     deliver = "job.deliver(0, events.Output(text='Apple\\npear')); job.deliver(1, events.Output(text='apple pie'))"
-    _messages(kernel, deliver)
-    shown = _see(kernel, "body")
+    send(deliver)
+    shown = _see(panel, "body")
     assert [word in shown for word in ("Apple", "pear", "apple pie")] == [True, True, True]
-    _messages(kernel, "view._widgets.rank.value = 0")
-    shown = _see(kernel, "body")
+    send("view._widgets.rank.value = 0")
+    shown = _see(panel, "body")
     assert [word in shown for word in ("Apple", "pear", "apple pie")] == [True, True, False]
-    _messages(kernel, "view._widgets.rank.value = -1; view._widgets.search.value = 'APPLE'")
-    shown = _see(kernel, "body")
+    send("view._widgets.rank.value = -1; view._widgets.search.value = 'APPLE'")
+    shown = _see(panel, "body")
     assert "<mark>Apple</mark>" in shown
     assert "<mark>apple</mark> pie" in shown
     assert "2 of 3 lines" in shown
-    _messages(kernel, "finish(job); view.close()")
 
 
-def test_stacks_are_asked_for_and_shown(kernel: kernels.Kernel) -> None:
-    _messages(kernel, _OPEN)
-    _messages(kernel, "stacks = job.stacks; job.stacks = lambda: stacks(60)")  # two more cells may take that long
-    _messages(kernel, "view._widgets.view.value = 'Stacks'")
-    assert kernel.value("Control.called.wait(60), Control.calls") == "(True, ['inspect'])"
-    assert "asking every rank …" in _see(kernel, "body")
+def test_stacks_are_asked_for_and_shown(panel: kernels.Kernel, send: Send) -> None:
+    send("stacks = job.stacks; job.stacks = lambda: stacks(60)")  # two more cells may take that long
+    send("view._widgets.view.value = 'Stacks'")
+    assert panel.value("Control.called.wait(60), Control.calls") == "(True, ['inspect'])"
+    assert "asking every rank …" in _see(panel, "body")
     dumps = """
     from notebook_accel.protocol.agent_messages import RankDump
     text = 'Current thread 0x1 (most recent call first):\\n  File "<train>", line 7 in work'
     job.take_dumps([RankDump(rank=rank, pid=rank + 5, condition="answered", text=text) for rank in range(2)])
     view._threads["stacks"].join(60)
     """
-    _messages(kernel, dumps)
-    shown = _see(kernel, "body")
+    send(dumps)
+    shown = _see(panel, "body")
     assert "rank 1 (pid 6), innermost call first:" in shown
     assert "&lt;train&gt;, line 7 in work" in shown
     assert "asking" not in shown
-    _messages(kernel, "finish(job); view.close()")
 
 
-def test_phases_of_a_step_are_shown_in_their_tab_and_in_the_rows(kernel: kernels.Kernel) -> None:
-    _messages(kernel, _OPEN)
+def test_phases_of_a_step_are_shown_in_their_tab_and_in_the_rows(panel: kernels.Kernel, send: Send) -> None:
     measured = """
     for rank in range(2):
         for _ in range(5):
@@ -378,14 +363,13 @@ def test_phases_of_a_step_are_shown_in_their_tab_and_in_the_rows(kernel: kernels
     view._diagnosis_due_s = 0.0
     view._widgets.view.value = 'Step'
     """
-    _messages(kernel, measured)
-    assert "45 ms" in _see(kernel, "body")
-    assert "waits 75 % of the time for data" in _see(kernel, "header")
-    assert "60 ms: data 75%, forward 25%" in _see(kernel, "table")
-    _messages(kernel, "finish(job); view.close()")
+    send(measured)
+    assert "45 ms" in _see(panel, "body")
+    assert "waits 75 % of the time for data" in _see(panel, "header")
+    assert "60 ms: data 75%, forward 25%" in _see(panel, "table")
 
 
-def test_log_of_the_chosen_rank_is_shown_with_its_path(kernel: kernels.Kernel) -> None:
+def test_log_of_the_chosen_rank_is_shown_with_its_path(kernel: kernels.Kernel, send: Send) -> None:
     code = f"""
     import pathlib
     {_OPEN.replace("; ", chr(10) + "    ")}
@@ -394,49 +378,46 @@ def test_log_of_the_chosen_rank_is_shown_with_its_path(kernel: kernels.Kernel) -
     job.log_files = (pathlib.Path("rank_0.log"), pathlib.Path("rank_1.log"))
     view._widgets.view.value = 'Log file'
     """
-    _messages(kernel, code)
+    send(code)
     shown = _see(kernel, "body")
     assert "rank_0.log" in shown
     assert "rank_1.log" in shown
-    _messages(kernel, "view._widgets.rank.value = 1")
+    send("view._widgets.rank.value = 1")
     assert "rank_1.log</span>\n&lt;first&gt;\nsecond" in _see(kernel, "body")
-    _messages(kernel, "view._widgets.rank.value = 0")
+    send("view._widgets.rank.value = 0")
     assert "can&#x27;t be read" in _see(kernel, "body")
-    _messages(kernel, "finish(job); view.close()")
+    send("finish(job); view.close()")
 
 
-def test_chart_is_of_the_chosen_metric_and_ranks(kernel: kernels.Kernel) -> None:
-    _messages(kernel, _OPEN)
+def test_chart_is_of_the_chosen_metric_and_ranks(panel: kernels.Kernel, send: Send) -> None:
     metrics = """
     for step in range(1, 5):
         for rank in range(2):
             job.deliver(rank, events.Metrics(step=step, values={"accuracy": step / 5, "loss": rank + 1 / step}))
     """
-    _messages(kernel, metrics)
-    shown = _see(kernel, "chart")
+    send(metrics)
+    shown = _see(panel, "chart")
     assert 'aria-label="loss over 4 steps' in shown
     assert shown.count("<path") == 1
-    assert kernel.value("view._widgets.metric.options") == "('loss', 'accuracy')"
-    _messages(kernel, "view._widgets.metric.value = 'accuracy'; view._widgets.curves.value = 'Each rank'")
-    shown = _see(kernel, "chart")
+    assert panel.value("view._widgets.metric.options") == "('loss', 'accuracy')"
+    send("view._widgets.metric.value = 'accuracy'; view._widgets.curves.value = 'Each rank'")
+    shown = _see(panel, "chart")
     assert 'aria-label="accuracy over 4 steps' in shown
     assert shown.count("<path") == 3
-    _messages(kernel, "finish(job); view.close()")
 
 
-def test_many_ranks_share_rows_until_all_are_asked_for(kernel: kernels.Kernel) -> None:
-    _messages(kernel, _OPEN.replace("is_background=True", "is_background=True, world_size=64"))
+def test_many_ranks_share_rows_until_all_are_asked_for(kernel: kernels.Kernel, send: Send) -> None:
+    send(_OPEN.replace("is_background=True", "is_background=True, world_size=64"))
     assert _see(kernel, "table").count('scope="row"') == 1
     assert kernel.value("view._widgets.fold.layout.display, view._widgets.fold.description") == (
         "('', 'Show all 64 ranks')"
     )
-    _messages(kernel, "view._widgets.fold.value = True")
+    send("view._widgets.fold.value = True")
     assert _see(kernel, "table").count('scope="row"') == 64
-    _messages(kernel, "finish(job); view.close()")
+    send("finish(job); view.close()")
 
 
-def test_a_flood_of_events_is_drawn_at_once(kernel: kernels.Kernel) -> None:
-    _messages(kernel, _OPEN)
+def test_a_flood_of_events_is_drawn_at_once(panel: kernels.Kernel, send: Send) -> None:
     flood = f"""
     {_HERE}
     for step in range(20_000):
@@ -444,8 +425,7 @@ def test_a_flood_of_events_is_drawn_at_once(kernel: kernels.Kernel) -> None:
         job.deliver(step % 2, events.Metrics(step=step, values={{"loss": 1 / (step + 1)}}))
     view.refresh()
     """
-    assert len(_widget_values(_messages(kernel, flood))) <= 4  # header, table, chart, and the chart's metric
-    _messages(kernel, "finish(job); view.close()")
+    assert len(_widget_values(send(flood))) <= 4  # header, table, chart, and the chart's metric
 
 
 def test_displays_keep_their_metadata_and_are_updated_in_their_place(kernel: kernels.Kernel) -> None:
@@ -469,10 +449,8 @@ def test_displays_keep_their_metadata_and_are_updated_in_their_place(kernel: ker
     ]
 
 
-def test_button_profiles_the_next_steps_and_the_summary_keeps_the_timeline(kernel: kernels.Kernel) -> None:
-    messages = _messages(
-        kernel,
-        """
+def test_button_profiles_the_next_steps_and_the_summary_keeps_the_timeline(send: Send) -> None:
+    messages = send("""
         job = make_job(is_background=True)
         view = open_view(job)
         start(job)
@@ -489,18 +467,15 @@ def test_button_profiles_the_next_steps_and_the_summary_keeps_the_timeline(kerne
         print(view._widgets.body.value.count("<svg"), "profiling" in view._widgets.body.value)
         finish(job)
         view.close()
-        """,
-    )
+        """)
     printed = [message["content"]["text"] for message in messages if message["msg_type"] == "stream"]
     assert printed == ["2 False\n"]
     shown = [message["content"]["data"] for message in messages if message["msg_type"] == "update_display_data"]
     assert shown[-1]["text/html"].count('class="nba-lane-label"') == 2
 
 
-def test_button_says_why_there_is_no_profile(kernel: kernels.Kernel) -> None:
-    said = _messages(
-        kernel,
-        """
+def test_button_says_why_there_is_no_profile(send: Send) -> None:
+    said = send("""
         job = make_job(is_background=True)
         view = open_view(job)
         view._widgets.view.value = "Step"
@@ -510,7 +485,6 @@ def test_button_says_why_there_is_no_profile(kernel: kernels.Kernel) -> None:
         print(view._widgets.body.value)
         finish(job)
         view.close()
-        """,
-    )
+        """)
     [printed] = [message["content"]["text"] for message in said if message["msg_type"] == "stream"]
     assert "can&#x27;t be profiled now.\nNo rank has started yet." in printed

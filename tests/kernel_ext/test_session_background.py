@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
 
 import pytest
 
 from tests import kernels
-from tests.kernel_ext import in_session
-from tests.kernel_ext.in_session import error, shown
+from tests.kernel_ext.conftest import error, shown
+
+pytestmark = pytest.mark.usefixtures("session")
 
 # A cell that goes on until the notebook says so, by a file.
 _UNTIL = "import os, time\nwhile not os.path.exists('{0}'): time.sleep(0.01)\n"
-
-
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
-    """A kernel with a session of two ranks."""
-    with in_session.opened(tmp_path_factory.mktemp("notebook")) as kernel:
-        yield kernel
 
 
 def test_cell_in_the_background_returns_at_once_and_shows_its_own_output(notebook: kernels.Kernel) -> None:
@@ -83,6 +76,7 @@ def test_error_of_a_cell_in_the_background_is_shown_when_it_happens_and_raised_w
     assert "it is a lock" in error(notebook, "%%distributed --background\nlock")
 
 
+@pytest.mark.slow
 def test_steps_of_a_cell_that_takes_a_while_are_shown_under_it(
     notebook: kernels.Kernel, tmp_path: pathlib.Path
 ) -> None:
@@ -99,6 +93,7 @@ def test_steps_of_a_cell_that_takes_a_while_are_shown_under_it(
     assert notebook.run("%%distributed\ntime.sleep(1.5)").displays == ()
 
 
+@pytest.mark.slow
 def test_cell_in_the_background_is_profiled_as_far_as_it_goes(notebook: kernels.Kernel) -> None:
     cell = """%%distributed --background --out trained
 import os, torch

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from tests import kernels
-from tests.kernel_ext import in_session
-from tests.kernel_ext.in_session import error, shown
+from tests.kernel_ext.conftest import error, shown
+
+pytestmark = pytest.mark.usefixtures("session")
 
 _FAILING = """%%distributed
 def divided(total, by):
     share = total / by
     return share
 divided(10 + rank, 1 - rank) if rank == 1 else None"""
-
-
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
-    """A kernel with a session of two ranks, in which nothing has failed."""
-    with in_session.opened(tmp_path_factory.mktemp("notebook")) as kernel:
-        yield kernel
 
 
 def debug(notebook: kernels.Kernel, *commands: str, line: str = "%distributed debug 1") -> kernels.Outcome:
@@ -83,6 +76,7 @@ def test_where_nobody_can_be_asked_it_says_so(notebook: kernels.Kernel) -> None:
     assert shown(notebook, "%%distributed\nrank") == "rank 0: 0\nrank 1: 1"
 
 
+@pytest.mark.slow
 def test_rank_keeps_what_failed_until_its_next_error(notebook: kernels.Kernel) -> None:
     alive = "%%rank 1\nimport gc, weakref\ngc.collect()\nwatched() is None"
     cell = "%%rank 1\nimport weakref\ndef fails():\n    global watched\n    held = torch.ones(10)\n"

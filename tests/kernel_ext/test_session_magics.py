@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import pathlib
 import re
-from collections.abc import Iterator
 
 import pytest
 
-from kernel_ext.session_magics import parse_ranks
+from kernel_ext import arguments
+from kernel_ext.session_magics import _names_parser, parse_ranks
 from tests import kernels
-from tests.kernel_ext import in_session
-from tests.kernel_ext.in_session import assert_ready, error, shown
+from tests.kernel_ext.conftest import error, shown
 
-SESSION = "get_ipython().magics_manager.magics['cell']['rank'].__self__.session"
-
-
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kernels.Kernel]:
-    """A kernel with a session of two ranks."""
-    with in_session.opened(tmp_path_factory.mktemp("notebook")) as kernel:
-        yield kernel
+pytestmark = pytest.mark.usefixtures("session")
 
 
 @pytest.mark.front_end
@@ -37,6 +30,7 @@ def test_cells_run_in_the_session_and_show_their_values(notebook: kernels.Kernel
     assert "Table object" in html.result
 
 
+@pytest.mark.slow
 def test_modules_that_change_are_reloaded_as_in_the_notebook_or_named(notebook: kernels.Kernel) -> None:
     def write(source: str) -> None:  # of another length: Python takes a file as unchanged by its second and its length
         assert notebook.run(f"open('helpers_of_mine.py', 'w').write({source!r})").status == "ok"
@@ -102,6 +96,7 @@ print("after")""")
     assert [list(content["data"]) for content in drawn.displays] == [["text/plain", "image/png"]] * 2
 
 
+@pytest.mark.slow
 def test_values_are_shown_in_the_richest_form_that_ranks_share(notebook: kernels.Kernel) -> None:
     def data(body: str) -> dict[str, str]:
         cell = notebook.start(f"%%distributed\nfrom IPython.display import HTML, Markdown\n{body}")
@@ -154,41 +149,6 @@ def test_function_that_a_cell_ends_with_is_the_notebooks_too(notebook: kernels.K
     assert (outcome.stdout, outcome.stderr) == ("", "")
 
 
-def test_objects_that_are_sent_one_after_the_other_belong_together(notebook: kernels.Kernel) -> None:
-    notebook.run("net = torch.nn.Linear(2, 2)\nopt = torch.optim.SGD(net.parameters(), lr=1.0)\nboth = {'net': net}")
-    first = shown(notebook, "%%distributed\nwith torch.no_grad(): net.weight.fill_(7.0)\nnet.weight.sum().item()")
-    assert first == "ranks 0-1: 28.0"
-    assert shown(notebook, "%%distributed\nopt.param_groups[0]['params'][0] is net.weight") == "ranks 0-1: True"
-    assert shown(notebook, "%%distributed\nboth['net'] is net, net.weight.sum().item()") == "ranks 0-1: (True, 28.0)"
-    assert shown(notebook, "net.weight.sum().item() != 28") == "True"
-    notebook.run("with torch.no_grad(): net.weight.fill_(1.0)")  # torch counts it, and so it is sent again
-    assert shown(notebook, "%%distributed\nnet.weight.sum().item()") == "ranks 0-1: 4.0"
-    notebook.run("%push net opt")
-    assert shown(notebook, "%%distributed\nopt.param_groups[0]['params'][0] is net.weight") == "ranks 0-1: True"
-
-
-@pytest.mark.parametrize("command", ["%pull net", "%pull opt", "%%distributed --pull net\nnet"])
-def test_pull_leaves_the_ranks_as_they_are(notebook: kernels.Kernel, command: str) -> None:
-    notebook.run("net = torch.nn.Linear(1, 1)\nopt = torch.optim.SGD(net.parameters(), lr=0.1)\nx = torch.ones(1, 1)")
-    train = "%%distributed\nnet(x).square().mean().backward()\nopt.step()\nopt.zero_grad()\nnet(x).item()"
-    shown(notebook, f"{train}\nkept = net, opt")
-    shown(notebook, command)
-    outcome = notebook.run("%%distributed\nnet is kept[0], opt is kept[1]")
-    assert (outcome.result, outcome.stderr) == ("ranks 0-1: (True, True)", "")
-    notebook.run("opt.param_groups[0]['lr'] = 0.05")
-    assert shown(notebook, train) != shown(notebook, train)
-    assert shown(notebook, "%%distributed\nopt.param_groups[0]['params'][0] is net.weight") == "ranks 0-1: True"
-
-
-def test_notebooks_classes_stay_the_notebooks_own(notebook: kernels.Kernel) -> None:
-    notebook.run(
-        "class Run:\n    def __init__(self, n): self.n = n\n    def scaled(self): return self.n * factor\nfactor = 2"
-    )
-    assert shown(notebook, "%%distributed\nrun = Run(rank + 1)\nrun.scaled()") == "rank 0: 2\nrank 1: 4"
-    notebook.run("%pull run --rank 1")
-    assert shown(notebook, "factor = 10\ntype(run) is Run, run.scaled()") == "(True, 20)"
-
-
 @pytest.mark.front_end
 def test_pull_binds_and_says_what_is_not_there(notebook: kernels.Kernel) -> None:
     notebook.run("%%distributed\nlosses = torch.tensor([float(rank)])")
@@ -202,14 +162,13 @@ def test_pull_binds_and_says_what_is_not_there(notebook: kernels.Kernel) -> None
     assert shown(notebook, "values, losses") == "([0, 2], tensor([0.]))"
 
 
-@pytest.mark.parametrize("names", ["first second", "first,second", "first, second"])
-def test_names_are_written_as_for_the_flags_or_as_words(notebook: kernels.Kernel, names: str) -> None:
-    notebook.run(f"first, second = 1, 2\n%push {names}")
-    notebook.run("%%distributed\nfirst, second = first + 10, second + 10")
-    notebook.run(f"%pull {names} --rank 1")
-    assert shown(notebook, "first, second") == "(11, 12)"
+@pytest.mark.parametrize("line", ["first second", "first,second", "first, second"])
+def test_names_are_written_as_for_the_flags_or_as_words(line: str) -> None:
+    given = _names_parser("%pull").parse(arguments.split(f"{line} --rank 1", "%pull"))
+    assert ([*itertools.chain(*given.names)], given.rank) == (["first", "second"], [1])
 
 
+@pytest.mark.slow
 def test_name_that_cannot_be_pulled_loses_no_other(notebook: kernels.Kernel, tmp_path: pathlib.Path) -> None:
     (tmp_path / "of_the_ranks.py").write_text("class Held: pass\n")
     notebook.run(f"""%%distributed
@@ -323,25 +282,3 @@ def test_what_cannot_be_is_said_in_a_few_lines(notebook: kernels.Kernel, code: s
 def test_which_ranks() -> None:
     assert parse_ranks(" 0,2-3 ") == [0, 2, 3]
     assert parse_ranks("5, 1") == [1, 5]
-
-
-@pytest.mark.front_end
-def test_from_start_to_stop(tmp_path: pathlib.Path) -> None:
-    with kernels.running(tmp_path) as kernel:
-        kernel.run("%load_ext notebook_accel", 120)
-        assert "needs a session, and there is none" in error(kernel, "%%rank 0\n1")
-        assert_ready(kernel.run("%distributed start -n 2 --use_cpu --name mine", 180))
-        assert "(mine): running" in kernel.run("%distributed status").stdout
-        kernel.run("%%distributed\nkept = 1")
-        assert "No rank has died" in kernel.run("%distributed restart").stdout
-        kernel.run(f"import os\nos.kill({SESSION}.job.ranks[1].pid, 9)")
-        said = error(kernel, "%%distributed\nkept")
-        assert "rank 1 of 2 was killed by SIGKILL" in said and "%distributed restart" in said
-        assert "Rank 1 has restarted" in kernel.run("%distributed restart").stdout
-        assert shown(kernel, "%%distributed\n'kept' in globals()") == "rank 0: True\nrank 1: False"
-        assert "rank 1 has no 'kept', perhaps since a restart: run the cell" in error(kernel, "%%distributed\nkept")
-        assert "The session has ended" in kernel.run("%distributed stop --run mine").stdout
-        assert shown(kernel, "%%distributed -n 1 --use_cpu\n'kept' in globals()") == "[False]"
-        assert_ready(kernel.run("%distributed start -n 2 --use_cpu"))
-        kernel.run("%unload_ext notebook_accel")
-        assert kernel.descendants() == []

@@ -37,7 +37,7 @@ def pid_of(session: Session, rank: int) -> int:
     return pid
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.slow)])  # rank 0 serves the store
 def test_rank_that_dies_in_a_cell(whole: Session, who: int) -> None:
     assert repr(whole.execute(_SUM)) == "ranks 0-1: 3"
     other = 1 - who
@@ -71,6 +71,7 @@ def test_rank_that_is_killed_while_nothing_runs(whole: Session) -> None:
     assert whole.restart() == [1]
 
 
+@pytest.mark.slow
 def test_rank_that_dies_after_another_has_failed(whole: Session, capsys: pytest.CaptureFixture[str]) -> None:
     fails = "if rank == 0: raise ValueError('the cause')\n"
     with pytest.raises(RankFailedError, match=r"rank 0 of 2 failed .*ValueError: the cause") as raised:
@@ -97,6 +98,7 @@ def test_living_ranks_can_be_started_again_too(whole: Session) -> None:
     assert repr(whole.execute("'kept' in globals()")) == "ranks 0-1: False"
 
 
+@pytest.mark.slow
 def test_rank_that_dies_in_its_debugger(
     whole: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,18 +56,6 @@ time.sleep(1000)
 BEGIN = "import os, time, torch\nrank = int(os.environ['RANK'])\nkept = [rank * 10]"
 GROUP = "from notebook_accel import Accelerator\naccelerator = Accelerator()"
 SUM = "int(accelerator.gather(torch.tensor([accelerator.process_index + 1])).sum())"
-
-_TRAINING = """
-from notebook_accel import Accelerator
-from sklearn.datasets import load_digits
-from torch.utils.data import DataLoader, TensorDataset
-accelerator = Accelerator()
-torch.manual_seed(0)
-x, y = load_digits(return_X_y=True)
-data = TensorDataset(torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y))
-net = torch.nn.Sequential(torch.nn.Linear(64, 10))
-model, optimizer, loader = accelerator.prepare(net, torch.optim.Adam(net.parameters(), 0.05), DataLoader(data, 256))
-"""
 _sessions: list[Session] = []  # of the running test, the latest last
 
 
@@ -193,6 +181,7 @@ def test_next_kernel_has_the_variables_of_the_ranks_once_the_first_has_ended(mon
     assert list(run_folders.root().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_cell_goes_on_without_its_kernel(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
     mark = tmp_path / "mark"
     slow = (
@@ -238,6 +227,7 @@ def said(capfd: pytest.CaptureFixture[str], text: str) -> None:
     processes.wait_until(is_there, f"somebody says {text}", _LONG_S)
 
 
+@pytest.mark.slow
 def test_interrupt_of_the_wait_leaves_the_session_as_it_was(lab: Session, capfd: pytest.CaptureFixture[str]) -> None:
     lab.execute(GROUP)
     assert repr(lab.execute(SUM)) == "ranks 0-1: 3"
@@ -264,6 +254,7 @@ def test_interrupt_of_the_wait_leaves_the_session_as_it_was(lab: Session, capfd:
     assert repr(second.execute(SUM)) == "ranks 0-1: 3"  # in a new process group, since an interrupt has broken the old
 
 
+@pytest.mark.slow
 def test_fork_of_a_kernel_doesnt_hold_its_session(tmp_path: pathlib.Path) -> None:
     # The fork says that it is done: from then on it has let go of what it had of the session.
     forks = _KERNEL.replace('print("done"', 'import os\nif os.fork(): time.sleep(1000)\nprint("done"')
@@ -281,25 +272,7 @@ def test_fork_of_a_kernel_doesnt_hold_its_session(tmp_path: pathlib.Path) -> Non
         process.stdout.close()
 
 
-@pytest.mark.parametrize("moment_s", [0.0, 0.5, 2.0])
-def test_kernel_that_is_killed_while_it_starts(moment_s: float) -> None:
-    with kernel(BEGIN) as first:
-        wait_for(first, "ready")
-        time.sleep(moment_s)  # the moment itself
-        first.kill()
-        first.wait()
-    processes.wait_until(is_decided, "the launch was taken over or is gone", _LONG_S)
-    if run_folders.every():
-        with attached() as session:
-            assert repr(session.execute("1 + 1")) == "ranks 0-1: 2"
-
-
-def is_decided() -> bool:
-    root = run_folders.root()
-    folders = [RunFolder(path) for path in root.iterdir()] if root.exists() else []
-    return all(folder.is_published or not folder.is_held for folder in folders)
-
-
+@pytest.mark.slow
 def test_rank_that_dies_while_no_kernel_is_there(own_lab: Session) -> None:
     own_lab.execute(GROUP)
     assert repr(own_lab.execute(SUM)) == "ranks 0-1: 3"
@@ -323,6 +296,7 @@ def test_rank_that_dies_while_no_kernel_is_there(own_lab: Session) -> None:
     assert repr(third.execute("kept")) == "rank 0: [0]\nrank 1: [10]"
 
 
+@pytest.mark.slow
 def test_rank_that_is_started_again_waits_for_the_next_kernel(own_lab: Session) -> None:
     with pytest.raises(RankFailedError, match="rank 1 of 2 exited with status 3"):
         own_lab.execute("if rank == 1: os._exit(3)")
@@ -346,6 +320,7 @@ def test_failure_that_nobody_has_seen_is_shown(lab: Session, capfd: pytest.Captu
     assert "unseen" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_kernel_that_is_killed_while_it_ends_its_session(own_lab: Session) -> None:
     own_lab._pool._connections.tell(0, session_messages.Leave())
     processes.wait_until(lambda: own_lab.job.ranks[0].has_result, "rank 0 has left", _LONG_S)
@@ -355,35 +330,13 @@ def test_kernel_that_is_killed_while_it_ends_its_session(own_lab: Session) -> No
     processes.wait_until(lambda: not folder_of(own_lab).is_held, "the session has ended", _LONG_S)
 
 
-def test_training_goes_on_in_the_next_kernel(lab: Session) -> None:
-    lab.execute(_TRAINING)
-    [before] = set(lab.run(_train))
-    second = again(lab)
-    for _ in range(3):
-        [after] = set(second.run(_train))
-    assert after < before
-    whole = second.execute("[bool((each == each[0]).all()) for each in [accelerator.gather(net[0].bias[None])]]")
-    assert repr(whole) == "ranks 0-1: [True]"
-
-
-def _train() -> float:
-    """Train on two batches in a rank, and return the mean loss of both ranks."""
-    import __main__ as rank
-
-    losses = []
-    for x, y in [*rank.loader][:2]:
-        loss = rank.torch.nn.functional.cross_entropy(rank.model(x), y)
-        rank.accelerator.backward(loss)
-        rank.optimizer.step()
-        rank.optimizer.zero_grad()
-        losses.append(loss.detach())
-    return round(float(rank.accelerator.reduce(sum(losses), "mean")), 5)
-
-
-def test_requests_of_the_next_kernel_have_new_numbers(lab: Session) -> None:
+def test_session_that_is_attached_twice_is_one_run_whose_requests_have_new_numbers(lab: Session) -> None:
     lab.execute("kept += ['first']")
     numbers = lab._pool._numbers
     second = again(lab)
+    assert registry.find("lab", running=True).job is second.job
+    # Another file's session may be running in this process too.
+    assert [entry.name for entry in registry.latest() if entry.is_running].count("lab") == 1
     assert next(second._pool._numbers) >= next(numbers) - 1
     assert second.pull("kept", rank=1) == [10, "first"]
 
@@ -415,13 +368,7 @@ def test_session_that_was_left_says_so(lab: Session) -> None:
     assert (found.state, found.since >= found.began) == ("session, idle", True)
 
 
-def test_attached_twice_is_one_run(lab: Session) -> None:
-    second = again(lab)
-    assert registry.find("lab", running=True).job is second.job
-    # Another file's session may be running in this process too.
-    assert [entry.name for entry in registry.latest() if entry.is_running].count("lab") == 1
-
-
+@pytest.mark.slow
 def test_session_that_another_process_stops(own_lab: Session) -> None:
     detached.stop(folder_of(own_lab))
     assert own_lab.job.wait(_LONG_S)
@@ -485,6 +432,7 @@ def said_by_usual_kernel(code: str) -> list[str]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_usual_session_can_be_left_later() -> None:
     *pids, state, fix, no_stacks = said_by_usual_kernel(f"""
 session.execute({GROUP!r})
@@ -511,6 +459,7 @@ print(session.leave() is None and session.is_detached and refusal(session.stacks
             assert str(second.execute("'kept' in globals()")) == "rank 0: True\nrank 1: False"
 
 
+@pytest.mark.slow
 def test_interrupts_come_too_late_for_a_session_that_is_being_left() -> None:
     state, *_ = said_by_usual_kernel("""
 import os, signal
@@ -531,6 +480,7 @@ except KeyboardInterrupt:
         assert str(session.execute("kept")) == "rank 0: [0]\nrank 1: [10]"
 
 
+@pytest.mark.slow
 def test_session_that_could_not_be_left_goes_on_and_ends_with_its_kernel() -> None:
     """Because of its name, an error in the middle, another run, or a dead rank."""
     with held("lab"):

@@ -216,6 +216,7 @@ def test_other_threads_hold_nothing_back() -> None:
     assert handlers == [signal.default_int_handler]
 
 
+@pytest.mark.slow
 def test_session_goes_on_wherever_an_interrupt_strikes_a_cell(session: Session) -> None:
     session.execute("stays = rank")
     step, interruptions, goes_on = 1, 0, True
@@ -247,6 +248,7 @@ def test_double_click_ends_the_cell_and_kills_nobody(session: Session, tmp_path:
     assert repr(session.execute("has_stayed")) == "rank 0: 0\nrank 1: 1"
 
 
+@pytest.mark.slow
 def test_handle_of_a_cell_in_the_background_bears_interrupts(session: Session) -> None:
     for step in range(1, 400, 29):
         cell = session.start("rank")
@@ -290,6 +292,7 @@ def test_what_a_rank_could_not_take_since_it_was_interrupted_is_sent_again(
     assert repr(session.execute("of_the_notebook")) == "ranks 0-1: 4"
 
 
+@pytest.mark.slow
 def test_interrupt_that_reaches_a_rank_late_is_not_for_the_next_cell(
     session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:

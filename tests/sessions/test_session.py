@@ -57,7 +57,7 @@ def test_value_is_shown_once_where_ranks_have_the_same(session: Session) -> None
     assert len(many) < 21_000 and many.endswith("more characters")
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_workers_of_every_start_method_find_the_present_definitions(
     engine: local.LocalEngine, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -292,6 +292,7 @@ def test_each_cell_counts_its_epochs_anew(session: Session) -> None:
         assert (rank.step, rank.total, rank.epoch) == (16, 16, 2)
 
 
+@pytest.mark.slow
 def test_many_cells_leave_nothing(session: Session) -> None:
     held = "descriptors(), threading.active_count()"
     session.execute(
@@ -313,6 +314,7 @@ def test_many_cells_leave_nothing(session: Session) -> None:
     assert int(session.execute("objects()")[0]) - objects < 100  # a quarter of one for each cell
 
 
+@pytest.mark.slow
 def test_ranks_are_to_outlive_a_collective_that_has_failed(engine: local.LocalEngine) -> None:
     """Which variables that takes was read in torch's sources: there is no GPU, and so no NCCL that reads them."""
     names = ["ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "WAIT_TIMEOUT_DUMP_MILSEC"]

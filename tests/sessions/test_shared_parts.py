@@ -139,17 +139,13 @@ _TOUCHES: dict[str, tuple[Callable[[Notebook], object], str | None]] = {
     "learning rate": (_set_rate, None),
     "new SGD": (_new_sgd, None),
     "new Adam": (_new_adam, None),
-    "schedule": (_schedule, None),
     "push opt": (lambda notebook: notebook.push("opt"), None),
     "eval": (lambda notebook: notebook["model"].eval(), None),
     "freeze": (lambda notebook: notebook["model"][0].requires_grad_(False), None),
     "pull model": (lambda notebook: notebook.pull("model"), None),
-    "pull model, then opt": (lambda notebook: (notebook.pull("model"), notebook.pull("opt")), None),
     "pull model and opt": (lambda notebook: notebook.pull("model", "opt"), None),
     "pull, then push": (_pull_then_push, None),
     "pull, then learning rate": (_pull_then_set_rate, None),
-    "pull, then eval": (lambda notebook: (notebook.pull("model"), notebook["model"].eval()), None),
-    "push model": (lambda notebook: notebook.push("model"), ""),
     "push both": (lambda notebook: notebook.push("model", "opt"), ""),
     "load": (_load, ""),
     "fill": (_fill, "2.weight"),
@@ -200,12 +196,6 @@ def test_mode_of_a_model_with_many_weights(notebook: Notebook) -> None:
         False, [False, False, True, True],
     )  # fmt: skip
     assert notebook.shown(_TRAIN)["is_together"]
-
-
-def test_frozen_parameters_stay_frozen_in_the_ranks(notebook: Notebook) -> None:
-    notebook.shown(_TRAIN)
-    notebook["model"][0].requires_grad_(False)
-    assert notebook.shown("[p.requires_grad for p in model.parameters()]") == [False, False, True, True, True, True]
 
 
 def test_mode_arrives_without_the_notebooks_buffers(notebook: Notebook) -> None:
@@ -275,7 +265,7 @@ def test_values_of_one_rank_do_not_count_as_those_of_another(notebook: Notebook)
     assert notebook.shown("other.tolist()") == [1]
 
 
-@pytest.mark.parametrize("touch", ["pull model", "push model", "fill", "learning rate", "push opt"])
+@pytest.mark.parametrize("touch", ["pull model", "push both", "fill", "learning rate"])
 def test_prepared_objects_and_the_ranks_objects_are_one(touch: str, notebook: Notebook) -> None:
     notebook.session.execute(_PREPARE)
     assert notebook.shown("train()[0], accelerator.unwrap_model(net) is model") == (True, True)
@@ -363,6 +353,7 @@ def test_delivery_that_fails_leaves_model_and_optimizer_together(notebook: Noteb
     assert notebook.shown("opt.param_groups[0]['lr']") == 0.02
 
 
+@pytest.mark.slow
 def test_restarted_rank_beside_one_that_goes_on_training() -> None:
     main = vars(sys.modules["__main__"])
     with Session(num_processes=2, use_cpu=True, view="none") as session:
