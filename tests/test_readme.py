@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import typing
 
 import pytest
+import yaml
 
 from notebook_accel import config, errors
 from notebook_accel.launching.state import rank
@@ -20,7 +22,18 @@ from tests import pages
 from tests.pages import README as _README
 from tests.pages import ROOT as _ROOT
 
+_MOST_LINES = 130
+_FIRST_SCREEN_LINES = 70
+_MOST_PICTURE_BYTES = 2_000_000
+
 of_each_page = pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.name)
+
+
+def test_readme_is_short() -> None:
+    lines = _README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= _MOST_LINES
+    status = next(number for number, line in enumerate(lines, 1) if line.startswith("**Status: "))
+    assert status < _FIRST_SCREEN_LINES
 
 
 def test_every_page_can_be_reached_from_the_readme_by_links() -> None:
@@ -68,6 +81,21 @@ def test_line_that_installs_is_the_same_everywhere() -> None:
     assert f"`{line}`" in (_ROOT / "docs/install.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(("version", "is_too_old"), [("2.8.1+cu128", True), ("2.9.0", False), ("2.10.0+cu128", False)])
+def test_first_cell_for_kaggle_and_colab_names_a_torch_that_is_too_old(
+    version: str, is_too_old: bool, tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / f"torch-{version}.dist-info").mkdir()
+    (tmp_path / f"torch-{version}.dist-info" / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
+    cell = pages.python_blocks(_ROOT / "docs/kaggle_and_colab.md")[0].text
+    shown = subprocess.run(
+        [sys.executable, "-c", cell], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stdout  # fmt: skip
+    assert f"and torch {version}\n" in shown
+    assert ("%pip install -U torch" in shown) is is_too_old
+
+
 def test_table_has_every_option_as_it_is() -> None:
     rows = [f"| `{option.name}` | {_default(option)} | {option.help}{_choices(option)} |" for option in config.fields()]
     table = "\n".join(["| option | default | what it does |", "| --- | --- | --- |", *rows, ""])
@@ -83,12 +111,27 @@ def _choices(option: config.Option) -> str:
     return f" One of {', '.join(f'`{choice}`' for choice in option.choices)}." if option.choices else ""
 
 
+def test_pictures_of_the_readme_exist_and_are_small() -> None:
+    named = re.findall(r'(?:src|srcset)="([^"]+)"', _README.read_text(encoding="utf-8"))
+    assert {pathlib.PurePath(name).suffix for name in named} == {".gif", ".png"}
+    assert [name for name in named if (_ROOT / name).stat().st_size > _MOST_PICTURE_BYTES] == []
+
+
 def test_one_script_makes_every_picture_that_the_pages_show() -> None:
     shown = "".join(page.read_text(encoding="utf-8") for page in pages.PAGES)
     script = (_ROOT / "tests/browser/test_screenshots.py").read_text(encoding="utf-8")
     names = sorted(path.name for path in (_ROOT / "example_notebooks/pictures").iterdir())
     assert sorted(set(re.findall(r"example_notebooks/pictures/(\w+\.\w+)", shown))) == names
     assert sorted(re.findall(r'"(\w+\.(?:png|gif))"', script)) == names
+
+
+def test_issue_forms_ask_for_the_facts_that_env_prints() -> None:
+    forms = [path for path in _ROOT.glob(".github/ISSUE_TEMPLATE/*.yml") if path.name != "config.yml"]
+    assert forms
+    for form in forms:
+        fields = yaml.safe_load(form.read_text(encoding="utf-8"))["body"]
+        asked = [field for field in fields if "notebook-accel env" in field["attributes"].get("label", "")]
+        assert [field["validations"]["required"] for field in asked] == [True], form.name
 
 
 def test_contributors_read_of_every_lane() -> None:

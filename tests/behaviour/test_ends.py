@@ -407,6 +407,7 @@ def test_killed_template_is_reported_and_replaced(notebook: kernels.Kernel) -> N
     assert notebook.run(WORKS, 120).result == "[0, 1]"
 
 
+@pytest.mark.slow
 def test_changed_import_time_variable_gets_a_new_template(notebook: kernels.Kernel) -> None:
     read = "%%distributed -n 1\nimport torch\nos.environ.get('PYTORCH_JIT'), os.getppid()"
     before = notebook.run(read).result

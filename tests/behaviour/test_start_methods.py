@@ -77,6 +77,7 @@ len(nested)""")
     done("manager.shutdown()")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", SEVERAL, indirect=True)
 def test_ranks_draw_the_same_random_numbers_until_they_train_and_each_run_others(done: Run, how: Way) -> None:
     """So that ranks which split a dataset by chance have the same parts."""

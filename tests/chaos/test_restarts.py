@@ -21,8 +21,7 @@ from notebook_accel.errors import RunStoppedError, SupervisorLostError
 from notebook_accel.launching.kernel import launcher, local
 from notebook_accel.launching.kernel.job import Job
 from tests import processes
-from tests.chaos import rounds
-from tests.launching.elastic import training
+from tests.chaos import rounds, training
 from tests.launching.elastic.test_restarts import below_template
 
 _SHARE = 0.25

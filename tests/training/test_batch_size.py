@@ -167,8 +167,8 @@ def run_out_in_a_group_of_ones_own() -> str:
     return ""
 
 
-def test_ranks_that_cannot_leave_their_group_together_say_so(two_ranks: Ranks) -> None:
-    for said in two_ranks.run(run_out_in_a_group_of_ones_own):
+def test_ranks_that_cannot_leave_their_group_together_say_so(launch: Callable[..., Job]) -> None:
+    for said in launch(run_out_in_a_group_of_ones_own, num_processes=2).results(timeout_s=60):
         assert "Memory ran out in a process group that the program has made itself" in said
 
 

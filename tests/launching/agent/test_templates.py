@@ -121,7 +121,7 @@ def has_heavy() -> tuple[int, bool]:
     return heavy.VALUE, os.getppid() == heavy.PID
 
 
-# Takes over 3 s: it starts two templates.
+@pytest.mark.slow
 def test_preloaded_module_is_imported_once_by_the_template(launch: Callable[..., Job], package: pathlib.Path) -> None:
     for value in (1, 2):
         # The second time, as installing it again does.

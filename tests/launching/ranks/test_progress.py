@@ -57,6 +57,7 @@ def test_ranks_that_train_without_each_other_are_warned_of(
         assert text.startswith("The 2 ranks aren't connected: each trains a model of its own")
 
 
+@pytest.mark.slow
 def test_loss_of_every_loop_is_reported(launch: Callable[..., Job]) -> None:
     job = launch(runs_one_of, training_loops.LOSSES, num_processes=len(training_loops.LOSSES))
     losses = list(job.results(timeout_s=60))
@@ -104,3 +105,8 @@ def test_bar_over_epochs_gives_their_number_and_the_loader_the_steps(launch: Cal
 )
 def test_bar_that_counts_the_steps_keeps_the_row(launch: Callable[..., Job], loop: Any, total: int) -> None:
     assert {event.total for event in reports(launch(loop, num_processes=1))} == {total}
+
+
+def test_bar_that_moves_has_the_row_before_one_that_was_opened_later(launch: Callable[..., Job]) -> None:
+    said = reports(launch(training_loops.bars_of_phases, num_processes=1))
+    assert {event.total for event in said if event.step} == {16, training_loops.EPOCHS}

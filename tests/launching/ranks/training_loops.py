@@ -293,6 +293,21 @@ def bar_over_all_steps() -> None:
             look()
 
 
+def bars_of_phases() -> None:
+    """The bar of the epochs and those of the phases are made before the loops, and reset by hand."""
+    from tqdm.notebook import tqdm
+
+    made = Training()
+    epochs, training, _ = tqdm(total=EPOCHS), tqdm(total=16), tqdm(total=99, desc="evaluation")
+    for _ in range(EPOCHS):
+        for x, y in made.loader:
+            made.step(x, y)
+            training.update()
+            look()
+        training.reset()
+        epochs.update()
+
+
 def bars_over_samples() -> None:
     from tqdm.auto import tqdm
 
