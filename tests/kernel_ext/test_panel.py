@@ -94,6 +94,7 @@ def test_the_view_is_displayed_and_replaced_by_a_summary_that_needs_no_kernel(se
     first, last = (message["content"] for message in shown)
     assert first["transient"]["display_id"] == last["transient"]["display_id"]
     assert first["data"][_WIDGET_VIEW]["model_id"]
+    assert "\nReload this page" in first["data"]["text/plain"]  # shown where the page lacks ipywidgets' extension
     assert "1 │ &lt;b&gt;hello" in last["data"]["text/html"].replace('<span class="nba-faint">', "").replace(
         "</span>", ""
     )
