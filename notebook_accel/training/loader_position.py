@@ -409,7 +409,9 @@ def _dealt_anew(saved: ResumePoint, length: int | None, deal: Deal) -> ResumePoi
     if is_alike or saved.epoch_samples != deal.epoch_samples or deal.workers > 1:
         return None
     here = dataclasses.replace(saved, length=length, ahead=[], ranks=deal.ranks)
-    if saved.batches == saved.length and length is not None:
+    # A rank whose share is shorter than the others' has no batch left while they have.
+    is_over = saved.batches == saved.length and saved.samples >= (saved.epoch_samples or 0)
+    if is_over and length is not None:
         return dataclasses.replace(here, batches=length, samples=deal.samples_after(length, 0))
     rounds, left = divmod(saved.samples, deal.round_samples)
     if left and deal.batch_samples is not None and not saved.samples % deal.batch_samples:

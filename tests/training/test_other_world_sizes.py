@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everybody writes it
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
@@ -61,6 +61,7 @@ def read(loaders: list[Any], rounds: int | None = None) -> tuple[list[int], Stat
     second=st.integers(0, 5),
     how=st.sampled_from(["plain", "generator", "seedable", "split"]),
 )
+@example(samples=16, worlds=[2, 1, 4], batch_size=1, first=1, second=0, how="split")
 def test_each_sample_of_an_epoch_comes_once(
     samples: int, worlds: list[int], batch_size: int, first: int, second: int, how: str
 ) -> None:
