@@ -1,4 +1,4 @@
-"""What Accelerate has and this package refuses: one table, in which the command line, files and programs look up."""
+"""The table of what Accelerate has and this package refuses, for the command line, files and programs."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class CollectiveWatchdog:
         """
         self._publish("memory", "")  # before the others' waits fail
         self._end_waits()
-        awaited = [f"{rank} memory" for rank in self._others if self._place.rank == 0]
+        awaited = [f"{rank} memory" for rank in self._others] if self._place.rank == 0 else []
         deadline = time.monotonic() + (self._deadline_s or _DEADLINE_S)
         while not all(self._store.check([key]) for key in awaited):
             if time.monotonic() > deadline:
