@@ -10,7 +10,6 @@ import io
 import linecache
 import pathlib
 import sys
-import threading
 import tokenize
 from collections.abc import Callable
 from typing import Any
@@ -133,9 +132,10 @@ class Magics:
         if given.args is None and any(parsed.without_value()):
             return self._only_define(parsed, config, given)
 
+        is_background = given.background or given.detach
         jobs: list[Job] = []
 
-        def launch(foreground_lock: threading.Lock | None = None) -> Job:
+        def launch() -> Job:
             job = launcher.launch_cell(
                 parsed,
                 config,
@@ -144,15 +144,14 @@ class Magics:
                 push=given.push,
                 pull=given.pull,
                 set_variables=self._shell.push,
-                foreground_lock=foreground_lock,
+                is_background=is_background,
                 detach=given.detach,
             )
             jobs.append(job)
             return job
 
         try:
-            is_waited_for = not (given.background or given.detach)
-            outcome = foreground.run_in_foreground(launch) if is_waited_for else launch()
+            outcome = launch() if is_background else foreground.run_in_foreground(launch)
         finally:  # after the launch: a slow import here would freeze the panel
             if jobs:
                 self._define_here(parsed)

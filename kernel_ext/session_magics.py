@@ -21,10 +21,10 @@ from kernel_ext.arguments import Parser, names, options, split
 from notebook_accel import config as configuration
 from notebook_accel.errors import CellError, ResultError, RunError
 from notebook_accel.formatting import ranks_in_words
+from notebook_accel.interrupts import held
 from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import registry
 from notebook_accel.launching.kernel.cell import Cell
-from notebook_accel.sessions.kernel.interrupts import held
 from notebook_accel.sessions.kernel.output import Shown
 
 if TYPE_CHECKING:

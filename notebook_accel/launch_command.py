@@ -19,7 +19,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from notebook_accel import config, environment, refusals
+from notebook_accel import config, environment, interrupts, refusals
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, RankFailedError
 from notebook_accel.launching.kernel import foreground, launcher
@@ -113,7 +113,7 @@ def run(parsed: argparse.Namespace) -> int:
             if parsed.detach:
                 launch(detach=True, show=_say_how_to_find)
                 return 0
-            foreground.run_in_foreground(lambda foreground_lock: launch(foreground_lock=foreground_lock))
+            foreground.run_in_foreground(functools.partial(launch, is_background=False))
         except RankFailedError as error:
             sys.stderr.write(f"{error}\n")
             return _status(error)
@@ -135,8 +135,7 @@ def _say_how_to_find(job: Job) -> None:
 def _described(interrupt: KeyboardInterrupt) -> str:
     if hasattr(interrupt, "_render_traceback_"):
         return "\n".join(interrupt._render_traceback_())
-    is_another = isinstance(interrupt.__context__, KeyboardInterrupt)
-    return f"{_INTERRUPT}: {'the ranks are killed' if is_another else 'nothing was launched'}."
+    return f"{_INTERRUPT}: nothing was launched."
 
 
 def _set_variables(parsed: argparse.Namespace) -> None:
@@ -226,7 +225,7 @@ class EndSignal:
         if self.number != signal.SIGINT:  # systemd and closed terminals send several, which mustn't shorten the grace
             return
         self.number = signal.Signals(number)
-        raise KeyboardInterrupt
+        interrupts.interrupt()
 
 
 @contextlib.contextmanager

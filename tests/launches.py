@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import os
 import pathlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -148,15 +147,13 @@ def launch(template: None) -> Iterator[Callable[..., Job]]:
 
     def start(function: Callable[..., Any], *args: Any, on_death: OnDeath = "stop", **options: Any) -> Job:
         config = LaunchConfig(num_processes=2, use_cpu=True, view="none").replace(**options)
-        jobs.append(
-            launcher.launch_function(function, args, {}, config, on_death=on_death, foreground_lock=foreground_lock)
-        )
+        # None of them is a run in the background, whose events a view takes.
+        jobs.append(launcher.launch_function(function, args, {}, config, on_death=on_death, is_background=False))
         return jobs[-1]
 
-    foreground_lock = threading.Lock()  # so that none of them is a run in the background, whose events a view takes
-    with foreground_lock:
-        yield start
+    yield start
     for job in jobs:
+        job.discard()
         assert job.wait(20)
 
 

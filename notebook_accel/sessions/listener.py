@@ -16,12 +16,12 @@ import shutil
 import socket
 
 from notebook_accel.errors import LaunchError
+from notebook_accel.interrupts import Latch
 from notebook_accel.launching import logs
 from notebook_accel.launching.processes import pidfd_open
 from notebook_accel.launching.run_folders import RunFolder, short_path
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, peer_of
-from notebook_accel.uninterruptible import Latch
 
 _HELLO_DEADLINE_S = 5.0
 _POLL_PERIOD_S = 0.1

@@ -1,98 +1,135 @@
-"""Interrupts that come while a launch is on its way, or one of them is heeded: no rank is left to itself."""
+"""Interrupts at any moment of a launch, of its wait, of an attachment and of an end: one outcome, and nothing left."""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
+import pathlib
 import signal
 import sys
-import threading
 import time
 import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies
 
-from notebook_accel import notebook_launcher
+import notebook_accel
+from notebook_accel import interrupts, notebook_launcher
 from notebook_accel.config import LaunchConfig
-from notebook_accel.launching.kernel import foreground, launcher
+from notebook_accel.launching import run_folders
+from notebook_accel.launching.kernel import detached, foreground, launcher
+from notebook_accel.launching.kernel.cell import parse
 from notebook_accel.launching.kernel.job import Job
 from tests import processes
+from tests.interrupting import kernel_handler  # noqa: F401 - a fixture
+
+_PACKAGE = str(pathlib.Path(notebook_accel.__file__).parent)
+_CONFIG = LaunchConfig(num_processes=2, use_cpu=True, view="none", grace_s=1)
+_MOST_CALLS = 700  # of functions of the package; the longest trip has some 600
+pytestmark = pytest.mark.usefixtures("template", "kernel_handler")
 
 
-def _run(start_method: str) -> None:
-    notebook_launcher(time.sleep, (60,), 2, use_cpu=True, view="none", start_method=start_method, grace_s=1)
+class _Strikes:
+    """Raises SIGINT at the n-th call of a function of this package in this thread, and once more some calls later."""
+
+    def __init__(self, first: int, then: int | None) -> None:
+        self._at = {first, first + then} if then is not None else {first}
+        self._calls = 0
+
+    def _see(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
+            self._calls += 1
+            if self._calls in self._at:
+                signal.raise_signal(signal.SIGINT)
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        sys.setprofile(self._see)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
 
 
-def _nothing_is_left(standing: set[int]) -> bool:
-    is_rank_left = not {process.pid for process in processes.descendants(os.getpid())} <= standing
+def _in_foreground(start_method: str = "spawn") -> None:
+    values = notebook_launcher(time.sleep, (0.05,), 2, use_cpu=True, view="none", start_method=start_method, grace_s=1)
+    assert values == [None, None]
+
+
+def _forked() -> None:
+    _in_foreground("fork")
+
+
+def _pulls() -> None:
+    pulled: dict[str, Any] = {}
+    cell = parse("import os\nfound = int(os.environ['RANK'])\nfound", "In[1]")
+    values = foreground.run_in_foreground(
+        lambda: launcher.launch_cell(
+            cell, _CONFIG, namespace={}, pull=["found"], set_variables=pulled.update, is_background=False
+        )
+    )
+    assert values == [0, 1] and pulled == {"found": 0}
+
+
+def _in_background() -> None:
+    job = launcher.launch_function(time.sleep, (60,), {}, _CONFIG)
+    try:
+        job.interrupt()
+        assert job.wait(60)
+    finally:  # it has been handed over, so that its end is the owner's business
+        with interrupts.held():
+            job.discard()
+
+
+def _attaches() -> None:
+    job = detached.attach()
+    assert job.status in ("starting", "running")
+
+
+def _nothing_is_left() -> bool:
+    is_rank_left = any("rank" in process.command for process in processes.descendants(os.getpid()))
     return not is_rank_left and processes.memory_files(os.getpid()) <= {"notebook-accel-agent-log"}
 
 
-@pytest.mark.parametrize("start_method", ["spawn", pytest.param("fork", marks=pytest.mark.slow)])
-def test_interrupt_at_any_moment_of_a_launch(template: None, start_method: str) -> None:
-    standing = {process.pid for process in processes.descendants(os.getpid())}
-    for milliseconds in range(0, 40, 4):
-        timer = threading.Timer(milliseconds / 1000, os.kill, (os.getpid(), signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            timer.start()
-            _run(start_method)
-        timer.join()
-        processes.wait_until(lambda: _nothing_is_left(standing), "no rank is left, and no file for its result")
+@hypothesis.given(first=strategies.integers(1, _MOST_CALLS), then=strategies.none() | strategies.integers(1, 200))
+@hypothesis.settings(
+    max_examples=20, suppress_health_check=list(hypothesis.HealthCheck), deadline=None, derandomize=True
+)
+@pytest.mark.parametrize(
+    "trip", [_in_foreground, _pulls, _in_background, pytest.param(_forked, marks=pytest.mark.slow)]
+)
+def test_wherever_interrupts_strike_there_is_one_outcome_and_nothing_is_left(
+    trip: Callable[[], None], first: int, then: int | None
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interrupts, "_SAME_CLICK_S", 0.0)  # each of them counts
+        with contextlib.suppress(KeyboardInterrupt), _Strikes(first, then).on():
+            trip()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert interrupts._of_this_thread() is None
+    processes.wait_until(_nothing_is_left, "no rank is left, and no file for its result")
+    _in_foreground()
 
 
-class _SecondInterrupt:
-    """Raises KeyboardInterrupt in ``foreground``, so many lines after the first one was raised."""
-
-    def __init__(self, lines: int) -> None:
-        self._lines = lines
-        self._has_begun = False
-
-    def begin(self, *_: Any) -> None:
-        """The first."""
-        self._has_begun = True
-        raise KeyboardInterrupt
-
-    @property
-    def has_come(self) -> bool:
-        return self._lines <= 0
-
-    def trace(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code.co_filename != foreground.__file__:
-            return None
-        if event == "line" and self._has_begun:
-            self._lines -= 1
-            if self.has_come:
-                raise KeyboardInterrupt  # after which Python traces no more
-        return self.trace
+def test_attaching_that_is_interrupted_can_be_done_again(state_home: pathlib.Path) -> None:
+    job = launcher.launch_function(time.sleep, (600,), {}, _CONFIG, detach=True)
+    for first in range(1, _MOST_CALLS, 97):
+        with contextlib.suppress(KeyboardInterrupt), _Strikes(first, None).on():
+            _attaches()
+        _attaches()
+    [folder] = run_folders.every()
+    detached.stop(folder)
+    assert job.wait(60) and job.status == "stopped"
 
 
-@pytest.mark.slow
-def test_interrupt_at_any_moment_of_heeding_another(template: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    standing = {process.pid for process in processes.descendants(os.getpid())}
-    for lines in itertools.count(1):
-        second = _SecondInterrupt(lines)
-        monkeypatch.setattr(foreground, "_draw_until_done", second.begin)
-        sys.settrace(second.trace)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                _run("spawn")
-        finally:
-            sys.settrace(None)
-        processes.wait_until(lambda: _nothing_is_left(standing), f"after {lines} lines no rank is left, and no file")
-        if not second.has_come:
-            break
-    assert lines > 10
-
-
-def test_interrupt_before_a_run_in_the_background_is_handed_over(template: None) -> None:
-    standing = {process.pid for process in processes.descendants(os.getpid())}
-
+def test_interrupt_before_a_run_in_the_background_is_handed_over() -> None:
     def show(job: Job) -> None:
         assert not job.done
         raise KeyboardInterrupt
 
-    config = LaunchConfig(num_processes=2, use_cpu=True, view="none")
     with pytest.raises(KeyboardInterrupt):
-        launcher.launch_function(time.sleep, (60,), {}, config, show=show)
-    processes.wait_until(lambda: _nothing_is_left(standing), "no rank is left, and no file for its result")
+        launcher.launch_function(time.sleep, (60,), {}, _CONFIG, show=show)
+    processes.wait_until(_nothing_is_left, "no rank is left, and no file for its result")

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from notebook_accel.errors import RankFailedError, RunError, SupervisorLostError
+from notebook_accel.interrupts import held
 from notebook_accel.launching.kernel import local
-from notebook_accel.sessions.kernel.interrupts import held
 from notebook_accel.sessions.kernel.session import Session
 from tests import processes
 from tests.chaos import rounds

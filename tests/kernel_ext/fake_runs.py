@@ -117,9 +117,8 @@ class Control:
 
 def make_job(is_background=False, world_size=2, **options):
     spec = JobSpec(name="digits", world_size=world_size, environment={}, working_directory="", sys_path=[])
-    lock = None if is_background else threading.Lock()
     config = LaunchConfig(**options)
-    job = Job(LaunchRequest(Target({}), {}, spec, config, f"{world_size} CPUs", foreground_lock=lock))
+    job = Job(LaunchRequest(Target({}), {}, spec, config, f"{world_size} CPUs", is_background=is_background))
     job.send_order = Control()
     Control.calls.clear()
     Control.called.clear()

@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 
+from notebook_accel.interrupts import Latch
 from notebook_accel.sessions.kernel.pending_request import RequestQueue
-from notebook_accel.uninterruptible import Latch
 
 
 def test_nothing_is_said_to_wait_for_itself_when_what_it_waits_for_ends_meanwhile(

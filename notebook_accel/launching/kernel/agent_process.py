@@ -24,6 +24,7 @@ from notebook_accel.errors import (
     RunError,
     SupervisorLostError,
 )
+from notebook_accel.interrupts import Latch
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.launching.run_folders import RunFolder
@@ -32,7 +33,6 @@ from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.protocol.agent_messages import ElasticOptions
 from notebook_accel.protocol.channel import ClosedError, Connection
-from notebook_accel.uninterruptible import Latch
 
 _SEND_DEADLINE_S = 10.0
 _DETACH_DEADLINE_S = 30.0

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from notebook_accel import VERSION, uninterruptible
+from notebook_accel import VERSION, interrupts
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, PayloadError, PreflightError, RunError
 from notebook_accel.launching import journal, run_folders
@@ -51,19 +51,15 @@ def launch(request: LaunchRequest) -> Job:
         raise ConfigError("This run can't be detached.", why=why, fix="leave out --detach (detach=True)")
     preflight.warn(preflight.check_detached())
     request, pickled = run_payload.pickle_target(request)
-
-    def start() -> DetachedJob:
-        is_fixed = bool(request.config.name)
-        with (
-            _new_folder(request.spec.name, request.detached_id, is_fixed=is_fixed) as (folder, lock, release),
-            run_payload.prepared_run(_renamed(request, folder.name), pickled, folder=folder) as (job, payload),
-        ):
-            assert isinstance(job, DetachedJob)
-            folder.write_facts(_facts(job, job.name))
-            Link(job).launch(payload, lock, release)
-        return job
-
-    return uninterruptible.call(start, Job.discard, request.foreground_lock)
+    is_fixed = bool(request.config.name)
+    with (
+        _new_folder(request.spec.name, request.detached_id, is_fixed=is_fixed) as (folder, lock, release),
+        run_payload.prepared_run(_renamed(request, folder.name), pickled, folder=folder) as (job, payload),
+    ):
+        assert isinstance(job, DetachedJob)
+        folder.write_facts(_facts(job, job.name))
+        Link(job).launch(payload, lock, release)
+    return job
 
 
 def _renamed(request: LaunchRequest, name: str) -> LaunchRequest:
@@ -138,7 +134,8 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
     while job.status == "starting" and time.monotonic() < deadline_s:
         job.wait(_PAUSE_S)
     preflight.warn(preflight.check_detached())
-    folder = uninterruptible.call(lambda: _detach(job, name))
+    with interrupts.held():
+        folder = _detach(job, name)
     with contextlib.suppress(Exception):  # the run is detached already, so a failure here doesn't matter
         local.engine().warm_in_kernel()  # the run has taken its agent and template along
     return folder
@@ -252,9 +249,10 @@ def attach_and_show(
     job = open_job(run_folders.find(which), set_variables)
     if view is not None:
         job.config = job.config.replace(view=view)
-    uninterruptible.call(Link(job).attach)
-    registry.add(job)
-    show(job)
+    with interrupts.held():
+        Link(job).attach()
+        registry.add(job)
+        show(job)
     return job
 
 
@@ -293,10 +291,7 @@ def again(
     if any(finding.refuses for finding in findings):
         raise PreflightError(findings)
     preflight.warn((*findings, *preflight.check_detached()))
-    job = uninterruptible.call(lambda: _launch_again(earlier, request), Job.discard)
-    registry.add(job)
-    show(job)
-    return job
+    return foreground.start_and_show(lambda: _launch_again(earlier, request), show)
 
 
 def _launch_again(earlier: RunFolder, request: LaunchRequest) -> DetachedJob:
@@ -309,6 +304,7 @@ def _launch_again(earlier: RunFolder, request: LaunchRequest) -> DetachedJob:
             Link(job).launch(payload, lock, release)
         finally:
             os.close(payload)
+    registry.add(job)
     return job
 
 
@@ -316,6 +312,7 @@ def _wait_if_ending(folder: RunFolder) -> None:
     """Wait for the agent of a run that is over, which holds the folder for a moment more."""
     deadline_s = time.monotonic() + _LEAVE_DEADLINE_S
     while detached_runs.is_ending(folder) and time.monotonic() < deadline_s:
+        interrupts.check()
         time.sleep(_PAUSE_S)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
+from notebook_accel import interrupts
 from notebook_accel.errors import NotebookAccelError, ProcessStartError, RunError, SupervisorLostError
 from notebook_accel.formatting import clipped, plain_text
 from notebook_accel.launching import journal, processes, run_folders
@@ -86,7 +87,11 @@ class Link(AgentLink[DetachedJob]):
             RunError: The agent lives but doesn't answer.
         """
         self._job.send_order = self.tell
-        self._reconnect()
+        try:
+            self._reconnect()
+        except BaseException:
+            self._close()
+            raise
         if self._is_over:
             self._close()
         else:
@@ -205,6 +210,7 @@ class Link(AgentLink[DetachedJob]):
             self._close()
             if time.monotonic() > deadline_s:
                 raise _no_answer(self._folder)
+            interrupts.check()
             time.sleep(_PAUSE_S)
         self.replay_to_its_end()
 
@@ -274,6 +280,7 @@ def send_order(folder: RunFolder, message: messages.RunOrder) -> None:
                 return
         if time.monotonic() > deadline_s:
             raise _no_answer(folder)
+        interrupts.check()
         time.sleep(_PAUSE_S)
 
 
@@ -310,6 +317,7 @@ def _introduce(connection: Connection, agent_pid: int, patience_s: float, *, fol
     connection.send(messages.encode(messages.Hello(who=run_folders.this_process(), follows=follows)))
     deadline_s = time.monotonic() + patience_s
     while not (frames := connection.receive()):
+        interrupts.check()
         if time.monotonic() > deadline_s:
             raise TimeoutError("the agent doesn't answer")
         processes.resume_if_stopped(agent_pid)

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from notebook_accel.errors import RunError
+from notebook_accel.interrupts import allowed, held
 from notebook_accel.launching.kernel import local
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.views.view import KERNEL_INTERRUPT, NoView, View, open_panel, open_view
 
 _T = TypeVar("_T")
+_JobType = TypeVar("_JobType", bound=Job)
 _REFRESH_PERIOD_S = 0.2
 _DRAWING_SHARE = 0.02  # of one core: a slow view is drawn less often
 _LONGEST_PERIOD_S = 1.0
@@ -27,45 +29,52 @@ _INTERRUPT_DEADLINE_S = 3.0
 _ANSWER_DEADLINE_S = 5.0  # the ranks have three seconds to send their stacks
 
 
-def run_in_foreground(launch: Callable[[threading.Lock], Job]) -> Results:
+def run_in_foreground(launch: Callable[[], Job]) -> Results:
     """Launch a run, draw its view, wait for its end and return its results.
 
     An interrupt goes to the ranks, which may end by themselves within the grace period; a second one kills them.
-
-    Args:
-        launch: Function that starts the run. This function holds the lock as long as it waits for the run. A run that
-            goes on after that is ended, even if interrupts come before or while this function handles them.
 
     Raises:
         RunError: The run has failed or was stopped.
         KeyboardInterrupt: The kernel was interrupted; every rank is gone.
     """
-    foreground_lock = threading.Lock()
-    with foreground_lock:
-        return _follow(launch(foreground_lock))
+    job = start_and_show(launch, _follow)
+    if job.run_here is not None:
+        _run_here(job, job.run_here)
+    return job.results()
 
 
-def _follow(job: Job) -> Results:
+def _follow(job: Job) -> None:
+    if job.run_here is not None:
+        return
     view: View | None = None
     try:
-        if job.run_here is None:
+        with allowed():
             job.wait(_DRAWING_DELAY_S)
-        view = _open(job)
-        if job.run_here is None:
+            view = _open(job)
             _draw_until_done(job, view)
-        else:
-            _run_here(job, view, job.run_here)
     except KeyboardInterrupt as interrupt:
-        view = _end_interrupted(job, view)
-        _guarded(job, view.close, None)
-        saved, lost = job.pull_saved()
+        _end_interrupted(job, view)
+        with allowed():  # unpickling calls the objects' own code
+            saved, lost = job.pull_saved()
         # IPython shows this in place of a traceback, which would have only frames of this package.
         interrupt._render_traceback_ = lambda: [_describe_interrupt(job, saved, lost)]  # type: ignore[attr-defined]
         raise
-    except BaseException:  # such as from the user's signal handler: the run must not go on unattended
-        job.kill()
+
+
+def start_and_show(start: Callable[[], _JobType], show: Callable[[_JobType], object]) -> _JobType:
+    """Start a run and show it. What is raised meanwhile, such as an interrupt, ends it: nobody has its handle yet."""
+    jobs: list[_JobType] = []
+    try:
+        with held():
+            jobs.append(start())
+            show(jobs[0])
+        return jobs[0]
+    except BaseException:
+        with held():
+            for job in jobs:
+                job.discard()
         raise
-    return job.results()
 
 
 def draw_in_background(job: Job) -> None:
@@ -119,8 +128,9 @@ def _refresh_until_done(job: Job, view: View, deadline_s: float = float("inf")) 
         period_s = min(max(_REFRESH_PERIOD_S, drawing_s / _DRAWING_SHARE), _LONGEST_PERIOD_S)
 
 
-def _run_here(job: Job, view: View, run: Callable[[], None]) -> None:
+def _run_here(job: Job, run: Callable[[], None]) -> None:
     """Run the only rank in this thread, where debuggers and interrupts reach it. Another thread draws the view."""
+    view = _open(job)
     drawing = threading.Thread(target=_refresh_until_done, args=(job, view), name=f"notebook-accel-view-{job.id}")
     drawing.start()
     try:
@@ -154,19 +164,21 @@ def _was_raised_by_a_signal(error: Exception) -> bool:
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _end_interrupted(job: Job, view: View | None) -> View:
+def _end_interrupted(job: Job, view: View | None) -> None:
     """Interrupt the ranks and draw the view until they have ended. Kill them on a second interrupt."""
+    job.ended_by = job.ended_by if job.done else KERNEL_INTERRUPT
+    job.interrupt()
     try:
-        job.ended_by = job.ended_by if job.done else KERNEL_INTERRUPT
-        job.interrupt()
-        view = view or _open(job)  # show the ranks' output even so
-        _refresh_until_done(job, view, time.monotonic() + 3 * job.config.grace_s + _INTERRUPT_DEADLINE_S)
+        with allowed():
+            view = view or _open(job)  # show the ranks' output even so
+            _refresh_until_done(job, view, time.monotonic() + 3 * job.config.grace_s + _INTERRUPT_DEADLINE_S)
     except KeyboardInterrupt:
         job.kill()
         job.wait(_INTERRUPT_DEADLINE_S)
     if not job.done and not _does_agent_answer(job):
         local.engine().close()  # no process of the agent outlives it
-    return view or _open(job)
+    view = view or _open(job)
+    _guarded(job, view.close, None)
 
 
 def _does_agent_answer(job: Job) -> bool:

@@ -22,8 +22,8 @@ import types
 import warnings
 from typing import Any, NoReturn
 
-from notebook_accel import uninterruptible
 from notebook_accel.errors import ProcessStartError
+from notebook_accel.interrupts import Latch
 from notebook_accel.launching import processes
 from notebook_accel.launching.kernel import local, run_payload
 from notebook_accel.launching.kernel.agent_process import ForkedTemplate
@@ -33,7 +33,6 @@ from notebook_accel.launching.ranks.worker import Inherited
 from notebook_accel.launching.template import preloading, template
 from notebook_accel.payload import serialization
 from notebook_accel.protocol.channel import Connection
-from notebook_accel.uninterruptible import Latch
 
 _FORK_DEADLINE_S = 30.0
 # Files that a fork must not share: the kernel's connections to front end and agent, and the objects that poll them.
@@ -48,10 +47,6 @@ _UNSHARED = (
 
 def launch(request: LaunchRequest) -> Job:
     """Start ranks that are forks of this process."""
-    return uninterruptible.call(lambda: _launch(request), Job.discard, request.foreground_lock)
-
-
-def _launch(request: LaunchRequest) -> Job:
     by_value = _definitions(request)
     nothing = serialization.pickle_by_value(None, roots={})
     pickled = dataclasses.replace(nothing, by_value=by_value)

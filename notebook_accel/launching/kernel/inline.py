@@ -29,7 +29,7 @@ from notebook_accel.protocol import events
 
 def launch(request: LaunchRequest) -> Job:
     """Return the job of one rank in this process, which the foreground runs while it waits for the job."""
-    if request.foreground_lock is None:
+    if request.is_background:
         raise ConfigError(
             "start_method='inline' runs in the cell itself, which can't go on in the background.",
             fix="leave out background, or start_method",

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from notebook_accel import uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import (
     LaunchError,
@@ -25,6 +24,7 @@ from notebook_accel.errors import (
     RunStoppedError,
     RunTimeoutError,
 )
+from notebook_accel.interrupts import Latch, held
 from notebook_accel.launching import logs, run_folders, traces
 from notebook_accel.launching.ranks.worker import Target
 from notebook_accel.launching.results import ResultFiles, Results
@@ -38,7 +38,6 @@ from notebook_accel.launching.state.stacks import RankStack, Silence, StackReque
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, RunOrder, Starting
 from notebook_accel.protocol.events import Event, Numbered, Respawning, Restarting, Working
-from notebook_accel.uninterruptible import Latch
 
 _MOST_PENDING_EVENTS = 100_000
 _DISCARD_DEADLINE_S = 10.0
@@ -59,8 +58,7 @@ class LaunchRequest:
         devices: The ranks' devices in words, such as ``2 CPUs``.
         variables: Environment variables that the launch sets for the ranks.
         optional_names: Names of the target that are left out if they can't be pickled.
-        foreground_lock: Lock that is held while the cell waits for the run. An engine ends the run's processes once
-            the lock is free. ``None`` for a background run.
+        is_background: False if the cell waits for the run.
         set_variables: Function that takes the pulled variables when the results are read. After a failure or an
             interrupt, they have their values at that time.
         on_death: What happens to the other ranks when one dies: ``stop`` or ``keep``.
@@ -75,7 +73,7 @@ class LaunchRequest:
     devices: str = ""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     optional_names: Sequence[str] = ()
-    foreground_lock: threading.Lock | None = None
+    is_background: bool = True
     set_variables: Callable[[dict[str, Any]], object] | None = None
     on_death: OnDeath = "stop"
     detach: bool = False
@@ -214,7 +212,7 @@ class Job(Handle):
         self.config = config
         self.world_size = spec.world_size
         self.devices = request.devices
-        self.is_background = request.foreground_lock is None
+        self.is_background = request.is_background
         self.on_death = request.on_death
         self.saves = bool(spec.pull)
         self.started_s = time.monotonic()
@@ -601,7 +599,8 @@ class Job(Handle):
     def _order(self, order: RunOrder) -> None:
         send = self.send_order
         if send is not None and not self.done:
-            uninterruptible.call(lambda: send(order))
+            with held():  # a part of a frame would break the connection for all
+                send(order)
 
     def _has_all_results(self) -> bool:
         return self._end_report.error is None and self._end_report.reason == "" and self.state.have_all_results

@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from notebook_accel import config as configuration
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig, training_variables
 from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError, RunError
+from notebook_accel.interrupts import held
 from notebook_accel.launching import loggers, torch_settings
 from notebook_accel.launching.kernel import (
     detached,
@@ -49,7 +49,7 @@ def launch_function(
     config: LaunchConfig,
     *,
     name: str = "",
-    foreground_lock: threading.Lock | None = None,
+    is_background: bool = True,
     on_death: OnDeath = "stop",
     detach: bool = False,
     detached_id: str = "",
@@ -58,7 +58,7 @@ def launch_function(
     """Start a function on all ranks and return its job. Raises as ``notebook_launcher`` does, up to the start.
 
     ``name`` is the run's name if the options have none, by default the function's.
-    For ``foreground_lock``, ``on_death`` and ``detach`` see ``LaunchRequest``. ``detached_id`` is the id of a detached
+    For ``is_background``, ``on_death`` and ``detach`` see ``LaunchRequest``. ``detached_id`` is the id of a detached
     run whose function must know it, and implies ``detach``. ``show`` shows a background run.
     """
     request = LaunchRequest(
@@ -66,7 +66,7 @@ def launch_function(
         run_payload.call_roots(function, args, kwargs),
         JobSpec(name=config.name or name or getattr(function, "__name__", type(function).__name__)),
         config,
-        foreground_lock=foreground_lock,
+        is_background=is_background,
         on_death=on_death,
         detach=detach or bool(detached_id),
         detached_id=detached_id,
@@ -83,7 +83,7 @@ def launch_cell(
     push: Sequence[str] = (),
     pull: Sequence[str] = (),
     set_variables: Callable[[dict[str, Any]], object] | None = None,
-    foreground_lock: threading.Lock | None = None,
+    is_background: bool = True,
     detach: bool = False,
 ) -> Job:
     """Start a cell on all ranks and return its job.
@@ -115,7 +115,7 @@ def launch_cell(
         config,
         optional_names=cell.optional_names(names, push),
         set_variables=set_variables,
-        foreground_lock=foreground_lock,
+        is_background=is_background,
         detach=detach,
     )
     return _launch(request)
@@ -129,14 +129,9 @@ def _launch(request: LaunchRequest, show: Callable[[Job], None] = foreground.dra
     preflight.warn(findings)
     if environment.is_debugging():
         print(f"The trial run went well, in {try_out(config):.1f} s.")
-    job = _start(request, devices, cluster)
-    if request.foreground_lock is None:
-        try:
-            show(job)
-        except BaseException:  # such as an interrupt; nobody has the job's handle yet
-            job.discard()
-            raise
-    return job
+    if not request.is_background:  # the foreground shows it
+        return _start(request, devices, cluster)
+    return foreground.start_and_show(lambda: _start(request, devices, cluster), show)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,15 +292,19 @@ def try_out(config: LaunchConfig) -> float:
         master_addr="127.0.0.1",
         main_process_port=None,
     )
-    lock = threading.Lock()
     target = Target(names={}, function=_use_device)
-    request = LaunchRequest(target, {}, JobSpec(name=options.name), options, foreground_lock=lock)
+    request = LaunchRequest(target, {}, JobSpec(name=options.name), options, is_background=False)
     try:
-        with lock:  # the ranks end once it is free
+        with held() as interrupts:
             job = _start(request, devices, cluster)
-            if job.run_here is not None:
-                job.run_here()
-            job.results()
+            try:
+                with interrupts.allowed():
+                    if job.run_here is not None:
+                        job.run_here()
+                    job.results()
+            except BaseException:
+                job.discard()
+                raise
     except RunError as error:
         finding = Finding(
             "The trial run before the launch has failed: its ranks met, used their devices and summed a number, "

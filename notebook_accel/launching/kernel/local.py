@@ -9,9 +9,10 @@ import sys
 import threading
 from collections.abc import Callable
 
-from notebook_accel import config, uninterruptible
+from notebook_accel import config
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, RunError
+from notebook_accel.interrupts import held
 from notebook_accel.launching import processes
 from notebook_accel.launching.kernel import run_payload
 from notebook_accel.launching.kernel.agent_process import ForkedTemplate, LocalAgent
@@ -30,12 +31,8 @@ class LocalEngine:
     def warm(self) -> None:
         """Start agent and template in the background, ahead of the first launch. The launch reports any failure."""
         if processes.are_supported():
-            with contextlib.suppress(LaunchError, OSError):
-                uninterruptible.call(self._warm)
-
-    def _warm(self) -> None:
-        with self._lock:
-            self._running_agent().prepare(_usual_options())
+            with contextlib.suppress(LaunchError, OSError), held(), self._lock:
+                self._running_agent().prepare(_usual_options())
 
     def warm_in_kernel(self) -> None:
         """Call ``warm`` in a notebook's kernel only, since a script may never launch."""
@@ -46,17 +43,13 @@ class LocalEngine:
     def launch(self, request: LaunchRequest, elastic: ElasticOptions | None = None) -> Job:
         """Start ranks that are forked from the template. With ``elastic``, the run is on several nodes."""
         request, pickled = run_payload.pickle_target(request)
-
-        def start() -> Job:
-            with run_payload.prepared_run(request, pickled) as (job, payload):
-                with self._lock:
-                    agent = self._running_agent()
-                    agent.expect(job)
-                    agent.prepare(request.config)
-                agent.launch(job, payload, elastic=elastic)
-            return job
-
-        return uninterruptible.call(start, Job.discard, request.foreground_lock)
+        with run_payload.prepared_run(request, pickled) as (job, payload):
+            with self._lock:
+                agent = self._running_agent()
+                agent.expect(job)
+                agent.prepare(request.config)
+            agent.launch(job, payload, elastic=elastic)
+        return job
 
     def launch_forked(self, job: Job, payload: int, fork: Callable[[int], ForkedTemplate]) -> None:
         """Start ranks that are forked from their own template, which ``fork`` makes with the descriptor of its log."""

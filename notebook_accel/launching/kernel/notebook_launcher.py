@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -157,12 +156,14 @@ def notebook_launcher(
     options = _options(dict(locals()))
     _check_call(function, args)
 
-    def launch(lock: threading.Lock | None = None) -> Job:
+    is_background = background or detach
+
+    def launch() -> Job:
         return launcher.launch_function(
-            function, tuple(args), dict(kwargs or {}), options, foreground_lock=lock, detach=detach
+            function, tuple(args), dict(kwargs or {}), options, is_background=is_background, detach=detach
         )
 
-    return launch() if background or detach else foreground.run_in_foreground(launch)
+    return launch() if is_background else foreground.run_in_foreground(launch)
 
 
 @_suggesting

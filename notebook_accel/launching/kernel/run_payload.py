@@ -15,6 +15,7 @@ import msgspec
 
 from notebook_accel.errors import PayloadError
 from notebook_accel.formatting import format_size
+from notebook_accel.interrupts import allowed
 from notebook_accel.launching import logs
 from notebook_accel.launching.kernel.detached_job import new_detached_job
 from notebook_accel.launching.kernel.job import Job, LaunchRequest
@@ -25,6 +26,7 @@ from notebook_accel.payload import memory_files, serialization
 _LISTED_BYTES = 100_000_000
 
 
+@allowed()  # it calls the objects' own code
 def pickle_target(request: LaunchRequest) -> tuple[LaunchRequest, serialization.Pickled]:
     """Pickle the target. Print which objects are large, and which tensors lose their autograd graph.
 
@@ -131,7 +133,8 @@ def prepared_run(
     request = dataclasses.replace(request, spec=spec)
     payload = memory_files.memory_file("notebook-accel-payload") if folder is None else folder.create(PAYLOAD)
     try:
-        serialization.dump(payload, pickled, spec.encode())
+        with allowed():  # it copies the tensors
+            serialization.dump(payload, pickled, spec.encode())
         job: Job
         if folder is None:
             memory_files.make_unwritable(payload)

@@ -30,10 +30,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
-from notebook_accel import environment
+from notebook_accel import environment, interrupts
 from notebook_accel.errors import ConfigError, LaunchError, SupervisorLostError
+from notebook_accel.interrupts import Latch
 from notebook_accel.launching.remote.run import NotWantedError
-from notebook_accel.uninterruptible import Latch
 
 _T = TypeVar("_T")
 Answer: TypeAlias = "concurrent.futures.Future[Any]"
@@ -177,36 +177,31 @@ class ClusterConnection:
         """
         # Without a head Ray would wait for ever, even after a shutdown, and then end the process.
         while why_not_reached(self._link.head):
+            interrupts.check()
             self.check()
             self._has_ended.wait(_LOOK_PERIOD_S)
         self.check()
-        answers: list[_T] = []
-        raised: list[BaseException] = []
-        is_done = Latch()
+        deadline_s = time.monotonic() + patience_s
 
-        def ask() -> None:
+        def ask() -> _T:
             try:
                 with self.used(), self.held():
-                    answers.append(what())
+                    return what()
             except SystemExit:  # Ray raises this in a thread that is inside it during a shutdown
-                raised.append(ConnectionError("Ray was shut down."))
-            except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
-                raised.append(error)
-            is_done.set()
+                raise ConnectionError("Ray was shut down.") from None
 
-        threading.Thread(target=ask, name="notebook-accel-ray-call", daemon=True).start()
-        deadline_s = time.monotonic() + patience_s
-        while not is_done.wait(_LOOK_PERIOD_S):
+        def look() -> None:
             self.check()
             if time.monotonic() > deadline_s:
                 raise LaunchError(
                     f"The cluster has not answered for {patience_s:g} s.", fix="ray status shows how it is"
                 )
-        for error in raised:
-            if isinstance(error, ConnectionError):
-                self.check()
-            raise error
-        return answers[0]
+
+        try:
+            return _in_thread(ask, look)
+        except ConnectionError:
+            self.check()
+            raise
 
     def _judge(self, error: Exception) -> None:
         """Raise ``SupervisorLostError`` if Ray's error means that the connection has ended."""
@@ -285,6 +280,31 @@ class _ClientLink:
         return bool(worker.is_connected()) and worker.data_client.data_thread.is_alive()
 
 
+def _in_thread(ask: Callable[[], _T], look: Callable[[], object] = lambda: None) -> _T:
+    """Call a function of Ray in a thread, since it may hang, and return its result.
+
+    ``look`` is called again and again meanwhile. What it raises ends the wait, as an interrupt does.
+    """
+    answers: list[_T] = []
+    raised: list[BaseException] = []
+    is_done = Latch()
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
+            raised.append(error)
+        is_done.set()
+
+    threading.Thread(target=run, name="notebook-accel-ray-call", daemon=True).start()
+    while not is_done.wait(_LOOK_PERIOD_S):
+        interrupts.check()
+        look()
+    for error in raised:
+        raise error
+    return answers[0]
+
+
 # Connecting ---------------------------------------------------------------------------------------------------------
 
 _current: ClusterConnection | None = None
@@ -309,7 +329,7 @@ def connect(address: str) -> ClusterConnection:
             _current.leave()
         if not ray.is_initialized():
             _give_up_lost_client()
-            _connect(ray, address)
+            _in_thread(lambda: _connect(ray, address))
         _current = ClusterConnection(ray)
         _have_shutdown_wait(ray)
         return _current

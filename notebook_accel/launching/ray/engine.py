@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from notebook_accel import uninterruptible
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import (
     ConfigError,
@@ -316,15 +315,11 @@ class RayEngine:
         there = msgspec.structs.replace(request.spec, environment={}, working_directory="", sys_path=[])
         request, pickled = run_payload.pickle_target(dataclasses.replace(request, spec=there))
         resources = self._cluster.resources_of_a_rank(use_cpu=request.config.use_cpu)
-
-        def start() -> Job:
-            with run_payload.prepared_run(request, pickled) as (job, payload):
-                run = RayRun(job, self._cluster, payload, resources, request.variables)
-                job.send_order = run.take_order
-                run.start()
-            return job
-
-        return uninterruptible.call(start, Job.discard, request.foreground_lock)
+        with run_payload.prepared_run(request, pickled) as (job, payload):
+            run = RayRun(job, self._cluster, payload, resources, request.variables)
+            job.send_order = run.take_order
+            run.start()
+        return job
 
 
 def connect(config: LaunchConfig) -> RayEngine:
@@ -340,7 +335,7 @@ def connect(config: LaunchConfig) -> RayEngine:
             why="Its ranks are in this kernel, or forks of it.",
             fix="leave out start_method, or engine",
         )
-    return RayEngine(Cluster(uninterruptible.call(lambda: connection.connect(wanted.address)), wanted))
+    return RayEngine(Cluster(connection.connect(wanted.address), wanted))
 
 
 def check_options(pairs: Sequence[str]) -> None:

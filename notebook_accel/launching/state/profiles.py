@@ -15,10 +15,10 @@ import msgspec
 
 from notebook_accel.errors import ConfigError
 from notebook_accel.formatting import aligned, format_count, plain_text, ranks_in_words
+from notebook_accel.interrupts import Latch
 from notebook_accel.launching.state.rank import RankState
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
-from notebook_accel.uninterruptible import Latch
 
 DEFAULT_STEPS = 5
 MOST_STEPS = 100

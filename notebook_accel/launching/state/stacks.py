@@ -14,12 +14,12 @@ from typing import Any
 
 from notebook_accel import code_places
 from notebook_accel.formatting import ranks_in_words
+from notebook_accel.interrupts import Latch
 from notebook_accel.launching.processes import COLLECTIVE_MARK
 from notebook_accel.launching.spec import Source
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol.agent_messages import Condition, RankDump
 from notebook_accel.protocol.events import Silent
-from notebook_accel.uninterruptible import Latch
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*:$")

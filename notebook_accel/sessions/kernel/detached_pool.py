@@ -16,13 +16,13 @@ from notebook_accel import VERSION
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, RunError
 from notebook_accel.formatting import ranks_in_words
+from notebook_accel.interrupts import Interrupts, held
 from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import detached
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError
-from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.rank_pool import RankPool
 from notebook_accel.sessions.listener import JoinedRank
 
@@ -46,7 +46,7 @@ class DetachedRankPool(RankPool):
     def _start(self, config: LaunchConfig, interrupts: Interrupts) -> None:
         if self._earlier is None:
             run = RunFolder(run_folders.root() / run_folders.new_id(config.name or "session"))
-            self._launch(config, interrupts, run.path, run.id)
+            self._launch(config, run.path, run.id)
             self._listen(run)
             self._welcome(range(self.job.world_size), interrupts.check)
             return

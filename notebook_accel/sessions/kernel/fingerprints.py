@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from notebook_accel.errors import PayloadError
+from notebook_accel.interrupts import held
 from notebook_accel.payload import serialization
 from notebook_accel.sessions import shared_parts
-from notebook_accel.sessions.kernel.interrupts import held
 
 _SMALL_BYTES = 1 << 14
 

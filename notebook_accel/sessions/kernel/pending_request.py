@@ -16,13 +16,12 @@ from typing import Any
 
 from notebook_accel.errors import NotebookAccelError, RunError
 from notebook_accel.formatting import ranks_in_words
+from notebook_accel.interrupts import Interrupts, Latch, held
 from notebook_accel.launching.kernel.job import Status
 from notebook_accel.launching.state.stacks import Stacks
 from notebook_accel.protocol import session_messages as messages
-from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.output import CellOutput
 from notebook_accel.sessions.kernel.rank_connections import RankConnections, RankRequest
-from notebook_accel.uninterruptible import Latch
 
 _TICK_S = 0.1
 _HEAD_START_S = 0.2  # for other ranks to fail by themselves after a first failure

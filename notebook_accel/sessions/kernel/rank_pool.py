@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError, RunStoppedError
 from notebook_accel.formatting import ranks_in_words
+from notebook_accel.interrupts import Interrupts, held
 from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import detached, foreground, launcher
 from notebook_accel.launching.kernel.job import Job, Status
@@ -25,7 +26,6 @@ from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.sessions.kernel import failures
 from notebook_accel.sessions.kernel.failures import GroupRecovery
-from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.namespace_sync import Inputs, NamespaceSync, Parcel
 from notebook_accel.sessions.kernel.output import CellOutput
 from notebook_accel.sessions.kernel.pending_request import Console, PendingRequest, RequestQueue
@@ -67,7 +67,7 @@ class RankPool:
             _pools.add(self)
 
     def _start(self, config: LaunchConfig, interrupts: Interrupts) -> None:
-        self._launch(config, interrupts, self._listen(None).folder)
+        self._launch(config, self._listen(None).folder)
         self._welcome(range(self.job.world_size), interrupts.check)
 
     def _listen(self, run: RunFolder | None) -> Listener:
@@ -75,21 +75,18 @@ class RankPool:
         self._closing.callback(self._listener.close)
         return self._listener
 
-    def _launch(
-        self, config: LaunchConfig, interrupts: Interrupts, folder: pathlib.Path, detached_id: str = ""
-    ) -> None:
+    def _launch(self, config: LaunchConfig, folder: pathlib.Path, detached_id: str = "") -> None:
         """Start the ranks, which join through a socket in the folder: with a ``detached_id``, the run's new folder."""
-        with interrupts.allowed():  # waiting for a cluster may take long
-            launcher.launch_function(
-                loop.serve,
-                (str(folder),),
-                {"is_detached": bool(detached_id)},
-                config,
-                name="session",
-                show=self._launched,
-                on_death="keep",
-                detached_id=detached_id,
-            )
+        launcher.launch_function(
+            loop.serve,
+            (str(folder),),
+            {"is_detached": bool(detached_id)},
+            config,
+            name="session",
+            show=self._launched,
+            on_death="keep",
+            detached_id=detached_id,
+        )
         self._set_up()
 
     def _set_up(self) -> None:

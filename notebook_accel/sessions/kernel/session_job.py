@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Mapping
 
 from notebook_accel.errors import RunStoppedError
+from notebook_accel.interrupts import Interrupts, Latch, held
 from notebook_accel.launching.kernel.job import Handle, Status
 from notebook_accel.launching.results import Results
 from notebook_accel.launching.state.stacks import Stacks
-from notebook_accel.sessions.kernel.interrupts import Interrupts, held
 from notebook_accel.sessions.kernel.output import Shown
 from notebook_accel.sessions.kernel.rank_pool import Answer
-from notebook_accel.uninterruptible import Latch
 
 _POLL_PERIOD_S = 0.1
 

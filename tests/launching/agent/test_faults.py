@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,8 +36,6 @@ class Faults:
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
-        self._foreground_lock = threading.Lock()
-        self._foreground_lock.acquire()  # so that none of them is a run in the background, whose events a view takes
         self._known = set(_OF_NO_RUN)
         self.orders = 0
         self.other = self.launch(functions.waits, num_processes=1)
@@ -48,7 +45,7 @@ class Faults:
 
     def launch(self, function: Callable[..., Any], *args: Any, **options: Any) -> Job:
         config = LaunchConfig(num_processes=2, use_cpu=True, view="none", grace_s=1.0).replace(**options)
-        return launcher.launch_function(function, args, {}, config, foreground_lock=self._foreground_lock)
+        return launcher.launch_function(function, args, {}, config, is_background=False)
 
     def order(self, **order: str) -> None:
         self.orders += 1
