@@ -259,7 +259,10 @@ def tasks_of_schedulers(environ: Mapping[str, str]) -> dict[str, str]:
 
 def sendable(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that can be encoded in UTF-8, which excludes text with lone surrogates."""
-    return {name: value for name, value in environ.items() if _is_text(name) and _is_text(value)}
+    variables = dict(environ)
+    if _is_text("".join((*variables, *variables.values()))):  # nearly always
+        return variables
+    return {name: value for name, value in variables.items() if _is_text(name + value)}
 
 
 def import_path() -> list[str]:

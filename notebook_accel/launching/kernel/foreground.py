@@ -38,15 +38,13 @@ def run_in_foreground(launch: Callable[[], Job]) -> Results:
         RunError: The run has failed or was stopped.
         KeyboardInterrupt: The kernel was interrupted; every rank is gone.
     """
-    job = start_and_show(launch, _follow)
+    job = start_and_show(launch, lambda job: None if job.run_here is not None else _follow(job))
     if job.run_here is not None:
         _run_here(job, job.run_here)
     return job.results()
 
 
 def _follow(job: Job) -> None:
-    if job.run_here is not None:
-        return
     view: View | None = None
     try:
         with allowed():
@@ -55,10 +53,7 @@ def _follow(job: Job) -> None:
             _draw_until_done(job, view)
     except KeyboardInterrupt as interrupt:
         _end_interrupted(job, view)
-        with allowed():  # unpickling calls the objects' own code
-            saved, lost = job.pull_saved()
-        # IPython shows this in place of a traceback, which would have only frames of this package.
-        interrupt._render_traceback_ = lambda: [_describe_interrupt(job, saved, lost)]  # type: ignore[attr-defined]
+        _describe(interrupt, job)
         raise
 
 
@@ -138,10 +133,12 @@ def _run_here(job: Job, run: Callable[[], None]) -> None:
     except BaseException as error:
         if not job.done:  # a second interrupt, during the clean-up
             job.end_here(None, error)
+        if isinstance(error, KeyboardInterrupt):
+            _describe(error, job)
         raise
     finally:
         drawing.join()
-    _guarded(job, view.close, None)
+        _guarded(job, view.close, None)
 
 
 def _guarded(job: Job, act: Callable[[], _T], otherwise: _T) -> _T:
@@ -190,7 +187,15 @@ def _does_agent_answer(job: Job) -> bool:
     return True
 
 
-def _describe_interrupt(job: Job, saved: Sequence[str], lost: Mapping[str, str]) -> str:
+def _describe(interrupt: KeyboardInterrupt, job: Job) -> None:
+    """Have IPython show where the ranks stood and what was saved, in place of a traceback of this package's frames."""
+    with allowed():  # unpickling calls the objects' own code
+        saved, lost = job.pull_saved()
+    text = _interrupted_in_words(job, saved, lost)
+    interrupt._render_traceback_ = lambda: [text]  # type: ignore[attr-defined]
+
+
+def _interrupted_in_words(job: Job, saved: Sequence[str], lost: Mapping[str, str]) -> str:
     left = [f"{info.rank} (pid {info.pid})" for info in job.ranks if info.ended is None]
     ended = "every rank has ended" if job.done else f"the system has not ended all ranks yet: {', '.join(left)}"
     stood = [f"  {line}" for line in job.where_ranks_stood()]
