@@ -72,8 +72,9 @@ def test_ranks_that_hang_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_checks, "together", never_together)
     monkeypatch.setattr(trial, "_stop_in_collective", lambda _: trial.Check(STOP, True, 0.0, ""))
     tried = trial.run(LaunchConfig(num_processes=2, use_cpu=True), show=len)
-    assert [(check.name, check.passed) for check in tried.checks] == [("all together", False), (STOP, True)]
-    assert "took longer than its timeout_s of 1 s" in tried.checks[0].note
+    checks = {check.name: check for check in tried.checks}  # on a busy machine the deadline ends other checks too
+    assert not checks["all together"].passed and checks[STOP].passed
+    assert "took longer than its timeout_s of 1 s" in checks["all together"].note
 
 
 def test_check_says_which_ranks_have_failed() -> None:

@@ -326,6 +326,7 @@ def test_view_is_drawn_while_an_interrupted_run_ends(job: Job) -> None:
 
     class InterruptedView:
         drawn_after = 0
+        is_closed = False
 
         def refresh(self) -> None:
             if not orders:
@@ -335,11 +336,11 @@ def test_view_is_drawn_while_an_interrupted_run_ends(job: Job) -> None:
                 job.end("interrupted")
 
         def close(self) -> None:
-            """Nothing."""
+            self.is_closed = True
 
     shown = InterruptedView()
-    assert foreground._end_interrupted(job, shown) is shown
-    assert shown.drawn_after == 2
+    foreground._end_interrupted(job, shown)
+    assert shown.drawn_after == 2 and shown.is_closed
     assert job.ending.why == "by an interrupt of the kernel"
 
 
