@@ -55,6 +55,7 @@ _OF_OTHER_BUILDS = {  # with CUDA or NCCL, and torch 2.9
 }  # fmt: skip
 # Those that other modules use: replaced functions, overridden methods, and attributes of objects at hand.
 _ELSEWHERE = [
+    "torch.distributed.distributed_c10d._new_process_group_helper",
     "torch.UntypedStorage._expired",
     "torch.amp.GradScaler._check_scale_growth_tracker",
     "torch.amp.GradScaler._found_inf_per_device",

@@ -5,8 +5,8 @@ Before the user's code SIGINT is blocked, and after it deferred, so that none is
 A rank that waits for others in C++ code doesn't return to Python for a signal. So a watcher thread is woken by every
 SIGINT too (``signal.set_wakeup_fd``). If the main thread still sleeps in the same call a moment later, the watcher
 shuts down this rank's connections to other ranks. That ends the call with an error, and KeyboardInterrupt can be
-raised. The watcher finds those connections by their other ends, which belong to processes with the same parent. The
-user's connections, to a database for example, stay, and so do those to the store, unless the rank waits for the store.
+raised. Those connections were recorded when process groups were made. The user's connections, to a database for
+example, stay, and so do those to the store, unless the rank waits for the store.
 
 A rank that waits for a GPU, which in turn waits for other ranks in NCCL, may use its CPU meanwhile. So if the main
 thread is in the same call after a longer while, the watcher aborts NCCL's communicators where that is safe.
@@ -21,7 +21,6 @@ import importlib
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
@@ -30,17 +29,16 @@ from typing import Any
 
 from notebook_accel import nccl
 from notebook_accel.launching import processes
+from notebook_accel.peer_sockets import PeerSockets
 
 _PATIENCE_S = 0.2
 _POLL_S = 0.05
 _DEVICE_PATIENCE_S = 1.0
-_ESTABLISHED = "01"  # as /proc/net/tcp has it; linux/tcp_states.h
-_MAPPED = "0000000000000000FFFF0000"  # before an IPv4 address as /proc/net/tcp6 has it
 
 _deferred_s: float | None = None  # when a SIGINT was deferred last
 _allowances = 0  # how often ``allow`` was called: an interrupt of one cell is not for the next
 _wakeups = -1  # descriptor with a byte for each signal, read without waiting
-_store_port = 0
+_peers: PeerSockets | None = None  # this rank's connections to other ranks
 _signal_lock = threading.Lock()  # held from reading a signal until the main thread's place is known
 
 
@@ -119,13 +117,14 @@ def prefer_interrupt(error: BaseException) -> BaseException:
 
 def watch(store_port: int) -> None:
     """Start the watcher, which ends waits for other ranks at an interrupt. Called once, in the main thread."""
-    global _wakeups, _store_port
-    _store_port = store_port
+    global _wakeups, _peers
+    _peers = PeerSockets(store_port)
     _wakeups, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a worker's signals are not this rank's
     thread = threading.Thread(target=_end_waits, name="notebook-accel-interruption", daemon=True)
     thread.start()
+    _record_connections(_peers)
     _raise_promptly()
     _raise_again_what_python_ignores()
 
@@ -160,8 +159,8 @@ def _read_signals() -> bytes:
 
 def disconnect(*, is_of_store: bool) -> None:
     """Shut down this rank's connections to other ranks, or to the store, so that calls that wait on them raise."""
-    for descriptor in _connections(is_of_store=is_of_store):
-        _shut_down(descriptor)
+    if _peers is not None:
+        (_peers.shut_down_store if is_of_store else _peers.shut_down)()
 
 
 def _end_waits() -> None:
@@ -178,13 +177,11 @@ def _end_waits() -> None:
             waiting = _Wait()
         if nccl.can_abort() and waiting.stays(_DEVICE_PATIENCE_S):
             nccl.abort()
-        for is_of_store in (False, True):
+        assert _peers is not None
+        for shut_down in (_peers.shut_down, _peers.shut_down_store):
             if not waiting.goes_on():
                 break
-            for descriptor in _connections(is_of_store=is_of_store):
-                # During the search the call may have ended, so that the connections belong to a new group.
-                if waiting.is_in_the_same_call():
-                    _shut_down(descriptor)
+            shut_down(waiting.is_in_the_same_call)  # it may end meanwhile, and the connections be those of a new group
         del waiting
 
 
@@ -234,62 +231,17 @@ class _Wait:
         return sys._current_frames().get(self._main or 0)
 
 
-def _connections(*, is_of_store: bool) -> list[int]:
-    """Return the descriptors of this process's connections to the store, as its client, or to other ranks."""
-    ends = _tcp_connections()
-    inodes = {pair: inode for inode, pair in ends.items()}
-    of_ranks = set() if is_of_store else {inode for pid in _other_ranks() for _, inode in _sockets(pid)}
-    found = []
-    for descriptor, inode in _sockets(os.getpid()):
-        if inode not in ends:
-            continue
-        here, there = ends[inode]
-        if is_of_store:
-            wanted = _port(there) == _store_port
-        else:
-            wanted = _store_port not in (_port(here), _port(there)) and inodes.get((there, here)) in of_ranks
-        if wanted:
-            found.append(descriptor)
-    return found
+def _record_connections(peers: PeerSockets) -> None:
+    """Record the connections of every process group that is made."""
+    module = importlib.import_module("torch.distributed.distributed_c10d")
+    make = module._new_process_group_helper
 
+    @functools.wraps(make)
+    def make_recorded(*args: Any, **kwargs: Any) -> Any:
+        with peers.opened_inside():
+            return make(*args, **kwargs)
 
-def _tcp_connections() -> dict[str, tuple[str, str]]:
-    """Return the local and remote addresses of all established connections, by the socket's inode."""
-    found = {}
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError), open(f"/proc/net/{name}") as file:
-            for row in map(str.split, file.readlines()[1:]):
-                if row[3] == _ESTABLISHED:
-                    found[row[9]] = (row[1].removeprefix(_MAPPED), row[2].removeprefix(_MAPPED))
-    return found
-
-
-def _port(address: str) -> int:
-    return int(address.rpartition(":")[2], 16)
-
-
-def _other_ranks() -> Iterator[int]:
-    """Yield the processes that have the same parent as this one."""
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-            parent = int(file.read().rpartition(b") ")[2].split()[1])
-            if parent == os.getppid() and pid != os.getpid():
-                yield pid
-
-
-def _sockets(pid: int) -> Iterator[tuple[int, str]]:
-    """Yield a process's descriptors of sockets, with their inodes."""
-    with contextlib.suppress(OSError):  # the process has just ended, or is another user's
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                target = os.readlink(f"/proc/{pid}/fd/{name}")
-                if target.startswith("socket:["):
-                    yield int(name), target[8:-1]
-
-
-def _shut_down(descriptor: int) -> None:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        connection.shutdown(socket.SHUT_RDWR)
+    module._new_process_group_helper = make_recorded  # type: ignore[attr-defined]
 
 
 def _raise_promptly() -> None:

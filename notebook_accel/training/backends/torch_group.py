@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import atexit
 import collections
-import contextlib
 import dataclasses
 import datetime
 import itertools
 import os
-import socket
 import time
 import warnings
 import weakref
@@ -27,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from notebook_accel import environment, torch_internals
 from notebook_accel.environment import RankPlace
 from notebook_accel.errors import ConfigError, TrainingError
+from notebook_accel.peer_sockets import PeerSockets
 from notebook_accel.reporting import reporter
 from notebook_accel.training.backends.backend import Backend
 from notebook_accel.training.backends.watchdog import CollectiveWatchdog
@@ -68,7 +67,7 @@ class Group:
     def __init__(
         self,
         place: RankPlace,
-        sockets: GlooSockets,
+        sockets: PeerSockets,
         store: Store,
         deadline: datetime.timedelta | None = None,
         nccl_deadline: datetime.timedelta | None = None,
@@ -238,7 +237,7 @@ def enter(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
         _current = _make(place, device, options)
     elif _current is None:
         store = torch_internals.default_store()
-        _current = Group(place, GlooSockets(_port_of(store)), store)
+        _current = Group(place, PeerSockets(_port_of(store)), store)
     elif options not in (InitProcessGroupKwargs(), _current.options):
         warnings.warn(
             f"{options} has no effect: this process has already joined its group, with other options. "
@@ -321,7 +320,7 @@ def _make(place: RankPlace, device: torch.device, options: InitProcessGroupKwarg
         ) from error
     backend = options.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     deadline = options.timeout or datetime.timedelta(seconds=_COLLECTIVE_DEADLINE_S[device.type])
-    sockets = GlooSockets(_port_of(own_store))
+    sockets = PeerSockets(_port_of(own_store))
     with sockets.opened_inside():
         dist.init_process_group(
             backend, store=own_store, rank=place.rank, world_size=place.world_size, timeout=deadline
@@ -386,46 +385,3 @@ def _port_of(store: Store) -> int:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return int(getattr(store, "port", 0))
-
-
-class GlooSockets:
-    """gloo's connections to other ranks. Shutting them down frees a rank that hangs in a collective.
-
-    gloo can't abort a collective, but every wait on a closed connection raises. Connections to the ranks' store, at
-    ``store_port``, stay open.
-    """
-
-    def __init__(self, store_port: int) -> None:
-        self._store_port = store_port
-        self._sockets: dict[int, str] = {}
-
-    @contextlib.contextmanager
-    def opened_inside(self) -> Iterator[None]:
-        """Record the sockets that the body opens while it creates a group."""
-        before = _open_sockets()
-        try:
-            yield
-        finally:
-            self._sockets |= {
-                descriptor: name for descriptor, name in _open_sockets().items() if before.get(descriptor) != name
-            }
-
-    def shut_down(self) -> None:
-        """Shut the connections down; gloo closes them. Listening sockets stay: without them gloo ends the process."""
-        now = _open_sockets()
-        for descriptor, name in self._sockets.items():
-            if now.get(descriptor) == name:  # not another socket under a reused number
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                    if self._store_port not in (connection.getpeername()[1], connection.getsockname()[1]):
-                        connection.shutdown(socket.SHUT_RDWR)
-
-
-def _open_sockets() -> dict[int, str]:
-    """Return descriptor and identity of every socket of this process."""
-    found = {}
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor that listed this folder is closed by now
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
-            if target.startswith("socket:"):
-                found[int(descriptor)] = target
-    return found
