@@ -142,7 +142,7 @@ class Interrupts:
             self.check()
 
     def forget_taken(self) -> None:
-        """Forget the kernel's last interrupt, which has had its effect, so that ``end`` doesn't raise it."""
+        """Forget the kernel's last interrupt, which has had its effect, so that ``held`` doesn't raise it."""
         self._last = None
 
     @contextlib.contextmanager
