@@ -51,8 +51,10 @@ _TRIPS = {
     "a session's cell": ("%%distributed\nfound = 1\nfound", "%distributed start --num_processes 2 --use_cpu"),
     "an attachment": (
         "%distributed attach night",
-        "%distributed stop\n"
-        "%%distributed --num_processes 2 --use_cpu --detach --name night\nimport time\ntime.sleep(60)",
+        (
+            "%distributed stop\n"
+            "%%distributed --num_processes 2 --use_cpu --detach --name night\nimport time\ntime.sleep(60)"
+        ),
     ),
 }
 
