@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from notebook_accel import sessions
 from notebook_accel.interrupts import held
+from notebook_accel.launching.kernel import local
 from notebook_accel.sessions.kernel.pending_request import RequestQueue
 from notebook_accel.sessions.kernel.session import Session
 from tests import processes
@@ -81,12 +85,21 @@ def test_interrupt_ends_the_waiting_for_a_turn() -> None:
 
 
 @pytest.mark.slow
-def test_session_goes_on_wherever_an_interrupt_strikes_a_cell(session: Session) -> None:
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda session: session.execute("stays"),
+        lambda session: session.pull("stays"),
+        lambda session: session.push(sent=torch.ones(3)),
+    ],
+    ids=["cell", "pull", "push"],
+)
+def test_session_goes_on_wherever_an_interrupt_strikes(session: Session, act: Callable[[Session], object]) -> None:
     session.execute("stays = rank")
     step, interruptions, goes_on = 1, 0, True
     while goes_on:
         interrupting = Interrupting(step, 2, _OURS)
-        was_interrupted = interrupting.call(lambda: session.execute("stays"))
+        was_interrupted = interrupting.call(functools.partial(act, session))
         goes_on = interrupting.has_come
         interruptions += was_interrupted
         assert was_interrupted or not goes_on
@@ -95,6 +108,22 @@ def test_session_goes_on_wherever_an_interrupt_strikes_a_cell(session: Session) 
         step += _STRIDE
     assert interruptions > 10
     assert repr(session.execute("stays")) == "rank 0: 0\nrank 1: 1"
+
+
+@pytest.mark.slow
+def test_closing_ends_every_rank_wherever_an_interrupt_strikes(engine: local.LocalEngine) -> None:
+    step, interruptions, goes_on = 1, 0, True
+    while goes_on:
+        session = Session(num_processes=2, use_cpu=True, view="none")
+        interrupting = Interrupting(step, 2, _OURS)
+        interruptions += interrupting.call(session.close)
+        goes_on = interrupting.has_come
+        if not session.is_over:  # it struck before the closing began, which can be done again
+            assert repr(session.execute("1")) == "ranks 0-1: 1"
+            session.close()
+        assert session.job.wait(60) and all(rank.ended is not None for rank in session.job.ranks)
+        step += _STRIDE
+    assert interruptions > 3
 
 
 def test_double_click_ends_the_cell_and_kills_nobody(session: Session, tmp_path: pathlib.Path) -> None:
