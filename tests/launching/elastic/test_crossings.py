@@ -92,14 +92,14 @@ class Agent:
         self._loop.wait(0)
 
     def look(self) -> None:
-        """Tells the elastic process what has become of the ranks."""
+        """Does what the agent does after each message: here, tells the elastic process what has become of the ranks."""
         self.runs.tick(time.monotonic())
+        self.run.tick(time.monotonic())
 
     def ranks_fail(self) -> None:
         """Both ranks are gone without a result."""
         self._end_ranks()
-        for rank in self.run.ranks:
-            self.run.rank_failed(rank)
+        self.run.tick(time.monotonic())
 
     def _start(self, run: Run) -> None:
         for number in range(2):
@@ -153,7 +153,7 @@ def test_stop_that_crosses_with_the_end_of_ranks_is_not_for_the_next_ones(agent:
     elastic._restart_workers(group)  # ... when StopRanks is written, since something has happened on another node
     agent.read()  # StopRanks, and StartRanks of the next attempt
     agent.look()
-    assert (len(agent.attempts), agent.run.reason, len(agent.run.alive)) == (2, "", 2)
+    assert (len(agent.attempts), agent.run.policy.reason, len(agent.run.alive)) == (2, "", 2)
     assert state(elastic) is api.WorkerState.HEALTHY
     agent.ranks_fail()
     agent.look()
@@ -173,16 +173,17 @@ def test_stop_of_present_ranks_ends_them(agent: Agent) -> None:
     connection = AgentConnection(agent.theirs, agent.order)
     connection.send(start(attempt=1))
     for attempt in (2, 0, 1):
-        assert agent.run.reason == ""
+        assert agent.run.policy.reason == ""
         connection.send(elastic_messages.StopRanks(attempt=attempt))
         agent.read()
-    assert agent.run.reason == "failed" and all(rank.was_told_to_end for rank in agent.run.ranks)
+        agent.look()
+    assert agent.run.policy.reason == "failed" and all(rank.was_told_to_end for rank in agent.run.ranks)
 
 
 def test_refused_start_is_answered() -> None:
     agent = Agent()
     try:
-        agent.run.stop_restarting("stopped")
+        agent.run.end("stop", "stopped")
         connection = AgentConnection(agent.theirs, agent.order)
         connection.send(start(attempt=1))
         agent.read()
