@@ -93,15 +93,13 @@ class Run:
     _next_look_s: float = 0.0
 
     def __post_init__(self) -> None:
-        elastic = self.launch.elastic
         self.policy = RunPolicy(
             ranks=self.ranks,
             grace_s=self.launch.grace_s,
             timeout_s=self.launch.timeout_s,
             max_restarts=self.launch.max_restarts,
             keeps=self.launch.on_death == "keep",
-            # The elastic process would take the interrupt for one of the user's, and not restart the ranks.
-            saves=self.launch.saves and not (elastic is not None and elastic.max_restarts),
+            saves=self.launch.saves,
             is_part=bool(self.launch.places),
         )
 

@@ -33,18 +33,12 @@ from notebook_accel.errors import LaunchError, NotebookAccelError, SupervisorLos
 from notebook_accel.launching.kernel.agent_process import AgentLink
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.remote.host import NodeFacts
-from notebook_accel.launching.state.policy import REASONS, RankFacts, Release, RunPolicy, Signal
+from notebook_accel.launching.state.policy import HOW, REASONS, RankFacts, Release, RunPolicy, Signal
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.protocol.agent_messages import Failure, OnDeath, RankDump, Reason, RunOrder, Starting
 from notebook_accel.protocol.channel import take_frames
-
-_HOW: dict[signal.Signals, messages.How] = {
-    signal.SIGINT: "interrupt",
-    signal.SIGTERM: "stop",
-    signal.SIGKILL: "kill",
-}  # the orders to agents, which send these signals first
 
 
 class NotWantedError(Exception):
@@ -389,7 +383,7 @@ class RemoteRun(abc.ABC):
         for part in self._parts:
             number = next((signals[rank] for rank in part.ranks if rank in signals), None)
             if number is not None and not part.has_ended:
-                part.agent.tell(messages.End(job_id=part.id, how=_HOW[number]))
+                part.agent.tell(messages.End(job_id=part.id, how=HOW[number]))
 
     def _keep_log(self, rank: int, output: events.Output, address: str) -> None:
         """Append a rank's output on its node to its log on this machine. Errors such as a full disk are ignored."""

@@ -14,8 +14,8 @@ records facts, and afterwards calls ``orders``, as it does a few times a second.
    raised ends by itself, so it gets SIGKILL only. After a failure that ends the run, the first rank gets SIGINT before
    SIGTERM if it has variables to save.
 6. When all ranks have exited and not all have finished, they are restarted as often as ``max_restarts`` allows, unless
-   a KeyboardInterrupt or anything but a failure was among the reasons. Otherwise the run is over. A run that keeps its
-   ranks, or is held, goes on without any, until it is ended or released.
+   anything but a failure was among the reasons, or a KeyboardInterrupt that rule 5 doesn't explain. Otherwise the run
+   is over. A run that keeps its ranks, or is held, goes on without any, until it is ended or held no longer.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _STOP: _Signals = ((signal.SIGTERM, signal.SIGTERM), *_KILL)
 # For each way to end a run, in rising strength: the signals to the first rank and to the others.
 _SIGNALS: dict[How, _Signals] = {"interrupt": ((signal.SIGINT, signal.SIGINT), *_STOP), "stop": _STOP, "kill": _KILL}
 _STRENGTH = list(_SIGNALS)
+HOW: dict[signal.Signals, How] = {signal.SIGINT: "interrupt", signal.SIGTERM: "stop", signal.SIGKILL: "kill"}
 _SAVE_AND_STOP: _Signals = ((signal.SIGINT, signal.SIGTERM), *_STOP)
 
 
@@ -99,12 +100,13 @@ class RankFacts:
 class _Attempt:
     """The part of a policy's state that a restart clears."""
 
-    how: How | None = None  # how the ranks are being ended
+    how: How | None = None  # how the ranks are being ended, as strongly as the last signal
     signals_left: _Signals = ()
     next_signal_s: float = -math.inf
     cause_due_s: float = math.inf  # when ranks that have only lost a peer count as the cause
     may_exit: bool = False  # the ranks of the whole run have finished, wherever they are
     is_released: bool = False
+    saves: bool = False  # the first rank was interrupted so that it saves its variables
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -140,8 +142,10 @@ class RunPolicy:
     @property
     def is_final(self) -> bool:
         """True if the ranks won't be started again, whatever becomes of them."""
-        interrupted = (rank.failure is not None and rank.failure.kind == "KeyboardInterrupt" for rank in self.ranks)
-        return bool(self.final_reason) or any(interrupted)
+        # If another rank's failure has interrupted the first one, nobody has asked for the end.
+        interruptible = self.ranks[1:] if self._attempt.saves else self.ranks
+        failures = [rank.failure.kind for rank in interruptible if rank.failure is not None]
+        return bool(self.final_reason) or "KeyboardInterrupt" in failures
 
     @property
     def may_start_ranks(self) -> bool:
@@ -157,7 +161,7 @@ class RunPolicy:
 
     @property
     def saves_at_failure(self) -> bool:
-        """True if a failure interrupts the first rank, which must not look like a user's interrupt to a restart."""
+        """True if the next failure interrupts the first rank, since no restart follows."""
         return self.saves and not self._has_restarts_left
 
     @property
@@ -190,7 +194,10 @@ class RunPolicy:
 
     def fail(self, how: How = "stop") -> None:
         """End the ranks because of a failure, which may restart them."""
-        self._end(how, "failed", _SIGNALS[how])
+        first = self.ranks[0] if self.ranks and self.saves_at_failure else None
+        saves = how == "stop" and not self.reason and first is not None and first.said_started and first.is_working
+        self._attempt.saves = self._attempt.saves or saves
+        self._end(how, "failed", _SAVE_AND_STOP if saves else _SIGNALS[how])
 
     def end(self, how: How, reason: Reason) -> None:
         """End the run for good, unless it is already over."""
@@ -210,9 +217,7 @@ class RunPolicy:
         if now_s > self._deadline_s and not self.reason:
             self.end("interrupt", "timeout")  # the interrupt shows where each rank stood
         if not self.reason and not self.keeps and self._has_failed(now_s):
-            first = self.ranks[0]
-            saves = self.saves_at_failure and first.said_started and first.is_working
-            self._end("stop", "failed", _SAVE_AND_STOP if saves else _STOP)
+            self.fail()
         return [*self._due_release(now_s), *self._due_signals(now_s), *self._overdue(now_s)]
 
     def _has_failed(self, now_s: float) -> bool:
@@ -223,9 +228,8 @@ class RunPolicy:
         return bool(failed)
 
     def _end(self, how: How, reason: Reason, signals: _Signals) -> None:
-        before = self._attempt.how
-        if before is None or _STRENGTH.index(how) > _STRENGTH.index(before):
-            self.reason = self.reason or reason
+        self.reason = self.reason or reason
+        if _is_stronger(how, self._attempt.how):
             self._attempt.how, self._attempt.signals_left, self._attempt.next_signal_s = how, signals, -math.inf
 
     def _due_release(self, now_s: float) -> list[Release]:
@@ -243,6 +247,8 @@ class RunPolicy:
             return []
         (to_first, to_others), *left = attempt.signals_left
         attempt.signals_left, attempt.next_signal_s = tuple(left), now_s + self.grace_s
+        if attempt.how is not None and _is_stronger(HOW[to_others], attempt.how):
+            attempt.how = HOW[to_others]
         numbered = [(rank, to_first if rank is self.ranks[0] else to_others) for rank in self.alive]
         return [Signal(rank.number, each) for rank, each in numbered if rank.failure is None or each == signal.SIGKILL]
 
@@ -252,6 +258,10 @@ class RunPolicy:
         for rank in failed:
             rank.must_exit_s = min(rank.must_exit_s, now_s + _EXIT_DEADLINE_S)
         return [Signal(rank.number, signal.SIGKILL) for rank in failed if now_s > rank.must_exit_s]
+
+
+def _is_stronger(how: How, than: How | None) -> bool:
+    return than is None or _STRENGTH.index(how) > _STRENGTH.index(than)
 
 
 def first_failed(failed: Mapping[int, events.Failed], died_s: Mapping[int, float] = {}) -> int | None:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 
 from notebook_accel.launching.agent.runs import Run, open_rank
@@ -68,13 +67,3 @@ def test_rank_that_is_interrupted_before_it_has_a_process_is_terminated(
     run.end("interrupt", "interrupted")
     run.ranks[1].forked(child.pid)  # too young to handle an interrupt
     assert child.wait(20) == -signal.SIGTERM
-
-
-@pytest.mark.parametrize(("max_restarts", "saves"), [(0, True), (1, False)])
-def test_rank_is_not_interrupted_to_save_if_elastic_may_restart_it(max_restarts: int, saves: bool) -> None:
-    meeting = messages.Meeting(
-        num_nodes=2, node_rank=0, backend="static", host="", port=1, timeout_s=1.0, silence_s=1.0
-    )
-    options = messages.ElasticOptions(max_restarts=max_restarts, monitor_interval_s=1.0, run_id="", meeting=meeting)
-    launch = msgspec.structs.replace(LAUNCH, saves=True, elastic=options)
-    assert Run(launch, []).policy.saves is saves

@@ -24,7 +24,7 @@ from notebook_accel.launching.elastic import elastic_agent, nodes, rendezvous
 from notebook_accel.launching.elastic.elastic_agent import AgentConnection, ElasticAgent
 from notebook_accel.launching.elastic.rendezvous import RefusedError
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.protocol import elastic_messages
+from notebook_accel.protocol import elastic_messages, events
 from notebook_accel.protocol.agent_messages import ElasticOptions, Meeting
 from notebook_accel.protocol.channel import Connection, EventLoop
 
@@ -158,6 +158,22 @@ def test_stop_that_crosses_with_the_end_of_ranks_is_not_for_the_next_ones(agent:
     agent.ranks_fail()
     agent.look()
     assert state(elastic) is api.WorkerState.FAILED  # it is told of the ranks that are there now
+
+
+def test_rank_that_was_interrupted_to_save_is_restarted_with_the_others(agent: Agent, elastic: ElasticAgent) -> None:
+    agent.run.policy.saves = True
+    elastic._initialize_workers(elastic._worker_group)
+    agent.read()
+    assert state(elastic) is api.WorkerState.HEALTHY
+    first, second = agent.run.ranks
+    first.take(events.Started(pid=1))
+    second.take(events.Failed(kind="ValueError", message="", traceback=""))
+    agent.look()
+    first.take(events.Failed(kind="KeyboardInterrupt", message="", traceback=""))
+    agent.ranks_fail()
+    agent.look()
+    assert state(elastic) is api.WorkerState.FAILED
+    assert elastic._here.failure is not None and elastic._here.failure.what.startswith("ValueError")
 
 
 def test_end_of_ranks_that_are_gone_is_not_that_of_the_next_ones(agent: Agent, elastic: ElasticAgent) -> None:

@@ -244,6 +244,16 @@ def test_first_rank_gets_its_time_to_save(
     assert sent[-1] == Signal(2, signal.SIGKILL) and policy.reason == "failed"
 
 
+def test_interrupt_to_save_is_not_taken_for_one_that_somebody_has_asked_for() -> None:
+    policy = RunPolicy(ranks=started(), grace_s=_GRACE_S, saves=True)
+    policy.ranks[1].take(raised())
+    policy.orders(0.0)
+    policy.ranks[0].take(raised("KeyboardInterrupt"))
+    assert not policy.is_final
+    policy.ranks[2].take(raised("KeyboardInterrupt"))
+    assert policy.is_final
+
+
 def test_first_rank_is_not_interrupted_before_a_restart() -> None:
     policy = RunPolicy(ranks=started(), grace_s=_GRACE_S, saves=True, max_restarts=1)
     policy.ranks[1].take(raised())
@@ -267,6 +277,26 @@ def test_request_takes_the_place_of_a_failure_that_would_have_restarted_the_rank
     policy.orders(0.0)
     policy.end("stop", "stopped")
     assert policy.reason == reason
+
+
+@pytest.mark.parametrize("how", ["interrupt", "stop"])
+def test_repeated_or_weaker_request_does_not_postpone_the_next_signal(how: How) -> None:
+    policy = RunPolicy(ranks=started(1), grace_s=_GRACE_S)
+    policy.end("stop", "stopped")
+    assert policy.orders(0.0) == [Signal(0, signal.SIGTERM)]
+    policy.end(how, "interrupted")
+    assert policy.orders(4.0) == [] and policy.orders(5.1) == [Signal(0, signal.SIGKILL)]
+    assert policy.reason == "stopped"
+
+
+def test_kept_run_without_any_rank_goes_on_until_it_is_ended() -> None:
+    policy = RunPolicy(ranks=started(), grace_s=_GRACE_S, keeps=True)
+    for rank in policy.ranks:
+        rank.status = 3
+    assert policy.interrupt() == policy.orders(0.0) == []
+    assert (policy.outcome, policy.reason) == ("", "")
+    policy.end("stop", "stopped")
+    assert (policy.outcome, policy.reason) == ("over", "stopped")
 
 
 @pytest.mark.parametrize(("kind", "outcome"), [("ValueError", "restart"), ("KeyboardInterrupt", "over")])
