@@ -366,13 +366,15 @@ class RemoteRun(abc.ABC):
             facts.said_finished = facts.said_finished and not is_lost  # a lost node takes the results with it
         if is_lost or (reason == "failed" and not self._policy.reason):
             self._policy.fail()
-        elif (reason or error is not None) and not self._policy.reason:
-            self._policy.end("stop", reason or "failed")
+        elif error is not None:  # the system has refused something, which ends a run on one machine too
+            self._policy.end("stop", "failed")
+        elif reason and not self._policy.reason:
+            self._policy.end("stop", reason)
         self._carry_out_orders()
 
     def _hear_request(self) -> None:
-        """Tell the policy how the user has asked to end the run."""
-        if self._requested_end is not None:
+        """Tell the policy how the user has asked to end the run, unless it is over and only its results are copied."""
+        if self._requested_end is not None and self._policy.outcome != "over":
             self._policy.end(self._requested_end, REASONS[self._requested_end])
 
     def _carry_out_orders(self) -> None:

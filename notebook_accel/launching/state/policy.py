@@ -200,9 +200,7 @@ class RunPolicy:
         self._end(how, "failed", _SAVE_AND_STOP if saves else _SIGNALS[how])
 
     def end(self, how: How, reason: Reason) -> None:
-        """End the run for good, unless it is already over."""
-        if self.ranks and self.outcome == "over":
-            return
+        """End the run for good."""
         self._end(how, reason, _SIGNALS[how])
         self.final_reason = self.final_reason or reason
         if self.max_restarts and self.reason == "failed":

@@ -15,7 +15,13 @@ import pytest
 import torch.distributed
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import NotebookAccelError, RankFailedError, RunStoppedError, SupervisorLostError
+from notebook_accel.errors import (
+    NotebookAccelError,
+    RankFailedError,
+    RunStoppedError,
+    RunTimeoutError,
+    SupervisorLostError,
+)
 from notebook_accel.launching.kernel import launcher, run_payload
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.job import Job, LaunchRequest
@@ -260,6 +266,15 @@ def test_ranks_save_when_no_restart_follows_the_failure(running: Engine, tmp_pat
         job.results(DEADLINE_S)
     assert job.restarts == ("rank 3: ValueError: no images",)
     assert sorted(mark.name for mark in tmp_path.glob("* saves in *")) == [f"{rank} saves in 1" for rank in range(3)]
+
+
+def test_timeout_of_a_run_on_one_node_is_its_reason(running: Engine, tmp_path: pathlib.Path) -> None:
+    alone = Engine()
+    alone.nodes = running.nodes[:1]
+    with pytest.raises(RunTimeoutError):
+        alone.start(waits, str(tmp_path), timeout_s=1.0, max_restarts=1).results(DEADLINE_S)
+    with pytest.raises(RunTimeoutError):
+        alone.start(waits, str(tmp_path), timeout_s=1.0).results(DEADLINE_S)
 
 
 def test_nothing_is_started_again_after_an_interrupt(running: Engine) -> None:

@@ -330,14 +330,6 @@ def test_timeout_is_that_of_all_attempts_together() -> None:
     assert policy.reason == "timeout"
 
 
-def test_request_after_the_last_exit_changes_nothing() -> None:
-    policy = RunPolicy(ranks=started(), grace_s=_GRACE_S)
-    for rank in policy.ranks:
-        rank.said_finished, rank.status = True, 0
-    policy.end("stop", "stopped")
-    assert (policy.outcome, policy.reason) == ("over", "")
-
-
 @hypothesis.given(
     kinds=st.dictionaries(ranks, st.sampled_from(["ValueError", "LostPeer"])),
     died=st.sets(ranks),
