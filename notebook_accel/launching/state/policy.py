@@ -41,7 +41,6 @@ _KILL: _Signals = ((signal.SIGKILL, signal.SIGKILL),)
 _STOP: _Signals = ((signal.SIGTERM, signal.SIGTERM), *_KILL)
 # For each way to end a run, in rising strength: the signals to the first rank and to the others.
 _SIGNALS: dict[How, _Signals] = {"interrupt": ((signal.SIGINT, signal.SIGINT), *_STOP), "stop": _STOP, "kill": _KILL}
-_STRENGTH = list(_SIGNALS)
 HOW: dict[signal.Signals, How] = {signal.SIGINT: "interrupt", signal.SIGTERM: "stop", signal.SIGKILL: "kill"}
 _SAVE_AND_STOP: _Signals = ((signal.SIGINT, signal.SIGTERM), *_STOP)
 
@@ -259,7 +258,7 @@ class RunPolicy:
 
 
 def _is_stronger(how: How, than: How | None) -> bool:
-    return than is None or _STRENGTH.index(how) > _STRENGTH.index(than)
+    return than is None or len(_SIGNALS[how]) < len(_SIGNALS[than])
 
 
 def first_failed(failed: Mapping[int, events.Failed], died_s: Mapping[int, float] = {}) -> int | None:
