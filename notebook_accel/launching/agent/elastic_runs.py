@@ -190,7 +190,7 @@ class ElasticRuns:
             elif said.refusal is not None:
                 run.refuse(said.refusal)
             else:
-                run.policy.fail("kill")
+                run.end("kill", "failed")
         for sock in listening:
             sock.close()
 
@@ -199,6 +199,7 @@ class ElasticRuns:
     ) -> None:
         run = elastic.run
         run.begin_at(said.places, listening)
+        run.policy.restarts = said.restarts
         elastic.attempt, elastic.has_ranks, elastic.knows_results = said.attempt, True, False
         self.tell_kernel(
             messages.Starting(

@@ -93,11 +93,12 @@ class Run:
     _next_look_s: float = 0.0
 
     def __post_init__(self) -> None:
+        elastic = self.launch.elastic
         self.policy = RunPolicy(
             ranks=self.ranks,
             grace_s=self.launch.grace_s,
             timeout_s=self.launch.timeout_s,
-            max_restarts=self.launch.max_restarts,
+            max_restarts=self.launch.max_restarts if elastic is None else elastic.max_restarts,
             keeps=self.launch.on_death == "keep",
             saves=self.launch.saves,
             is_part=bool(self.launch.places),

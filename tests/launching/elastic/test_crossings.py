@@ -6,6 +6,7 @@ Both ends are the real ones, in one process and a step at a time; the ranks have
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -160,8 +161,12 @@ def test_stop_that_crosses_with_the_end_of_ranks_is_not_for_the_next_ones(agent:
     assert state(elastic) is api.WorkerState.FAILED  # it is told of the ranks that are there now
 
 
-def test_rank_that_was_interrupted_to_save_is_restarted_with_the_others(agent: Agent, elastic: ElasticAgent) -> None:
+@pytest.mark.parametrize("has_restarts", [False, True])
+def test_rank_is_interrupted_to_save_if_no_restart_is_left_and_the_failure_is_named(
+    agent: Agent, elastic: ElasticAgent, has_restarts: bool
+) -> None:
     agent.run.policy.saves = True
+    agent.run.policy.max_restarts = 9 if has_restarts else 0
     elastic._initialize_workers(elastic._worker_group)
     agent.read()
     assert state(elastic) is api.WorkerState.HEALTHY
@@ -169,7 +174,9 @@ def test_rank_that_was_interrupted_to_save_is_restarted_with_the_others(agent: A
     first.take(events.Started(pid=1))
     second.take(events.Failed(kind="ValueError", message="", traceback=""))
     agent.look()
-    first.take(events.Failed(kind="KeyboardInterrupt", message="", traceback=""))
+    assert first._waiting_signal == (signal.SIGTERM if has_restarts else signal.SIGINT)
+    if not has_restarts:
+        first.take(events.Failed(kind="KeyboardInterrupt", message="", traceback=""))
     agent.ranks_fail()
     agent.look()
     assert state(elastic) is api.WorkerState.FAILED
