@@ -191,12 +191,12 @@ class RunPolicy:
         self.is_interrupted_at_start = not self.ranks
         return [Signal(rank.number, signal.SIGINT) for rank in self.ranks if rank.is_working]
 
-    def fail(self, how: How = "stop") -> None:
-        """End the ranks because of a failure, which may restart them."""
-        first = self.ranks[0] if self.ranks and self.saves_at_failure else None
-        saves = how == "stop" and not self.reason and first is not None and first.said_started and first.is_working
+    def fail(self) -> None:
+        """Stop the ranks because of a failure, which may restart them."""
+        first = self.ranks[0]
+        saves = self.saves_at_failure and not self.reason and first.said_started and first.is_working
         self._attempt.saves = self._attempt.saves or saves
-        self._end(how, "failed", _SAVE_AND_STOP if saves else _SIGNALS[how])
+        self._end("stop", "failed", _SAVE_AND_STOP if saves else _STOP)
 
     def end(self, how: How, reason: Reason) -> None:
         """End the run for good."""
