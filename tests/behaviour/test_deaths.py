@@ -22,7 +22,6 @@ Launch = Callable[..., Job]
     ("how", "message"),
     [
         ("exit", "rank 1 of 3 exited with status 5"),
-        pytest.param("crash", "rank 1 of 3 was killed by SIGSEGV", marks=pytest.mark.slow),
         pytest.param("raise", "rank 1 of 3 failed: ValueError: its own reason", marks=pytest.mark.slow),
     ],
 )

@@ -198,20 +198,6 @@ while True: time.sleep(1)""")
     assert "trained: rank 0 was ended before it could send them" in outcome.traceback
 
 
-@pytest.mark.slow
-@on_both_engines
-def test_failed_ranks_own_threads_do_not_delay_the_end(notebook: kernels.Kernel, how: Way) -> None:
-    started = time.monotonic()
-    outcome = notebook.run(f"""%%distributed -n 2 {how}
-import threading
-if {RANK}:
-    threading.Thread(target=time.sleep, args=(60,)).start()
-    raise ValueError("boom")
-time.sleep(60)""")
-    assert time.monotonic() - started < 30  # neither the thread's 60 s nor rank 0's
-    assert "rank 1 of 2 failed" in outcome.traceback and "rank 0: stopped" in outcome.traceback
-
-
 LEFT_OPEN = """
 import csv, gzip
 rows = open(f"{folder}/rows{RANK}", "w")
@@ -305,15 +291,6 @@ def test_crash_in_native_code_shows_the_line_of_python(notebook: kernels.Kernel,
     )
     of_memory = re.search(r"this rank had used up to \d+ MiB, and there is 1 rank", outcome.traceback)
     assert (of_memory is not None) is ("fork" in how.flags)
-
-
-@pytest.mark.slow
-def test_repeated_stops_do_not_postpone_the_kill(notebook: kernels.Kernel) -> None:
-    cell = "%%distributed -n 1 --background --out deaf --view none --grace_s 1"
-    notebook.run(cell + "\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(60)")
-    notebook.run("deadline = time.monotonic() + 30\nwhile deaf.status == 'starting': time.sleep(0.05)")
-    notebook.run("while not deaf.done and time.monotonic() < deadline: deaf.stop(); time.sleep(0.1)")
-    assert notebook.run("deaf.status, time.monotonic() < deadline").result == "('stopped', True)"
 
 
 @pytest.mark.slow

@@ -58,17 +58,6 @@ def test_run_without_any_rank_waits_for_one_to_be_started_again(launch: Launch) 
         job.results()
 
 
-def test_run_without_any_rank_can_be_stopped(launch: Launch) -> None:
-    job = launch(os._exit, 3, on_death="keep")
-    deaths = heard_of(job, events.Ended)
-    processes.wait_until(lambda: len(deaths()) == 2, "both are dead")
-    job.interrupt(escalate=False)
-    assert not job.done
-    job.stop()
-    assert job.wait(20)
-    assert job.status == "stopped"
-
-
 def test_rank_that_cannot_be_started_again_says_why(launch: Launch) -> None:
     kept = launch(functions.waits, on_death="keep")
     pids_of(kept)

@@ -23,10 +23,11 @@ from notebook_accel.launching import logs
 from notebook_accel.launching.agent.audience import Attachments, Audience, Kernel
 from notebook_accel.launching.agent.elastic_runs import ElasticRuns
 from notebook_accel.launching.agent.inspection import Inspection
-from notebook_accel.launching.agent.runs import REASONS, Rank, Run, fork_order, open_rank
+from notebook_accel.launching.agent.runs import Rank, Run, fork_order, open_rank
 from notebook_accel.launching.agent.templates import TemplateProcess, Templates
 from notebook_accel.launching.processes import end_with_parent, kill_group
 from notebook_accel.launching.run_folders import RunFolder
+from notebook_accel.launching.state.policy import REASONS
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message, close_all
@@ -94,7 +95,7 @@ class Agent:
             pass
         finally:
             for run in self._runs.values():
-                run.end_ranks("kill")
+                run.end("kill", "stopped")
             self._templates.close()
 
     @property
@@ -110,10 +111,11 @@ class Agent:
             with self._ending_run_on_error(run):
                 run.tick(now_s)
                 self._read_logs(run, now_s)
-            if run.is_over and run.is_to_restart:
+            outcome = run.policy.outcome
+            if outcome == "restart":
                 with self._ending_run_on_error(run):
                     self._restart(run)
-            elif run.is_over:
+            elif outcome == "over":
                 self._run_ended(run)
         for job_id, inspection in list(self._inspections.items()):
             if (dumps := inspection.look(now_s)) is not None:
@@ -143,7 +145,7 @@ class Agent:
             self._detach(told, message)
         elif isinstance(told, messages.Release):
             if told.job_id in self._runs:
-                self._runs[told.job_id].release()
+                self._runs[told.job_id].policy.release()
         elif isinstance(told, messages.Quit):
             self._leave("stopped")
 
@@ -219,14 +221,13 @@ class Agent:
         for run in list(template.runs):
             for rank in run.alive:
                 self._read_rank(run, rank)
-            if run.may_requeue and template.pidfd < 0:
+            if run.policy.may_requeue and template.pidfd < 0:
                 self._requeue(run, template)
                 again.append(run)
                 continue
-            if not template.is_ready and not run.reason:
+            if not template.is_ready and not run.policy.reason:
                 run.refuse(_FORK_FAILED)
-            run.end_ranks("kill", "template lost")
-            run.stop_restarting(run.reason)
+            run.end("kill", run.policy.reason or "template lost")
             self._elastic.lost(run)
             for rank in run.alive:
                 self._rank_ended(run, rank, -signal.SIGKILL)
@@ -256,7 +257,7 @@ class Agent:
         """Make a run wait for the next template: its own died before any rank reached the user's code."""
         for rank in run.alive:
             self._loop.unwatch(rank.connection.fileno())
-        run.reset_to_unstarted()
+        run.requeue()
         template.runs.remove(run)
         del self._runs[run.launch.job_id]
 
@@ -325,17 +326,16 @@ class Agent:
 
     def _restart(self, run: Run) -> None:
         """Restart all ranks of a run, after one has failed and all are gone."""
-        run.reset_for_restart()
+        run.restart()
         run.tick(time.monotonic())
-        if run.reason:  # the run's timeout has passed meanwhile
+        if run.policy.reason:  # the run's timeout has passed meanwhile
             return
-        run.restarts += 1
         if (broken := _open_store(run)) is not None:
             run.refuse(broken)
             return
         size = run.launch.world_size
         self._tell_kernel(
-            messages.Starting(job_id=run.launch.job_id, restarts=run.restarts, first_rank=0, world_size=size)
+            messages.Starting(job_id=run.launch.job_id, restarts=run.policy.restarts, first_rank=0, world_size=size)
         )
         self._start_ranks(run)
 
@@ -347,7 +347,7 @@ class Agent:
 
     def _respawn(self, told: messages.Respawn) -> None:
         run = self._runs.get(told.job_id)
-        if run is None or run.reason or not run.may_respawn(told.rank):
+        if run is None or not run.may_respawn(told.rank):
             return  # the run has ended, or the rank is alive again
         self._send_event(run, run.ranks[told.rank], events.Respawning())  # for kernels that attach later
         self._fork(run, self._templates.of(run), told.rank)
@@ -374,7 +374,7 @@ class Agent:
     def _not_started(self, run: Run, number: int, why: str) -> None:
         text = f"Rank {number} of {run.launch.world_size} could not be started: {why}."
         rank = run.ranks[number] if number < len(run.ranks) else None
-        if run.keeps and rank is not None:
+        if run.policy.keeps and rank is not None:
             self._send_event(run, rank, events.Output(text=text))
         else:
             run.refuse(messages.Broken(text=text, fix=_MORE_ROOM))
@@ -382,7 +382,7 @@ class Agent:
             self._rank_ended(run, rank, 1)
 
     def _rank_ended(self, run: Run, rank: Rank, status: int, peak_bytes: int = 0) -> None:
-        rank.status = status
+        rank.status, rank.exited_s = status, time.monotonic()
         self._read_rank(run, rank)
         rank.log.finish()
         self._loop.unwatch(rank.connection.fileno())
@@ -395,8 +395,6 @@ class Agent:
             shortage=self._memory.shortage() if status else None,
         )
         self._send_event(run, rank, ended)
-        if not rank.said_finished:
-            run.rank_failed(rank)
 
     def _run_ended(self, run: Run) -> None:
         del self._runs[run.launch.job_id]
@@ -405,7 +403,9 @@ class Agent:
             self._refuse(run, run.refusal)
         else:
             run.close_descriptors()
-            self._tell_kernel(messages.RunEnded(job_id=run.launch.job_id, reason=run.reason, elsewhere=elsewhere))
+            self._tell_kernel(
+                messages.RunEnded(job_id=run.launch.job_id, reason=run.policy.reason, elsewhere=elsewhere)
+            )
         self._audience.flush()  # a cell waits for this message; the cleanup below can come later
         self._templates.release(run)
         run.ended()
@@ -423,8 +423,7 @@ class Agent:
             self._tell_kernel(messages.RunEnded(job_id=told.job_id, reason=reason))
         if told.job_id in self._runs:
             run = self._runs[told.job_id]
-            run.end_ranks(told.how, reason)
-            run.stop_restarting(reason)
+            run.end(told.how, reason)
             self._templates.end_unready_fork_for(run)
 
     def _inspect(self, told: messages.Inspect) -> None:
@@ -465,33 +464,22 @@ class Agent:
             event = events.decode(body)
         except msgspec.DecodeError:
             return  # a garbled message of one rank must not end all runs
+        rank.take(event)
         if isinstance(event, events.Started):
-            rank.said_started = True
             rank.forked(event.pid)  # the template may report the pid later than the rank itself
             run.tell_name(rank)
-            if not run.needs_descriptors:
+            if not run.policy.may_start_ranks:
                 run.close_descriptors()
         elif isinstance(event, events.Finished):
-            rank.said_finished = True
-            self._rank_finished(run)
-        elif isinstance(event, events.Failed):
-            rank.failure = msgspec.structs.replace(event, exception=b"")
-            run.rank_failed(rank)  # don't wait for its exit, which its threads and children may delay
+            finished = [run.first_rank + each.number for each in run.ranks if each.said_finished]
+            for other in run.alive:
+                if not other.said_finished:
+                    other.tell(messages.PeersFinished(ranks=finished))
         elif isinstance(event, events.Progress):
             rank.steps = event.steps
         elif isinstance(event, events.Display):
             rank.log.read(time.monotonic(), event.log_bytes)  # first the lines that were printed before the display
         self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=msgspec.Raw(body)))
-
-    def _rank_finished(self, run: Run) -> None:
-        finished = [rank for rank in run.ranks if rank.said_finished]
-        if len(finished) < len(run.ranks):
-            told = messages.PeersFinished(ranks=[run.first_rank + rank.number for rank in finished])
-            for rank in run.alive:
-                if not rank.said_finished:
-                    rank.tell(told)
-        elif not (run.is_held or run.launch.places):
-            run.release()
 
     def _send_event(self, run: Run, rank: Rank, event: events.Event) -> None:
         raw = msgspec.Raw(events.encode(event))

@@ -21,6 +21,7 @@ from notebook_accel.formatting import plain_lines
 from notebook_accel.launching.agent.runs import Run
 from notebook_accel.launching.agent.templates import TemplateProcess
 from notebook_accel.launching.processes import kill_group, resume_if_stopped
+from notebook_accel.launching.state.policy import first_failed
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import elastic_messages, events
 from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message
@@ -55,9 +56,10 @@ class _ElasticProcess:
 
     def send_away(self, now_s: float) -> None:
         """Order the process to end the run, as was requested, and to tell the other nodes."""
-        self.run.reason = self.run.requested_end or self.run.reason
+        policy = self.run.policy
+        policy.reason = policy.final_reason or policy.reason
         self.is_ending, self.must_go_s = True, now_s + _LEAVING_S
-        self.tell(elastic_messages.Leave(why=f"The run was ended there ({self.run.reason})."))
+        self.tell(elastic_messages.Leave(why=f"The run was ended there ({policy.reason})."))
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -78,7 +80,7 @@ class ElasticRuns:
         elastic = _ElasticProcess(run, ours)
         self.loop.watch(ours.fileno(), lambda: self._read(elastic))
         self._all[run.launch.job_id] = elastic
-        run.is_held = True
+        run.policy.is_held = True
         launch = run.launch
         assert launch.elastic is not None
         order = messages.ForkElastic(
@@ -139,17 +141,17 @@ class ElasticRuns:
                 kill_group(elastic.pid)
         if elastic.is_ending:
             return
-        if elastic.has_ranks and not elastic.knows_results and all(rank.said_finished for rank in run.ranks):
+        if elastic.has_ranks and not elastic.knows_results and run.policy.have_all_finished:
             elastic.knows_results = True
             elastic.tell(elastic_messages.RanksFinished(attempt=elastic.attempt))
         if run.alive:
             return
         failure = _first_failure(run)
-        if run.is_ending_for_good:
+        if run.policy.is_final:
             elastic.send_away(now_s)
-        elif elastic.has_ranks and not (elastic.knows_results and not run.reason):
+        elif elastic.has_ranks and not (elastic.knows_results and not run.policy.reason):
             elastic.has_ranks, elastic.steps = False, None
-            run.reset_for_restart()
+            run.restart()
             elastic.tell(elastic_messages.RanksEnded(attempt=elastic.attempt, failure=failure))
 
     def _read(self, elastic: _ElasticProcess) -> None:
@@ -169,14 +171,14 @@ class ElasticRuns:
         if isinstance(said, elastic_messages.StartRanks):
             if not message.is_whole:
                 run.refuse(messages.Broken(text=f"The ranks could not be started: {os.strerror(errno.EMFILE)}."))
-            if not (run.reason or run.requested_end):
+            if not run.policy.reason:
                 self._start(elastic, said, listening.pop() if listening else None)
             elif not elastic.is_ending:
                 elastic.send_away(time.monotonic())
         elif isinstance(said, elastic_messages.StopRanks):
             # Without ranks there is nothing to stop: the report of their end is already on its way.
             if elastic.has_ranks and said.attempt == elastic.attempt:
-                run.end_ranks("stop", "failed")
+                run.policy.fail()
         elif isinstance(said, events.Nodes):
             raw = msgspec.Raw(events.encode(said))
             self.tell_kernel(messages.Said(job_id=run.launch.job_id, rank=0, event=raw))
@@ -184,11 +186,11 @@ class ElasticRuns:
             elastic.is_ending, elastic.elsewhere = True, said.failure
             elastic.must_go_s = time.monotonic() + _LEAVING_S
             if said.has_succeeded:
-                run.release()
+                run.policy.release()
             elif said.refusal is not None:
                 run.refuse(said.refusal)
             else:
-                run.end_ranks("kill", "failed")
+                run.end("kill", "failed")
         for sock in listening:
             sock.close()
 
@@ -197,6 +199,7 @@ class ElasticRuns:
     ) -> None:
         run = elastic.run
         run.begin_at(said.places, listening)
+        run.policy.restarts = said.restarts
         elastic.attempt, elastic.has_ranks, elastic.knows_results = said.attempt, True, False
         self.tell_kernel(
             messages.Starting(
@@ -214,9 +217,9 @@ class ElasticRuns:
         elastic.pid = None
         self._read(elastic)  # the process's last message
         if not elastic.is_ending:
-            elastic.run.end_ranks("kill", "elastic lost")
+            elastic.run.end("kill", "elastic lost")
         elastic.is_ending = True
-        elastic.run.is_held = False
+        elastic.run.policy.is_held = False
         self.loop.unwatch(elastic.connection.fileno())
         elastic.connection.close()
 
@@ -232,29 +235,27 @@ def _tell_steps(elastic: _ElasticProcess) -> None:
 
 
 def _first_failure(run: Run) -> messages.Failure | None:
-    """Return the failure of the rank that failed first. Ranks that only lost a peer come last."""
-    died = [rank for rank in run.ranks if rank.failure is None and rank.status and not rank.was_told_to_end]
-    raised = sorted(
-        (rank.failure.lost_peer, rank.failure.time_s, rank.number) for rank in run.ranks if rank.failure is not None
-    )
-    if raised and not (raised[0][0] and died):
-        rank = run.ranks[raised[0][2]]
-        said = rank.failure
-        assert said is not None
-        at = f" at {said.line}" if said.line else ""
-        what = f"{said.kind}: {next(plain_lines(said.message.strip()), '')}{at}"
-        return messages.Failure(
-            what=what,
-            rank=run.place_of(rank.number)[0].rank,
-            traceback=said.traceback[-_MOST_TRACEBACK_CHARACTERS:],
-            status=_status_of(said.kind, said.message),
-            lost_peer=said.lost_peer,
-        )
-    for rank in died:
-        assert rank.status is not None
+    """Return the failure of the rank that failed first, ``None`` if the ranks were stopped."""
+    raised = {rank.number: rank.failure for rank in run.ranks if rank.failure is not None}
+    exited = [rank for rank in run.ranks if rank.status is not None and not rank.was_told_to_end]
+    died = [rank for rank in exited if rank.failure is None and (rank.status or not rank.said_finished)]
+    number = first_failed(raised, {rank.number: rank.exited_s for rank in died})
+    if number is None:
+        return None
+    rank, said = run.ranks[number], raised.get(number)
+    place, _ = run.place_of(number)
+    if said is None:
+        assert rank.status is not None, "a rank that failed has raised or ended"
         end = f"killed by {signal_name(-rank.status)}" if rank.status < 0 else f"exited with status {rank.status}"
-        return messages.Failure(what=end, rank=run.place_of(rank.number)[0].rank, status=rank.status)
-    return None
+        return messages.Failure(what=end, rank=place.rank, status=rank.status)
+    at = f" at {said.line}" if said.line else ""
+    return messages.Failure(
+        what=f"{said.kind}: {next(plain_lines(said.message.strip()), '')}{at}",
+        rank=place.rank,
+        traceback=said.traceback[-_MOST_TRACEBACK_CHARACTERS:],
+        status=_status_of(said.kind, said.message),
+        lost_peer=said.lost_peer,
+    )
 
 
 def _status_of(kind: str, message: str) -> int:

@@ -16,8 +16,10 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import math
 import pathlib
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +33,7 @@ from notebook_accel.errors import LaunchError, NotebookAccelError, SupervisorLos
 from notebook_accel.launching.kernel.agent_process import AgentLink
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.remote.host import NodeFacts
+from notebook_accel.launching.state.policy import HOW, REASONS, RankFacts, Release, RunPolicy, Signal
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
@@ -215,7 +218,7 @@ class NodePart:
 
     @property
     def saves(self) -> bool:
-        return self.run.job.saves
+        return self.run.saves
 
     @property
     def ranks_in_words(self) -> str:
@@ -248,16 +251,24 @@ class RemoteRun(abc.ABC):
         self._variables = variables
         self._parts: Sequence[NodePart] = ()
         self._is_launched = False
+        self._ranks: list[RankFacts] = []  # of all parts
+        # The agents escalate signals, and stop their part when a rank there has failed.
+        self._policy = RunPolicy(
+            ranks=self._ranks, grace_s=math.inf, max_restarts=job.config.max_restarts, saves=job.saves
+        )
         self._requested_end: messages.How | None = None  # how the user asked to end the run
-        self._reason: Reason = ""
         self._error: NotebookAccelError | None = None
-        self._finished: set[int] = set()
         self._ended_parts: queue.SimpleQueue[NodePart] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards what the agents' threads change; the kernel's main thread never takes it
 
     def start(self) -> None:
         """Start the run's thread, which ends with the run."""
         threading.Thread(target=self._run, name=f"notebook-accel-run-{self.job.id}", daemon=True).start()
+
+    @property
+    def saves(self) -> bool:
+        """True if the next failure of a rank interrupts those that have variables to send back."""
+        return self._policy.saves_at_failure
 
     # What an engine adds --------------------------------------------------------------------------------------------
 
@@ -308,12 +319,6 @@ class RemoteRun(abc.ABC):
                 part.dumps = None
         self._tell_parts(lambda part_id: msgspec.structs.replace(order, job_id=part_id))
 
-    def _end_parts(self, how: messages.How, *, interrupting: str = "") -> None:
-        """End the parts. The part ``interrupting`` is interrupted first, so that rank 0 saves its variables."""
-        self._tell_parts(
-            lambda part_id: messages.End(job_id=part_id, how="interrupt" if part_id == interrupting else how)
-        )
-
     def _tell_parts(self, message_to: Callable[[str], messages.ToAgent]) -> None:
         for part in self._parts:
             if not part.has_ended:
@@ -327,12 +332,10 @@ class RemoteRun(abc.ABC):
         self.job.deliver(rank, event)
         if isinstance(event, events.Output):
             self._keep_log(rank, event, part.address)
-        elif isinstance(event, events.Finished):
+        elif isinstance(event, events.Started | events.Finished):
             with self._lock:
-                self._finished.add(rank)
-                have_all_finished = len(self._finished) == self.job.world_size
-            if have_all_finished:
-                self._tell_parts(lambda part_id: messages.Release(job_id=part_id))
+                self._ranks[rank].take(event)
+                self._carry_out_orders()
 
     def take_dumps(self, part: NodePart, dumps: Sequence[RankDump]) -> None:
         """Store the stacks of a part's ranks. Once those of all parts are there, deliver them to the job."""
@@ -346,18 +349,43 @@ class RemoteRun(abc.ABC):
         """Record the end of a part. The first failed part ends the others, unless all were told to end."""
         if part not in self._parts:
             return  # the part belongs to an earlier attempt
-        is_lost = isinstance(error, SupervisorLostError)
         with self._lock:
             part.has_ended = True
-            is_first = not self._reason
-            if error is not None and self._error is None and (is_first or not is_lost):
-                self._error = error
-            if is_first and (reason or error is not None):
-                self._reason = reason or "failed"
-        if is_lost or (is_first and self._reason and self._requested_end is None):
-            saves = self.job.saves and not self.job.config.max_restarts
-            self._end_parts("stop", interrupting=self._parts[0].id if saves else "")
+            self._ranks_ended(part.ranks, reason, error)
         self._ended_parts.put(part)
+
+    def _ranks_ended(self, ranks: range, reason: Reason, error: NotebookAccelError | None) -> None:
+        """Record that ranks are gone: their agent has ended them for this reason, or the error has."""
+        self._hear_request()
+        is_lost = isinstance(error, SupervisorLostError)
+        if error is not None and self._error is None and not (is_lost and self._policy.reason):
+            self._error = error
+        for rank in ranks:
+            facts = self._ranks[rank]
+            facts.status, facts.failure = -signal.SIGKILL, self.job.state.ranks[rank].failed
+            facts.said_finished = facts.said_finished and not is_lost  # a lost node takes the results with it
+        if is_lost or (reason == "failed" and not self._policy.reason):
+            self._policy.fail()
+        elif error is not None:  # the system has refused something, which ends a run on one machine too
+            self._policy.end("stop", "failed")
+        elif reason and not self._policy.reason:
+            self._policy.end("stop", reason)
+        self._carry_out_orders()
+
+    def _hear_request(self) -> None:
+        """Tell the policy how the user has asked to end the run, unless it is over and only its results are copied."""
+        if self._requested_end is not None and self._policy.outcome != "over":
+            self._policy.end(self._requested_end, REASONS[self._requested_end])
+
+    def _carry_out_orders(self) -> None:
+        orders = self._policy.orders(time.monotonic())
+        if Release() in orders:
+            self._tell_parts(lambda part_id: messages.Release(job_id=part_id))
+        signals = {order.rank: order.number for order in orders if isinstance(order, Signal)}
+        for part in self._parts:
+            number = next((signals[rank] for rank in part.ranks if rank in signals), None)
+            if number is not None and not part.has_ended:
+                part.agent.tell(messages.End(job_id=part.id, how=HOW[number]))
 
     def _keep_log(self, rank: int, output: events.Output, address: str) -> None:
         """Append a rank's output on its node to its log on this machine. Errors such as a full disk are ignored."""
@@ -372,26 +400,25 @@ class RemoteRun(abc.ABC):
     def _run(self) -> None:
         with self._using_nodes():
             try:
-                restarts = 0
-                self._attempt(restarts)
-                while restarts < self.job.config.max_restarts and self._may_restart():
-                    restarts += 1
-                    self._attempt(restarts)
+                self._attempt()
+                while self._is_to_restart():
+                    self._policy.restart()
+                    self._attempt()
             except BaseException as error:  # noqa: BLE001 - after any error, nobody may wait for ever
                 self._error = self._error or _run_lost_error(error)
             if self._error is not None:
                 self._error.__traceback__ = self._error.__context__ = None  # they would keep the engine's objects alive
-        self.job.end(self._reason, self._error)
+        self.job.end(self._policy.reason, self._error)
 
-    def _may_restart(self) -> bool:
-        # A refusal of the system ends a run on one machine too.
-        was_refused = self._error is not None and not isinstance(self._error, SupervisorLostError)
-        has_failed = self._error is not None or self._reason == "failed"
-        return has_failed and self._requested_end is None and not was_refused and self._can_restart()
+    def _is_to_restart(self) -> bool:
+        with self._lock:
+            self._hear_request()
+            return self._policy.outcome == "restart" and self._can_restart()
 
-    def _attempt(self, restarts: int) -> None:
-        before, self._reason, self._error = self._error, "", None
-        self._finished.clear()
+    def _attempt(self) -> None:
+        before, self._error = self._error, None
+        restarts = self._policy.restarts
+        self._ranks[:] = map(RankFacts, range(self.job.world_size))
         self.job.start(
             Starting(
                 job_id=self.job.id,
@@ -409,11 +436,12 @@ class RemoteRun(abc.ABC):
                 pending.discard(self._ended_parts.get())
             self._take_results()
         except NotWantedError:  # the run was ended before it had ranks
-            self._reason = "interrupted" if self._requested_end == "interrupt" else "stopped"
-        except NotebookAccelError as error:
-            self._error = error
+            with self._lock:
+                self._hear_request()
         except Exception as error:  # noqa: BLE001 - an engine's library may raise anything, and the run can't go on
-            self._error = _run_lost_error(error)
+            known = error if isinstance(error, NotebookAccelError) else _run_lost_error(error)
+            with self._lock:
+                self._ranks_ended(range(self.job.world_size), "", known)
         finally:
             parts, self._parts, self._is_launched = self._parts, (), False
             for part in parts:
@@ -439,8 +467,9 @@ class RemoteRun(abc.ABC):
             bodies.append(part.agent.prepare_launch(part, [(place, variables) for place in places]))
         self._launch(bodies)
         self._is_launched = True
-        if self._requested_end is not None:  # the run was ended during the launch
-            self._end_parts(self._requested_end)
+        how = self._requested_end
+        if how is not None:  # the run was ended during the launch
+            self._tell_parts(lambda part_id: messages.End(job_id=part_id, how=how))
 
     def _take_results(self) -> None:
         """Copy the ranks' results to the job's files; after a failure too, for the variables to be pulled."""

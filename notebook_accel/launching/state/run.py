@@ -17,6 +17,7 @@ from typing import Literal
 from notebook_accel import time_limit
 from notebook_accel.formatting import clipped, plain_text
 from notebook_accel.launching.state.curves import Curves
+from notebook_accel.launching.state.policy import first_failed
 from notebook_accel.launching.state.rank import RankState, metric_names
 from notebook_accel.protocol import events
 
@@ -200,13 +201,14 @@ class RunState:
     @property
     def first_failed(self) -> RankState | None:
         """The rank that failed first, ``None`` if none has. Ranks that failed for lack of a peer come last."""
-        reasons = [(rank.failed.lost_peer, rank.failed.time_s, rank.rank) for rank in self.ranks if rank.failed]
-        reasons += [
-            (False, rank.ended.time_s, rank.rank)
+        raised = {rank.rank: rank.failed for rank in self.ranks if rank.failed is not None}
+        died_s = {
+            rank.rank: rank.ended.time_s
             for rank in self.ranks
             if rank.ended is not None and rank.failed is None and not rank.ended.stopped and not rank.has_result
-        ]
-        return self.ranks[min(reasons)[2]] if reasons else None
+        }
+        first = first_failed(raised, died_s)
+        return None if first is None else self.ranks[first]
 
     def left_s(self, now_s: float) -> float | None:
         """Return the seconds until the slowest rank's last step, ``None`` if that can't be known."""

@@ -21,6 +21,7 @@ from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import detached
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.run_folders import RunFolder
+from notebook_accel.launching.state.policy import first_failed
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError
 from notebook_accel.sessions.kernel.rank_pool import RankPool
@@ -151,8 +152,8 @@ class DetachedRankPool(RankPool):
     def _report_failure(self, kept: Mapping[int, messages.RetainedState]) -> None:
         """Show the failure of the ranks' last code, which no kernel may have shown yet."""
         failed = {rank: each.failed for rank, each in kept.items() if each.failed is not None}
-        if failed:
-            first = min(failed, key=lambda rank: (failed[rank].lost_peer, failed[rank].time_s))
+        first = first_failed(failed)
+        if first is not None:
             self._failed_rank = first
             sys.stderr.write(
                 f"[{kept[first].title}, the last code of the earlier notebook, has failed on rank {first}]\n"

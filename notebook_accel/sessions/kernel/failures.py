@@ -12,6 +12,7 @@ from notebook_accel.errors import RankEnd, RankFailedError, RunError, RunStopped
 from notebook_accel.formatting import ranks_in_words
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.state.failures import raised_error, where_ranks_stood
+from notebook_accel.launching.state.policy import first_failed
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.session_messages import Reply
 
@@ -25,8 +26,9 @@ def first_failure(
 ) -> RankFailedError:
     """Return the error of the rank that failed first. At least one rank must have failed."""
     failed = {rank: reply.failed for rank, reply in sorted(replies.items()) if reply.failed is not None}
-    # Interrupted ranks and ranks that lost a peer come last, since their errors follow from another rank's.
-    first = min(failed, key=lambda rank: (rank in interrupted, failed[rank].lost_peer, failed[rank].time_s))
+    # Interrupted ranks come last, since their errors follow from another rank's.
+    first = first_failed({rank: each for rank, each in failed.items() if rank not in interrupted} or failed)
+    assert first is not None, "at least one rank has failed"
     error = raised_error(failed[first], first, world_size, origins)
     error.fix = _of_missing_name(replies[first].missing, replies) or error.fix
     error.others = tuple(

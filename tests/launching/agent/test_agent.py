@@ -48,7 +48,7 @@ run.put(rank)
 process = subprocess.Popen(["sleep", "60"])
 line.send(events.encode(events.Started(pid=process.pid)))
 made._read_rank(run, rank)
-run.end_ranks("interrupt")
+run.end("interrupt", "interrupted")
 print(process.wait(20))
 """,
             f"{-signal.SIGINT}\n",
@@ -63,7 +63,7 @@ made._run_ended(run)
         (
             """
 made._handle_order(messages.Broken(text=''), Message(b'', [], is_whole=True))
-print(made._is_leaving, run.reason)
+print(made._is_leaving, run.policy.reason)
 """,
             "False \n",
         ),

@@ -1,4 +1,4 @@
-"""Who is told to end, and when, as soon as a rank has failed."""
+"""A run carries out the orders of its policy on real processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from notebook_accel.launching.agent.runs import Rank, Run, open_rank
+from notebook_accel.launching.agent.runs import Run, open_rank
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from tests import processes
@@ -43,38 +43,27 @@ def run(child: subprocess.Popen[bytes]) -> Iterator[Run]:
         rank.close()
 
 
-def lose_peer(run: Run) -> Rank:
-    rank = run.ranks[0]
-    rank.failure = events.Failed(kind="RuntimeError", message="", traceback="", lost_peer=True)
-    run.rank_failed(rank)
-    rank.status = 1
-    run.rank_failed(rank)  # once more, when it has ended
-    return rank
-
-
 def test_rank_that_lost_its_peer_lets_the_peer_say_why(run: Run, child: subprocess.Popen[bytes]) -> None:
-    lose_peer(run)
+    run.ranks[0].failure = events.Failed(kind="RuntimeError", message="", traceback="", lost_peer=True)
     run.tick(time.monotonic())
-    assert run.reason == "" and not run.ranks[1].was_told_to_end
-    run.ranks[1].failure = events.Failed(kind="ValueError", message="", traceback="")
-    run.rank_failed(run.ranks[1])
-    assert run.reason == "failed"
-
-
-def test_peer_that_says_nothing_is_stopped_after_a_moment(run: Run, child: subprocess.Popen[bytes]) -> None:
-    lose_peer(run)
+    assert run.policy.reason == "" and not run.ranks[1].was_told_to_end
     run.tick(time.monotonic() + 5)
-    assert run.reason == "failed" and run.ranks[1].was_told_to_end
+    assert run.policy.reason == "failed" and run.ranks[1].was_told_to_end
     assert child.wait(20) == -signal.SIGTERM
-
-
-def test_any_other_failure_stops_the_others_at_once(run: Run, child: subprocess.Popen[bytes]) -> None:
-    run.rank_failed(run.ranks[0])
-    assert run.reason == "failed" and child.wait(20) == -signal.SIGTERM
 
 
 def test_rank_that_has_ended_by_itself_was_not_stopped(run: Run, child: subprocess.Popen[bytes]) -> None:
     os.kill(child.pid, signal.SIGSEGV)
     processes.wait_until(lambda: (now := processes.read(child.pid)) and now.state == "Z", "it is gone, and not reaped")
-    run.rank_failed(run.ranks[0])
-    assert run.reason == "failed" and not run.ranks[1].was_told_to_end
+    run.ranks[0].status = 1
+    run.tick(time.monotonic())
+    assert run.policy.reason == "failed" and not run.ranks[1].was_told_to_end
+
+
+def test_rank_that_is_interrupted_before_it_has_a_process_is_terminated(
+    run: Run, child: subprocess.Popen[bytes]
+) -> None:
+    run.ranks[1].pid = None
+    run.end("interrupt", "interrupted")
+    run.ranks[1].forked(child.pid)  # too young to handle an interrupt
+    assert child.wait(20) == -signal.SIGTERM

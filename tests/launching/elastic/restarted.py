@@ -17,16 +17,14 @@ def attempt() -> int:
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
-def fails_at_first(times: int, how: str = "raise") -> tuple[int, float, dict[str, str]]:
+def fails_at_first(times: int) -> tuple[int, float, dict[str, str]]:
     """Rank 1 fails so often, in the middle of what all do together, when all have printed."""
     dist.init_process_group("gloo")
     total = torch.ones(1)
     print("attempt", attempt())
     dist.all_reduce(total)
     if rank() == 1 and attempt() < times:
-        if how == "raise":
-            raise ValueError(f"failure {attempt()}")
-        os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError(f"failure {attempt()}")
     dist.all_reduce(total)
     return attempt(), float(total), {name: os.environ[name] for name in os.environ if name.startswith(_ELASTIC)}
 
@@ -44,10 +42,6 @@ def has_a_large_result_at_first(folder: str) -> str:
     wait_for(folder, "0 returns")
     time.sleep(0.3)  # until its result is written, more or less
     raise ValueError("too late")
-
-
-def interrupts_itself() -> None:
-    raise KeyboardInterrupt(str(attempt()))
 
 
 def runs_until_it_is_ended(folder: str) -> None:

@@ -6,6 +6,7 @@ Both ends are the real ones, in one process and a step at a time; the ranks have
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from notebook_accel.launching.elastic import elastic_agent, nodes, rendezvous
 from notebook_accel.launching.elastic.elastic_agent import AgentConnection, ElasticAgent
 from notebook_accel.launching.elastic.rendezvous import RefusedError
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.protocol import elastic_messages
+from notebook_accel.protocol import elastic_messages, events
 from notebook_accel.protocol.agent_messages import ElasticOptions, Meeting
 from notebook_accel.protocol.channel import Connection, EventLoop
 
@@ -92,14 +93,14 @@ class Agent:
         self._loop.wait(0)
 
     def look(self) -> None:
-        """Tells the elastic process what has become of the ranks."""
+        """Does what the agent does after each message: here, tells the elastic process what has become of the ranks."""
         self.runs.tick(time.monotonic())
+        self.run.tick(time.monotonic())
 
     def ranks_fail(self) -> None:
         """Both ranks are gone without a result."""
         self._end_ranks()
-        for rank in self.run.ranks:
-            self.run.rank_failed(rank)
+        self.run.tick(time.monotonic())
 
     def _start(self, run: Run) -> None:
         for number in range(2):
@@ -153,11 +154,33 @@ def test_stop_that_crosses_with_the_end_of_ranks_is_not_for_the_next_ones(agent:
     elastic._restart_workers(group)  # ... when StopRanks is written, since something has happened on another node
     agent.read()  # StopRanks, and StartRanks of the next attempt
     agent.look()
-    assert (len(agent.attempts), agent.run.reason, len(agent.run.alive)) == (2, "", 2)
+    assert (len(agent.attempts), agent.run.policy.reason, len(agent.run.alive)) == (2, "", 2)
     assert state(elastic) is api.WorkerState.HEALTHY
     agent.ranks_fail()
     agent.look()
     assert state(elastic) is api.WorkerState.FAILED  # it is told of the ranks that are there now
+
+
+@pytest.mark.parametrize("has_restarts", [False, True])
+def test_rank_is_interrupted_to_save_if_no_restart_is_left_and_the_failure_is_named(
+    agent: Agent, elastic: ElasticAgent, has_restarts: bool
+) -> None:
+    agent.run.policy.saves = True
+    agent.run.policy.max_restarts = 9 if has_restarts else 0
+    elastic._initialize_workers(elastic._worker_group)
+    agent.read()
+    assert state(elastic) is api.WorkerState.HEALTHY
+    first, second = agent.run.ranks
+    first.take(events.Started(pid=1))
+    second.take(events.Failed(kind="ValueError", message="", traceback=""))
+    agent.look()
+    assert first._waiting_signal == (signal.SIGTERM if has_restarts else signal.SIGINT)
+    if not has_restarts:
+        first.take(events.Failed(kind="KeyboardInterrupt", message="", traceback=""))
+    agent.ranks_fail()
+    agent.look()
+    assert state(elastic) is api.WorkerState.FAILED
+    assert elastic._here.failure is not None and elastic._here.failure.what.startswith("ValueError")
 
 
 def test_end_of_ranks_that_are_gone_is_not_that_of_the_next_ones(agent: Agent, elastic: ElasticAgent) -> None:
@@ -173,16 +196,17 @@ def test_stop_of_present_ranks_ends_them(agent: Agent) -> None:
     connection = AgentConnection(agent.theirs, agent.order)
     connection.send(start(attempt=1))
     for attempt in (2, 0, 1):
-        assert agent.run.reason == ""
+        assert agent.run.policy.reason == ""
         connection.send(elastic_messages.StopRanks(attempt=attempt))
         agent.read()
-    assert agent.run.reason == "failed" and all(rank.was_told_to_end for rank in agent.run.ranks)
+        agent.look()
+    assert agent.run.policy.reason == "failed" and all(rank.was_told_to_end for rank in agent.run.ranks)
 
 
 def test_refused_start_is_answered() -> None:
     agent = Agent()
     try:
-        agent.run.stop_restarting("stopped")
+        agent.run.end("stop", "stopped")
         connection = AgentConnection(agent.theirs, agent.order)
         connection.send(start(attempt=1))
         agent.read()

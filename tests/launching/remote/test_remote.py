@@ -15,7 +15,13 @@ import pytest
 import torch.distributed
 
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import NotebookAccelError, RankFailedError, RunStoppedError, SupervisorLostError
+from notebook_accel.errors import (
+    NotebookAccelError,
+    RankFailedError,
+    RunStoppedError,
+    RunTimeoutError,
+    SupervisorLostError,
+)
 from notebook_accel.launching.kernel import launcher, run_payload
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.job import Job, LaunchRequest
@@ -135,10 +141,10 @@ class Engine:
         """The agents' processes."""
         return [node.slot._pid for node in self.nodes]
 
-    def start(self, function: Any, *args: Any, **options: Any) -> Job:
+    def start(self, function: Any, *args: Any, pull: tuple[str, ...] = (), **options: Any) -> Job:
         """Starts a function on two nodes with two ranks each."""
         target = Target(names={}, function=function, args=args)
-        request = LaunchRequest(target, {}, JobSpec(name="run"), LaunchConfig(num_processes=4, **options))
+        request = LaunchRequest(target, {}, JobSpec(name="run", pull=pull), LaunchConfig(num_processes=4, **options))
         return launcher._start(request, Devices("CPU", 1), self)  # type: ignore[arg-type]
 
 
@@ -200,6 +206,25 @@ def fails_once() -> str:
     return os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 
+def interrupts_itself() -> None:
+    raise KeyboardInterrupt
+
+
+def fails_while_others_wait(folder: str) -> None:
+    """The last rank fails twice; the others note in which attempt they were interrupted."""
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    functions.note(folder, f"waits in {attempt}")
+    if os.environ["RANK"] == "3":
+        for rank in range(3):
+            functions.wait_for(folder, f"{rank} waits in {attempt}")
+        raise ValueError("no images")
+    try:
+        functions.wait_for(folder, "never there")
+    except KeyboardInterrupt:
+        functions.note(folder, f"saves in {attempt}")
+        raise
+
+
 def waits(folder: str) -> None:
     functions.note(folder, "waits")
     functions.wait_for(folder, "end")
@@ -233,6 +258,30 @@ def test_ranks_meet_over_two_agents_and_all_end_and_start_again_when_one_fails(r
     job = running.start(fails_once, max_restarts=1)
     assert job.results(DEADLINE_S) == ["1"] * 4
     assert job.restarts == ("rank 3: ValueError: no images",)
+
+
+def test_ranks_save_when_no_restart_follows_the_failure(running: Engine, tmp_path: pathlib.Path) -> None:
+    job = running.start(fails_while_others_wait, str(tmp_path), pull=("trained",), max_restarts=1)
+    with pytest.raises(RankFailedError, match="no images"):
+        job.results(DEADLINE_S)
+    assert job.restarts == ("rank 3: ValueError: no images",)
+    assert sorted(mark.name for mark in tmp_path.glob("* saves in *")) == [f"{rank} saves in 1" for rank in range(3)]
+
+
+def test_timeout_of_a_run_on_one_node_is_its_reason(running: Engine, tmp_path: pathlib.Path) -> None:
+    alone = Engine()
+    alone.nodes = running.nodes[:1]
+    with pytest.raises(RunTimeoutError):
+        alone.start(waits, str(tmp_path), timeout_s=1.0, max_restarts=1).results(DEADLINE_S)
+    with pytest.raises(RunTimeoutError):
+        alone.start(waits, str(tmp_path), timeout_s=1.0).results(DEADLINE_S)
+
+
+def test_nothing_is_started_again_after_an_interrupt(running: Engine) -> None:
+    job = running.start(interrupts_itself, max_restarts=1)
+    with pytest.raises(RankFailedError, match="KeyboardInterrupt"):
+        job.results(DEADLINE_S)
+    assert job.restarts == ()
 
 
 @pytest.mark.slow
