@@ -52,12 +52,6 @@ def lacks_compile_times() -> None:
     atexit.register(print, "left", flush=True)
 
 
-def reports_once() -> int:
-    notebook_accel.report(loss=0.5)
-    time.sleep(0.4)  # until that is said
-    return rank()
-
-
 def note(folder: str, what: str) -> None:
     """Leaves a mark that the test, or another rank, waits for."""
     pathlib.Path(folder, f"{rank()} {what}").touch()
@@ -465,19 +459,6 @@ def reports_until(mark: str, returned: object = None, pause_s: float = 0.02) -> 
         step += 1
         time.sleep(pause_s)
     return rank(), step, returned
-
-
-def saves_early(folder: str) -> None:
-    """Saves a checkpoint at its third step, and does many steps more."""
-    accelerator = notebook_accel.Accelerator()
-    for step, _ in enumerate(accelerator.prepare(DataLoader(torch.zeros(10_000, 1)))):
-        if step == 2:
-            accelerator.save_state(folder)
-        time.sleep(0.02)
-
-
-def raises() -> None:
-    raise ValueError("its own reason")
 
 
 def is_alone_in_a_collective() -> None:

@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from tests.launching.functions import note, rank, wait_for
+from tests.launching.functions import rank
 
 
 def attempt() -> int:
@@ -34,41 +34,9 @@ def fails_at_first(times: int, how: str = "raise") -> tuple[int, float, dict[str
 _ELASTIC = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_ADDR", "GLOO_SOCKET")
 
 
-def has_a_large_result_at_first(folder: str) -> str:
-    """Rank 0 has a result when rank 1 fails: what comes in its place the next time is shorter."""
-    if attempt() == 1:
-        return "short"
-    if rank() == 0:
-        note(folder, "returns")
-        return "long" * 100_000
-    wait_for(folder, "0 returns")
-    time.sleep(0.3)  # until its result is written, more or less
-    raise ValueError("too late")
-
-
-def interrupts_itself() -> None:
-    raise KeyboardInterrupt(str(attempt()))
-
-
 def runs_until_it_is_ended(folder: str) -> None:
     pathlib.Path(folder, f"{rank()} runs in attempt {attempt()}").touch()
     time.sleep(100)
-
-
-def ends_slowly(folder: str) -> None:
-    """Rank 1 fails; rank 0 takes SIGTERM as no reason to go."""
-    if rank() == 1:
-        wait_for(folder, "0 waits")
-        raise ValueError("fails")
-    signal.signal(signal.SIGTERM, lambda *_: note(folder, "was told to end"))
-    note(folder, "waits")
-    while True:
-        time.sleep(0.05)
-
-
-def prints_and_fails() -> None:
-    print("before the failure of attempt", attempt())
-    raise RuntimeError(f"attempt {attempt()}")
 
 
 def on_two_nodes(times: int = 0) -> tuple[int, int, float, str]:
