@@ -103,8 +103,7 @@ class Loopback:
 
     def ranks_of(self, job: Job) -> list[Rank]:
         """Return the living processes of a run's ranks, in order."""
-        found = [rank for template in self.templates for rank in template.ranks if rank.job_id == job.id]
-        return sorted(found, key=lambda rank: rank.number)
+        return sorted((rank for rank in self.ranks if rank.job_id == job.id), key=lambda rank: rank.number)
 
     @property
     def ranks(self) -> list[Rank]:
@@ -140,7 +139,7 @@ class Loopback:
 
     def _take_turns(self) -> bool:
         """Let each go on who can, and return whether anybody could."""
-        ready = [actor for actor in self._actors if actor.can_go_on()]
+        ready = [actor for actor in self._actors if actor.condition()]
         for actor in ready:
             actor.go_on()
         acted = [template.act() for template in self.templates]
@@ -231,17 +230,18 @@ class _KilledError(BaseException):
 
 
 class _Actor(threading.Thread):
-    """A thread that goes on only while the loopback waits for it."""
+    """A thread that goes on only while the loopback waits for it.
+
+    Attributes:
+        condition: What the thread waits for.
+    """
 
     def __init__(self, loopback: Loopback, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._loopback = loopback
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._condition: Callable[[], Any] = lambda: True
+        self.condition: Callable[[], Any] = lambda: True
         self._is_killed = False
-
-    def can_go_on(self) -> bool:
-        return bool(self._condition())
 
     def start(self) -> None:
         self._loopback._actors.append(self)
@@ -263,7 +263,7 @@ class _Actor(threading.Thread):
 
     def pause(self, condition: Callable[[], Any]) -> None:
         """Wait for a condition. Called by this thread."""
-        self._condition = condition
+        self.condition = condition
         while not condition():
             self._back.release()
             self._await_turn()
@@ -463,9 +463,13 @@ class Rank:
         write_result_file(self._files.result, {"": value, **pulled}, rank=self.number, advice="")
         self.say(events.Finished())
 
+    def raise_error(self, error: BaseException, **more: Any) -> None:
+        """Raise an exception, whose report is what ``describe`` makes of it and ``more`` fields."""
+        self.say(msgspec.structs.replace(describe(error, JobSpec(name=""), ()), **more))
+
     def fail(self, error: BaseException, **more: Any) -> None:
         """Raise an exception, and exit."""
-        self.say(msgspec.structs.replace(describe(error, JobSpec(name=""), ()), **more))
+        self.raise_error(error, **more)
         self.exit(1)
 
     def exit(self, status: int) -> None:

@@ -177,20 +177,6 @@ dist.barrier()""")
     assert notebook.run("trained").result == "5"
 
 
-@pytest.mark.slow
-@on_both_engines
-def test_failed_ranks_own_threads_do_not_delay_the_end(notebook: kernels.Kernel, how: Way) -> None:
-    started = time.monotonic()
-    outcome = notebook.run(f"""%%distributed -n 2 {how}
-import threading
-if {RANK}:
-    threading.Thread(target=time.sleep, args=(60,)).start()
-    raise ValueError("boom")
-time.sleep(60)""")
-    assert time.monotonic() - started < 30  # neither the thread's 60 s nor rank 0's
-    assert "rank 1 of 2 failed" in outcome.traceback and "rank 0: stopped" in outcome.traceback
-
-
 LEFT_OPEN = """
 import csv, gzip
 rows = open(f"{folder}/rows{RANK}", "w")
@@ -352,16 +338,3 @@ def test_killed_agent_is_reported_and_replaced(notebook: kernels.Kernel) -> None
     assert cell.finish().error_name == "SupervisorLostError"
     processes.wait_until(lambda: not any(rank.is_alive for rank in ranks), "the ranks are gone")
     assert notebook.run(WORKS, 120).result == "[0, 1]"
-
-
-@pytest.mark.slow
-def test_changed_import_time_variable_gets_a_new_template(notebook: kernels.Kernel) -> None:
-    read = "%%distributed -n 1\nimport torch\nos.environ.get('PYTORCH_JIT'), os.getppid()"
-    before = notebook.run(read).result
-    assert notebook.run(read).result == before
-    notebook.run("os.environ['PYTORCH_JIT'] = '1'")
-    after = notebook.run(read, 120).result
-    notebook.run("del os.environ['PYTORCH_JIT']")
-    assert "'1'" in after
-    assert after.split(",")[1] != before.split(",")[1]
-    processes.wait_until(lambda: len(notebook.descendants()) == 2, "the old template is gone")

@@ -59,6 +59,17 @@ def test_first_failure_stops_the_others_at_once_and_is_the_one_reported(loopback
     assert (other.status, len(loopback.ranks)) == ("running", 2)
 
 
+def test_failed_rank_that_takes_its_time_to_exit_delays_nothing(loopback: Loopback) -> None:
+    """Its threads may go on."""
+    job = loopback.launch(grace_s=5.0)
+    first, second = loopback.ranks_of(job)
+    second.raise_error(ValueError("boom"))
+    loopback.settle()
+    assert (first.signals, second.signals) == ([SIGTERM], [])
+    loopback.advance(5.5)
+    assert second.signals == [SIGKILL] and failure(job).rank == 1
+
+
 @pytest.mark.parametrize("tells_why", [True, False])
 def test_peer_of_a_rank_that_lost_it_has_a_moment_to_say_why(loopback: Loopback, tells_why: bool) -> None:
     job = loopback.launch()
@@ -178,6 +189,22 @@ def test_template_that_is_killed_is_replaced_and_a_run_that_has_not_begun_gets_t
     with pytest.raises(RunError, match="has died"):
         job.results(1.0)
     assert loopback.launch().status == "running"
+
+
+def test_variable_that_imports_depend_on_gets_a_new_template(
+    loopback: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = loopback.launch()
+    loopback.launch()
+    assert len(loopback.templates) == 1
+    monkeypatch.setenv("PYTORCH_JIT", "1")
+    other = loopback.launch()
+    first, second = loopback.templates
+    assert [rank.job_id for rank in second.ranks] == [other.id] * 2
+    for rank in list(first.ranks):
+        rank.finish()
+    assert job.wait(1.0) and first.returncode is not None  # nobody needs it any more
+    assert other.status == "running"
 
 
 def test_template_that_is_never_ready_is_killed_in_the_end(loopback: Loopback) -> None:
