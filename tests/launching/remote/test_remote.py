@@ -311,7 +311,7 @@ def test_bytes_are_waited_for_no_longer_than_asked(loopback: Loopback) -> None:
     assert host.read(pid, 0.05)[1] == b"" and loopback.now_s == pytest.approx(before_s + 0.05)
     with pytest.raises(ConnectionError):
         host.read(pid + 1, 0.05)  # of an agent that was here before
-    host.close("1", b"")
+    host.close("1", agent_messages.encode(agent_messages.End(job_id="1", how="kill")))
     host._drop_agent()
 
 
