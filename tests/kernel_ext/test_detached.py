@@ -33,6 +33,7 @@ while not pathlib.Path(mark).exists():
     time.sleep(0.02)
 model
 """
+_TITLES = "[open(f'/proc/{rank.pid}/cmdline').read().rstrip(chr(0)) for rank in job.ranks]"  # as ps shows them
 
 
 @contextlib.contextmanager
@@ -72,6 +73,7 @@ def test_run_outlives_its_kernel_and_another_one_has_all_of_it(tmp_path: pathlib
         began = time.strftime("%H:%M:%S", time.localtime(folder.facts.began))
         assert second.run("%distributed status").stdout.startswith(f"1 (night): running, on 2 CPUs; began {began}")
         assert "rank 0 (pid " in second.run("%distributed stacks 0").stdout
+        assert second.value(_TITLES) == "['notebook-accel rank 0 of night', 'notebook-accel rank 1 of night']"
         mark.touch()
         assert_results_come(second)
         assert second.value("len(job.state.history['loss'].mean) > 1") == "True"
@@ -110,8 +112,7 @@ def test_run_under_a_cell_is_detached_by_a_click_and_outlives_its_kernel(tmp_pat
     with notebook(tmp_path / "second") as second:
         attached = second.run("job = %distributed attach day\njob.status", _LONG_S)
         assert attached.result == "'running'", attached.traceback
-        shown = "[open(f'/proc/{rank.pid}/cmdline').read().rstrip(chr(0)) for rank in job.ranks]"  # as ps shows it
-        assert second.value(shown) == "['notebook-accel rank 0 of day', 'notebook-accel rank 1 of day']"
+        assert second.value(_TITLES) == "['notebook-accel rank 0 of day', 'notebook-accel rank 1 of day']"
         mark.touch()
         assert_results_come(second)
         [folder] = run_folders.every()

@@ -26,11 +26,10 @@ from tests.loopback import Loopback
 
 _PLACES = ("notebook_accel.launching.agent", "notebook_accel.launching.logs")
 _MODULES = ("posix", "_socket", "fcntl", "_signal", "_io", "io", "select")
-# They have no such error (shutdown, the end of a block that reads a file), make no system call at all, or wait for
-# everything at once (poll).
+# They have no such error (shutdown), make no system call at all, or wait for everything at once (poll).
 _NEVER_FAIL = {
-    "shutdown", "__exit__", "poll", "unregister", "fileno", "fspath", "decode", "detach", "getpid", "getppid", "getuid",
-    "settimeout", "gettimeout", "setblocking", "getsockname", "_path_normpath", "waitstatus_to_exitcode",
+    "shutdown", "poll", "unregister", "fileno", "fspath", "decode", "detach", "getpid", "getppid", "getuid",
+    "settimeout", "gettimeout", "setblocking", "getsockname", "waitstatus_to_exitcode",
 }  # fmt: skip
 _ERRORS = {
     "socketpair": errno.EMFILE, "open": errno.ENFILE, "memfd_create": errno.ENOMEM, "register": errno.ENOSPC,
@@ -59,7 +58,9 @@ class Faults:
     def profile(self, frame: FrameType, event: str, function: Any) -> None:
         name = getattr(function, "__name__", "")
         # What is closed is so, whatever the system says; of a socket it says nothing.
-        if event != ("c_return" if name == "close" else "c_call") or name in _NEVER_FAIL:
+        if event != ("c_return" if name == "close" else "c_call"):
+            return
+        if name in _NEVER_FAIL or name.startswith("_"):  # as Python does with paths, at the end of a block
             return
         owner = getattr(function, "__module__", None) or type(getattr(function, "__self__", None)).__module__
         is_method = owner == "socket" and hasattr(function, "__self__")

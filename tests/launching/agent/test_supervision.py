@@ -123,6 +123,7 @@ def test_deaf_rank_gets_a_stronger_signal_after_each_grace_however_often_it_is_e
         assert rank.signals == signals[:number]
         loopback.advance(1.5)
     assert (job.status, type(job.error)) == ("stopped", RunStoppedError)
+    assert [rank.word for rank in job.ending.ranks] == [rank.word for rank in job.ranks] == ["stopped"]
 
 
 def test_rank_that_goes_on_after_the_grace_is_named_as_that(loopback: Loopback) -> None:
@@ -155,7 +156,7 @@ def test_timeout_interrupts_the_ranks_and_says_where_they_stood(loopback: Loopba
     assert first.signals == second.signals == []
     with pytest.raises(RunTimeoutError, match=r"timeout_s of 30 s(.|\n)*rank 0 was at In\[1\], line 2"):
         job.results(2.0)
-    assert first.signals == second.signals == [SIGINT] and job.restarts == ()
+    assert first.signals == second.signals == [SIGINT] and (job.status, job.restarts) == ("failed", ())
 
 
 def test_finished_ranks_stay_until_all_have_finished(loopback: Loopback) -> None:
