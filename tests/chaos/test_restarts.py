@@ -22,7 +22,6 @@ from notebook_accel.launching.kernel import launcher, local
 from notebook_accel.launching.kernel.job import Job
 from tests import processes
 from tests.chaos import rounds, training
-from tests.launching.elastic.test_restarts import below_template
 
 _SHARE = 0.25
 _ENDS_S = 90.0  # far longer than any promise: what is looked for here is a hang
@@ -34,6 +33,13 @@ def digits() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     data = load_digits()
     yield torch.tensor(data.images / 16, dtype=torch.float32).flatten(1), torch.tensor(data.target)
     local.engine().close()
+
+
+def below_template() -> list[processes.Process]:
+    """The ranks and elastic processes of this process's runs."""
+    agents = [process for process in processes.children(os.getpid()) if processes.is_agent(process)]
+    templates = [process for agent in agents for process in processes.children(agent.pid)]
+    return [process for template in templates for process in processes.children(template.pid) if process.state != "Z"]
 
 
 def _rank(job: Job, rng: random.Random) -> processes.Process | None:

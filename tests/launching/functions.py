@@ -443,12 +443,6 @@ def saves_at_sigterm(folder: str) -> None:
     time.sleep(120)
 
 
-def fails_the_first_time() -> None:
-    """Rank 1 raises unless the ranks were started again."""
-    if rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        raise ValueError("for the first time")
-
-
 def reports_until(mark: str, returned: object = None, pause_s: float = 0.02) -> tuple[int, int, object]:
     """Prints and reports its steps until the file is there; its rank, its number of steps, and the argument."""
     step, deadline = 0, time.monotonic() + 100
