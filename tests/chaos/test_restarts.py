@@ -35,20 +35,13 @@ def digits() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     local.engine().close()
 
 
-def below_template() -> list[processes.Process]:
-    """The ranks and elastic processes of this process's runs."""
-    agents = [process for process in processes.children(os.getpid()) if processes.is_agent(process)]
-    templates = [process for agent in agents for process in processes.children(agent.pid)]
-    return [process for template in templates for process in processes.children(template.pid) if process.state != "Z"]
-
-
 def _rank(job: Job, rng: random.Random) -> processes.Process | None:
     return _template_or_rank(rng.choice(job.ranks).pid)
 
 
 def _elastic(job: Job, _: random.Random) -> processes.Process | None:
     ranks = {info.pid for info in job.ranks}
-    others = [process for process in below_template() if process.pid not in ranks]
+    others = [process for process in processes.below_template() if process.pid not in ranks]
     return others[0] if len(others) == 1 and None not in ranks else None
 
 
@@ -113,7 +106,7 @@ def test_training_that_is_killed_ends_with_the_same_weights_or_says_what_was_los
             assert all(torch.equal(weights[key], wanted[key]) for key in wanted)
         else:
             assert isinstance(job.error, RunStoppedError | SupervisorLostError), job.error
-        processes.wait_until(lambda: below_template() == [], "nothing is left of it")
+        processes.wait_until(lambda: processes.below_template() == [], "nothing is left of it")
         return f"{name}: {kills} kills, {len(job.restarts)} restarts, {job.status}"
 
     rounds.play("chaos with restarts", _SHARE, sorted(_VICTIMS), play, capsys)
