@@ -48,6 +48,7 @@ from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, 
 _FIRST_PID = (1 << 22) + 1  # Linux has no higher pid than 1 << 22 (PID_MAX_LIMIT)
 _TICK_S = 0.05
 _LONGEST_WAIT_S = 3600.0
+_MOST_TURNS = 10_000
 
 
 def training() -> None:
@@ -114,8 +115,10 @@ class Loopback:
 
     def settle(self) -> None:
         """Let everybody do what they can do at this time."""
-        while self._take_turns():
-            pass
+        for _ in range(_MOST_TURNS):
+            if not self._take_turns():
+                return
+        raise AssertionError("somebody goes on for ever though no time passes")
 
     def advance(self, seconds: float) -> None:
         """Let so much time pass, tick by tick."""
@@ -306,7 +309,7 @@ class AgentProcess(_Process):
         super().__init__(loopback)
         self._folder: RunFolder | None = None
         if folder and lock:
-            os.dup(int(lock))
+            os.dup(int(lock))  # as a child inherits it; ``_close`` finds it
             self._folder = RunFolder(pathlib.Path(folder))
             self.returncode = 0  # the parent of a daemon exits at once
         self._connection = connection
