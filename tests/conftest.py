@@ -21,7 +21,7 @@ from jupyter_client.manager import KernelManager
 from notebook_accel.launching.kernel import launcher, local
 from tests import kernels, processes
 
-pytest_plugins = ["tests.launches"]  # fixtures that launch, for the tests of several folders
+pytest_plugins = ["tests.launches", "tests.loopback"]  # fixtures that launch, for the tests of several folders
 
 # Examples of property tests have no time limit of their own: on a busy machine any of them may take long.
 hypothesis.settings.register_profile("no deadline", deadline=None)

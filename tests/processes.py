@@ -68,6 +68,13 @@ def is_template(process: Process) -> bool:
     return "notebook_accel.launching.template.template" in process.command
 
 
+def below_template() -> list[Process]:
+    """The ranks and elastic processes of this process's runs."""
+    agents = [process for process in children(os.getpid()) if is_agent(process)]
+    templates = [process for agent in agents for process in children(agent.pid)]
+    return [process for template in templates for process in children(template.pid) if process.state != "Z"]
+
+
 def children(pid: int) -> list[Process]:
     """The direct children of ``pid``, ended ones that nobody has waited for too."""
     return _read_all(_pids_by_parent().get(pid, []))

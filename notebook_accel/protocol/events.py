@@ -19,8 +19,13 @@ import msgspec
 from notebook_accel.formatting import first_line, format_number, format_size, plain_text
 
 
+def _now_s() -> float:
+    """Return the time of an event that is made now. Looks the clock up each time, since a test may replace it."""
+    return time.monotonic()
+
+
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    time_s: float = msgspec.field(default_factory=time.monotonic)
+    time_s: float = msgspec.field(default_factory=_now_s)
 
 
 class Started(_Event, frozen=True, kw_only=True):

@@ -144,12 +144,6 @@ def test_timeout_ends_the_run_and_says_so(notebook: kernels.Kernel, how: Way) ->
     assert_nothing_of_the_run_is_left(notebook)
 
 
-@pytest.mark.slow
-def test_timeout_says_where_the_ranks_stood(notebook: kernels.Kernel) -> None:
-    outcome = notebook.run("%%distributed -n 2 --timeout_s 4\nx = 1\ntime.sleep(60)")
-    assert "rank 0 was at In[" in outcome.traceback and "], line 3" in outcome.traceback
-
-
 @on_both_engines
 def test_what_was_to_be_pulled_survives_an_interrupt_and_a_failure(notebook: kernels.Kernel, how: Way) -> None:
     notebook.run("weights, step = torch.zeros(5000), 0")
@@ -181,21 +175,6 @@ dist.barrier()""")
     assert outcome.error_name == "RankFailedError" and "boom" in outcome.traceback
     assert "Pulled all the same, as it was then in rank 0: trained" in outcome.traceback
     assert notebook.run("trained").result == "5"
-
-
-@pytest.mark.slow
-def test_what_rank_0_could_not_save_is_named(notebook: kernels.Kernel) -> None:
-    outcome = notebook.run(f"""%%distributed -n 2 --pull trained --grace_s 0.5
-import signal
-trained = 5
-if {RANK} == 1:
-    while not os.path.exists("deaf"): time.sleep(0.01)
-    raise ValueError("boom")
-for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
-open("deaf", "w").close()
-while True: time.sleep(1)""")
-    assert "boom" in outcome.traceback
-    assert "trained: rank 0 was ended before it could send them" in outcome.traceback
 
 
 LEFT_OPEN = """
@@ -266,18 +245,6 @@ model_files.write_object = write_object
 accelerator.save_state({str(tmp_path / "state")!r}, async_=True)""")
     assert "which was saved while training went on, failed:" in outcome.traceback
     assert "no space left" in outcome.traceback
-
-
-@pytest.mark.slow
-def test_rank_that_goes_on_after_the_grace_is_named_as_that(notebook: kernels.Kernel) -> None:
-    outcome = notebook.run(f"""%%distributed -n 2 --grace_s 0.2
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-if {RANK}: raise ValueError("boom")
-time.sleep(60)""")
-    assert "rank 0: stopped by SIGKILL, since it went on after the grace" in outcome.traceback
 
 
 @on_every_engine
@@ -371,27 +338,3 @@ def test_killed_agent_is_reported_and_replaced(notebook: kernels.Kernel) -> None
     assert cell.finish().error_name == "SupervisorLostError"
     processes.wait_until(lambda: not any(rank.is_alive for rank in ranks), "the ranks are gone")
     assert notebook.run(WORKS, 120).result == "[0, 1]"
-
-
-@pytest.mark.slow
-def test_killed_template_is_reported_and_replaced(notebook: kernels.Kernel) -> None:
-    cell = notebook.start("%%distributed -n 2\nprint('up', flush=True)\ntime.sleep(60)")
-    cell.wait_for_output("1 │ up")
-    [template] = [child for child in processes.children(agent_of(notebook).pid) if processes.is_template(child)]
-    os.kill(template.pid, signal.SIGKILL)
-    outcome = cell.finish()
-    assert "has died" in outcome.traceback
-    assert notebook.run(WORKS, 120).result == "[0, 1]"
-
-
-@pytest.mark.slow
-def test_changed_import_time_variable_gets_a_new_template(notebook: kernels.Kernel) -> None:
-    read = "%%distributed -n 1\nimport torch\nos.environ.get('PYTORCH_JIT'), os.getppid()"
-    before = notebook.run(read).result
-    assert notebook.run(read).result == before
-    notebook.run("os.environ['PYTORCH_JIT'] = '1'")
-    after = notebook.run(read, 120).result
-    notebook.run("del os.environ['PYTORCH_JIT']")
-    assert "'1'" in after
-    assert after.split(",")[1] != before.split(",")[1]
-    processes.wait_until(lambda: len(notebook.descendants()) == 2, "the old template is gone")

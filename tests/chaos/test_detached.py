@@ -17,9 +17,9 @@ from notebook_accel.launching.kernel import detached, detached_runs
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.training import checkpoint_folders
 from tests import kernels, processes
-from tests.behaviour.test_detached import MOMENTS, is_clean, is_decided, one_round, printed
 from tests.browser import lab as labs
 from tests.chaos import rounds
+from tests.chaos.killed_kernels import MOMENTS, is_clean, is_decided, one_round, printed
 
 _SHARE = 0.15
 _LONG_S = 100.0

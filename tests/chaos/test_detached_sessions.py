@@ -13,8 +13,8 @@ from notebook_accel.launching.kernel import detached_runs
 from notebook_accel.launching.kernel.detached_link import send_order
 from notebook_accel.protocol import agent_messages as messages
 from tests import processes
-from tests.behaviour.test_detached import is_decided
 from tests.chaos import rounds
+from tests.chaos.killed_kernels import is_decided
 from tests.sessions import test_detached as sessions
 
 _LONG_S = 100.0

@@ -22,7 +22,6 @@ from notebook_accel.launching.kernel import launcher, local
 from notebook_accel.launching.kernel.job import Job
 from tests import processes
 from tests.chaos import rounds, training
-from tests.launching.elastic.test_restarts import below_template
 
 _SHARE = 0.25
 _ENDS_S = 90.0  # far longer than any promise: what is looked for here is a hang
@@ -42,7 +41,7 @@ def _rank(job: Job, rng: random.Random) -> processes.Process | None:
 
 def _elastic(job: Job, _: random.Random) -> processes.Process | None:
     ranks = {info.pid for info in job.ranks}
-    others = [process for process in below_template() if process.pid not in ranks]
+    others = [process for process in processes.below_template() if process.pid not in ranks]
     return others[0] if len(others) == 1 and None not in ranks else None
 
 
@@ -107,7 +106,7 @@ def test_training_that_is_killed_ends_with_the_same_weights_or_says_what_was_los
             assert all(torch.equal(weights[key], wanted[key]) for key in wanted)
         else:
             assert isinstance(job.error, RunStoppedError | SupervisorLostError), job.error
-        processes.wait_until(lambda: below_template() == [], "nothing is left of it")
+        processes.wait_until(lambda: processes.below_template() == [], "nothing is left of it")
         return f"{name}: {kills} kills, {len(job.restarts)} restarts, {job.status}"
 
     rounds.play("chaos with restarts", _SHARE, sorted(_VICTIMS), play, capsys)

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from notebook_accel.launching import run_folders
-from notebook_accel.launching.kernel import detached_runs
 from tests import kernels, processes
+from tests.kernel_ext.conftest import Shell, error
+from tests.loopback import Loopback
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -32,6 +33,7 @@ while not pathlib.Path(mark).exists():
     time.sleep(0.02)
 model
 """
+_TITLES = "[open(f'/proc/{rank.pid}/cmdline').read().rstrip(chr(0)) for rank in job.ranks]"  # as ps shows them
 
 
 @contextlib.contextmanager
@@ -71,6 +73,7 @@ def test_run_outlives_its_kernel_and_another_one_has_all_of_it(tmp_path: pathlib
         began = time.strftime("%H:%M:%S", time.localtime(folder.facts.began))
         assert second.run("%distributed status").stdout.startswith(f"1 (night): running, on 2 CPUs; began {began}")
         assert "rank 0 (pid " in second.run("%distributed stacks 0").stdout
+        assert second.value(_TITLES) == "['notebook-accel rank 0 of night', 'notebook-accel rank 1 of night']"
         mark.touch()
         assert_results_come(second)
         assert second.value("len(job.state.history['loss'].mean) > 1") == "True"
@@ -109,32 +112,18 @@ def test_run_under_a_cell_is_detached_by_a_click_and_outlives_its_kernel(tmp_pat
     with notebook(tmp_path / "second") as second:
         attached = second.run("job = %distributed attach day\njob.status", _LONG_S)
         assert attached.result == "'running'", attached.traceback
+        assert second.value(_TITLES) == "['notebook-accel rank 0 of day', 'notebook-accel rank 1 of day']"
         mark.touch()
         assert_results_come(second)
         [folder] = run_folders.every()
         processes.wait_until(lambda: not folder.is_held, "its agent has gone", _LONG_S)
 
 
-@pytest.mark.slow
-def test_run_in_the_background_is_detached_by_name_and_a_kernel_that_ends_in_order_leaves_it_alone(
-    tmp_path: pathlib.Path,
-) -> None:
-    mark = tmp_path / "mark"
-    with notebook(tmp_path / "kernel") as kernel:
-        kernel.run(f"mark, factor = {str(mark)!r}, 2")
-        kernel.run(_CELL.strip().replace("--detach --name night", "--background --name day"), _LONG_S)
-        detached = kernel.run("job = %distributed detach night --run day\njob", _LONG_S)
-        assert detached.result == "<Job 'night': running, 2 ranks on 2 CPUs>", detached.traceback
-        status = kernel.run("%distributed status").stdout
-        assert re.search(r"\(day\): detached, .*\n  it goes on .* attach night, .*\n.*\(night\): running", status), (
-            status
-        )
-        again = kernel.run("%distributed detach")
-        assert again.result == detached.result, again.traceback
-        assert "The detached run 'night' keeps its name." in kernel.run("%distributed detach other").traceback
-        assert kernel.run("%unload_ext notebook_accel").status == "ok"
-    [folder] = run_folders.every()
-    assert folder.is_held
-    mark.touch()
-    processes.wait_until(lambda: not folder.is_held, "the run ends by itself", _LONG_S)
-    assert detached_runs.summary(folder).status == "succeeded"
+def test_run_in_the_background_is_detached_by_name(shell: Shell, loopback: Loopback) -> None:
+    loopback.launch(name="day")
+    detached = shell.run("job = %distributed detach night --run day\njob")
+    assert detached.result == "<Job 'night': running, 2 ranks on 2 CPUs>", detached.traceback
+    status = shell.run("%distributed status").stdout
+    assert re.search(r"\(day\): detached, .*\n  it goes on .* attach night, .*\n.*\(night\): running", status), status
+    assert shell.run("%distributed detach").result == detached.result
+    assert "The detached run 'night' keeps its name." in error(shell, "%distributed detach other")

@@ -52,12 +52,6 @@ def lacks_compile_times() -> None:
     atexit.register(print, "left", flush=True)
 
 
-def reports_once() -> int:
-    notebook_accel.report(loss=0.5)
-    time.sleep(0.4)  # until that is said
-    return rank()
-
-
 def note(folder: str, what: str) -> None:
     """Leaves a mark that the test, or another rank, waits for."""
     pathlib.Path(folder, f"{rank()} {what}").touch()
@@ -447,12 +441,6 @@ def saves_at_sigterm(folder: str) -> None:
     time.sleep(120)
 
 
-def fails_the_first_time() -> None:
-    """Rank 1 raises unless the ranks were started again."""
-    if rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        raise ValueError("for the first time")
-
-
 def reports_until(mark: str, returned: object = None, pause_s: float = 0.02) -> tuple[int, int, object]:
     """Prints and reports its steps until the file is there; its rank, its number of steps, and the argument."""
     step, deadline = 0, time.monotonic() + 100
@@ -463,19 +451,6 @@ def reports_until(mark: str, returned: object = None, pause_s: float = 0.02) -> 
         step += 1
         time.sleep(pause_s)
     return rank(), step, returned
-
-
-def saves_early(folder: str) -> None:
-    """Saves a checkpoint at its third step, and does many steps more."""
-    accelerator = notebook_accel.Accelerator()
-    for step, _ in enumerate(accelerator.prepare(DataLoader(torch.zeros(10_000, 1)))):
-        if step == 2:
-            accelerator.save_state(folder)
-        time.sleep(0.02)
-
-
-def raises() -> None:
-    raise ValueError("its own reason")
 
 
 def is_alone_in_a_collective() -> None:

@@ -79,12 +79,15 @@ class Agent:
         self._is_quitting = False
         audience.begin(self._loop, self._handle_order, self._quit)
 
-    def serve(self) -> None:
-        """Serve until the kernel has gone, or until every run has been stopped after a Quit or a SIGTERM."""
+    def handle_sigterm(self) -> None:
+        """Make a SIGTERM to this process stop every run, and then end ``serve``."""
         signals, raised = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(raised, warn_on_full_buffer=False)  # Python writes the numbers of this process's signals
         signal.signal(signal.SIGTERM, lambda *_: None)  # the loop ends by itself, after it has stopped the runs
         self._loop.watch(signals, lambda: self._read_signals(signals))
+
+    def serve(self) -> None:
+        """Serve until the kernel has gone, or until every run has been stopped after a Quit or a SIGTERM."""
         try:
             while not self._has_done_its_work:
                 is_busy = self._runs or self._waiting or self._audience.is_leaving
@@ -357,11 +360,11 @@ class Agent:
         try:
             os.ftruncate(run.descriptors[1 + number], 0)  # an earlier process of this rank may have begun to write
             rank, theirs, complaint = open_rank(run.launch, number, lambda event: self._send_event(run, rank, event))
-            run.put(rank)
-            self._loop.watch(rank.connection.fileno(), lambda: self._read_rank(run, rank))
-            if complaint:
-                self._send_event(run, rank, events.Output(text=complaint))
             with contextlib.closing(theirs):
+                run.put(rank)
+                self._loop.watch(rank.connection.fileno(), lambda: self._read_rank(run, rank))
+                if complaint:
+                    self._send_event(run, rank, events.Output(text=complaint))
                 template.connection.send(*fork_order(run, rank, theirs))
         except (ClosedError, TimeoutError):
             template.kill()  # _template_lost handles its end
@@ -499,4 +502,6 @@ def main(kernel_descriptor: str, kernel_pid: str) -> None:
     """Run the agent. The kernel starts a new interpreter that calls this."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the kernel handles a terminal's Ctrl-C and tells the agent
     end_with_parent(int(kernel_pid))
-    Agent(Kernel(Connection.from_descriptor(int(kernel_descriptor)), int(kernel_pid))).serve()
+    agent = Agent(Kernel(Connection.from_descriptor(int(kernel_descriptor)), int(kernel_pid)))
+    agent.handle_sigterm()
+    agent.serve()

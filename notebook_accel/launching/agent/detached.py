@@ -30,7 +30,9 @@ def main(launcher: str, folder: str, lock: str) -> None:
     connection = Connection.from_descriptor(int(launcher))
     os.set_inheritable(connection.fileno(), False)
     attachments = Attachments(run_folder, connection, run_folder.facts.world_size)
-    Agent(attachments).serve()
+    agent = Agent(attachments)
+    agent.handle_sigterm()
+    agent.serve()
     attachments.close()
     if not attachments.is_launched:  # the kernel has gone before the launch
         run_folder.remove()

@@ -263,6 +263,7 @@ def open_rank(
         log, complaint = open_log(launch.log_folder, number)
         opened.callback(os.close, log)
         dump = memory_files.appending_file(f"notebook-accel-stacks-{number}")
+        opened.callback(os.close, dump)
         rank = Rank(number, ours, LogTail(log, Allowance(launch.world_size), send), dump)
         opened.pop_all()
     return rank, theirs, complaint

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import linecache
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from notebook_accel.protocol.events import Silent
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*:$")
 _MOST_LIBRARY_FRAMES = 8
+_REPLACEMENTS = os.path.join(code_places.OURS, "launching", "ranks", "")  # has functions in place of torch's
 # Functions of torch that wrap collectives.
 _COLLECTIVE_WRAPPERS = {"wrapper", "wait", "_dispatch", "__call__", "__init__", "_exception_logger"}
 _CONDITIONS: dict[Condition, str] = {
@@ -240,8 +242,8 @@ def _frame(file: str, line: int, function: str, sources: Mapping[str, Source]) -
 
 
 def _without_ours(frames: Sequence[Frame]) -> list[Frame]:
-    """Return the frames without the outermost ones, which called the user's code."""
-    kept = list(frames)
+    """Return the frames without the outermost ones, which called the user's code, and those of replaced functions."""
+    kept = [frame for frame in frames if not frame.file.startswith(_REPLACEMENTS)]
     while kept and not kept[-1].is_user:
         kept.pop()
     return kept or list(frames)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -146,27 +145,6 @@ def test_modules_that_cannot_be_preloaded_are_refused_with_the_reason(launch: Ca
             launch(functions.rank, preload=[name]).results(timeout_s=FIRST_LAUNCH_S)
         assert "leave it out of preload" in str(caught.value)
     assert launch(functions.rank, preload=["with_jemalloc"]).results(timeout_s=FIRST_LAUNCH_S) == [0, 1]
-
-
-@pytest.mark.slow
-def test_killed_template_is_replaced_also_before_its_ranks_run(
-    launch: Callable[..., Job], tmp_path: pathlib.Path
-) -> None:
-    unused = parent_of_ranks(launch)
-    os.kill(unused, signal.SIGKILL)
-    processes.wait_until(lambda: unused not in {p.pid for p in processes.descendants(os.getpid())}, "it is gone")
-    before = parent_of_ranks(launch)
-    assert before != unused
-    job = launch(os.getppid, log_dir=str(tmp_path))
-
-    def is_ordered() -> bool:  # its agent opens a rank's log when it orders the rank
-        os.kill(before, signal.SIGSTOP)  # again and again, since the agent lets it go on
-        return len(list(tmp_path.rglob("rank_1.log"))) > 0
-
-    processes.wait_until(is_ordered, "the ranks are ordered", poll_s=0)
-    os.kill(before, signal.SIGKILL)
-    first, second = job.results(timeout_s=FIRST_LAUNCH_S)
-    assert first == second != before
 
 
 _DYING = """

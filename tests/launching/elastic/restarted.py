@@ -10,21 +10,23 @@ import time
 import torch
 import torch.distributed as dist
 
-from tests.launching.functions import note, rank, wait_for
+from tests.launching.functions import rank
 
 
 def attempt() -> int:
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
-def fails_at_first(times: int) -> tuple[int, float, dict[str, str]]:
+def fails_at_first(times: int, how: str = "raise") -> tuple[int, float, dict[str, str]]:
     """Rank 1 fails so often, in the middle of what all do together, when all have printed."""
     dist.init_process_group("gloo")
     total = torch.ones(1)
     print("attempt", attempt())
     dist.all_reduce(total)
     if rank() == 1 and attempt() < times:
-        raise ValueError(f"failure {attempt()}")
+        if how == "raise":
+            raise ValueError(f"failure {attempt()}")
+        os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(total)
     return attempt(), float(total), {name: os.environ[name] for name in os.environ if name.startswith(_ELASTIC)}
 
@@ -32,37 +34,9 @@ def fails_at_first(times: int) -> tuple[int, float, dict[str, str]]:
 _ELASTIC = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_ADDR", "GLOO_SOCKET")
 
 
-def has_a_large_result_at_first(folder: str) -> str:
-    """Rank 0 has a result when rank 1 fails: what comes in its place the next time is shorter."""
-    if attempt() == 1:
-        return "short"
-    if rank() == 0:
-        note(folder, "returns")
-        return "long" * 100_000
-    wait_for(folder, "0 returns")
-    time.sleep(0.3)  # until its result is written, more or less
-    raise ValueError("too late")
-
-
 def runs_until_it_is_ended(folder: str) -> None:
     pathlib.Path(folder, f"{rank()} runs in attempt {attempt()}").touch()
     time.sleep(100)
-
-
-def ends_slowly(folder: str) -> None:
-    """Rank 1 fails; rank 0 takes SIGTERM as no reason to go."""
-    if rank() == 1:
-        wait_for(folder, "0 waits")
-        raise ValueError("fails")
-    signal.signal(signal.SIGTERM, lambda *_: note(folder, "was told to end"))
-    note(folder, "waits")
-    while True:
-        time.sleep(0.05)
-
-
-def prints_and_fails() -> None:
-    print("before the failure of attempt", attempt())
-    raise RuntimeError(f"attempt {attempt()}")
 
 
 def on_two_nodes(times: int = 0) -> tuple[int, int, float, str]:

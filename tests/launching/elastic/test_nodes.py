@@ -28,11 +28,15 @@ from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.views.view import LinesView
 from tests import processes
 from tests.launching.elastic import restarted
-from tests.launching.elastic.test_restarts import below_template, runs
 from tests.training.ranks import free_port
 
 Launch = Callable[..., Job]
 _WAIT_S = 90.0
+
+
+def all_run(folder: pathlib.Path) -> None:
+    marks = [folder / f"{rank} runs in attempt 0" for rank in range(4)]
+    processes.wait_until(lambda: all(mark.exists() for mark in marks), "all four ranks run", timeout_s=60)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +168,7 @@ def test_node_that_waits_in_vain_says_for_whom_and_can_be_stopped(launch: Launch
         assert f"This is node {rank} of 2" in error(job).why and "node_rank" in error(job).fix
     stopped.stop()
     assert isinstance(error(stopped), RunStoppedError)
-    processes.wait_until(lambda: below_template() == [], "nothing is left of it")
+    processes.wait_until(lambda: processes.below_template() == [], "nothing is left of it")
 
 
 class _Loud(socketserver.BaseRequestHandler):
@@ -205,12 +209,12 @@ def test_what_is_no_meeting_place_is_said(launch: Launch) -> None:
 
 def test_stop_on_one_node_ends_all(nodes: Callable[..., list[Job]], tmp_path: pathlib.Path) -> None:
     first, second = nodes(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=5)
-    runs(tmp_path, 0, 4)
+    all_run(tmp_path)
     second.stop()
     assert isinstance(error(second), RunStoppedError)
     assert isinstance(error(first), NodeLostError)
     assert error(first).what == f"Node 1 ({socket.gethostname()}): The run was ended there (stopped)."
-    assert first.restarts == () and below_template() == []
+    assert first.restarts == () and processes.below_template() == []
 
 
 @pytest.mark.slow
@@ -222,7 +226,7 @@ def test_node_that_vanishes_is_waited_for_where_there_are_restarts(
         "rdzv_conf": ("keep_alive_interval=3", "timeout=60"), "max_restarts": 1, "main_process_port": port
     }  # fmt: skip
     jobs = nodes(restarted.goes_on_after_a_restart, str(tmp_path), **options)
-    runs(tmp_path, 0, 4)
+    all_run(tmp_path)
     for process in elastic_processes(jobs):
         if not listens(process, port):
             os.kill(process.pid, signal.SIGKILL)
@@ -241,7 +245,7 @@ def pids_of(jobs: list[Job]) -> set[int | None]:
 def elastic_processes(jobs: list[Job]) -> list[processes.Process]:
     processes.wait_until(lambda: None not in pids_of(jobs), "the ranks have said who they are")
     pids = pids_of(jobs)
-    return [process for process in below_template() if process.pid not in pids]
+    return [process for process in processes.below_template() if process.pid not in pids]
 
 
 def listens(process: processes.Process, port: int) -> bool:
@@ -256,8 +260,8 @@ def test_agent_that_is_killed_takes_the_elastic_processes_with_it(
     nodes: Callable[..., list[Job]], tmp_path: pathlib.Path
 ) -> None:
     jobs = nodes(restarted.runs_until_it_is_ended, str(tmp_path), max_restarts=3)
-    runs(tmp_path, 0, 4)
-    all_of_it = below_template()
+    all_run(tmp_path)
+    all_of_it = processes.below_template()
     assert len(all_of_it) == 6
     agent = next(process for process in processes.children(os.getpid()) if processes.is_agent(process))
     os.kill(agent.pid, signal.SIGKILL)

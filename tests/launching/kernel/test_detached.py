@@ -1,8 +1,7 @@
-"""Detached runs: launched here, and attached once more as another kernel would."""
+"""Detached runs: launched here, and attached once more as another kernel would. Their ranks are scripts."""
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import multiprocessing
@@ -14,12 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
-import notebook_accel
 from notebook_accel import attach, cli, detach, notebook_launcher, runs_command
 from notebook_accel.errors import (
     ConfigError,
@@ -31,55 +29,20 @@ from notebook_accel.errors import (
     SupervisorLostError,
 )
 from notebook_accel.launching import journal, run_folders
-from notebook_accel.launching.kernel import detached, detached_runs, local, preflight
+from notebook_accel.launching.kernel import detached, detached_link, detached_runs, local, preflight
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
+from notebook_accel.protocol.channel import Connection
 from tests import kernels, processes
-from tests.launching import functions
-from tests.launching.test_run_folders import ended, held
+from tests.launching.test_run_folders import ended, facts, held
+from tests.loopback import Loopback
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
-# Tests here that launch take over 3 s: each run has an agent and a template of its own, as it must.
-_LONG_S = 100.0  # each run has a template of its own, whose import of torch can take a minute on a busy machine
+_LONG_S = 100.0  # a detached run has a template of its own, whose import of torch can take a minute on a busy machine
 Command = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def mark(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A file that doesn't exist. Ranks go on until it does."""
-    return tmp_path / "mark"
-
-
-def launch(function: Callable[..., object], *args: object, ranks: int = 2, **options: object) -> DetachedJob:
-    given = {"name": "night", "use_cpu": True, "view": "none", "detach": True} | options
-    job = notebook_launcher(function, args, ranks, **given)  # type: ignore[arg-type]
-    assert isinstance(job, DetachedJob)
-    return job
-
-
-def wait_for_steps(job: Job) -> None:
-    processes.wait_until(
-        lambda: all(rank.metrics and rank.last_line for rank in job.ranks), "all ranks have reported", _LONG_S
-    )
-
-
-def agent_of(job: DetachedJob) -> processes.Process:
-    """The agent of the run, an orphan, which the tests have adopted."""
-    [found] = [
-        process
-        for process in processes.descendants(os.getpid())
-        if "notebook_accel.launching.agent.detached" in process.command and job.folder.id in process.command
-    ]
-    return found
-
-
-def titles_of(job: Job) -> list[str]:
-    """The titles of the ranks' processes, as ``ps`` shows them."""
-    pids = [rank.pid for rank in job.ranks]
-    return [pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode() for pid in pids]
 
 
 def has_key(folder: run_folders.RunFolder) -> bool:
@@ -88,14 +51,15 @@ def has_key(folder: run_folders.RunFolder) -> bool:
     return any(key in path.read_bytes() for path in folder.path.rglob("*") if path.is_file())
 
 
-def wait_for_its_end(job: DetachedJob) -> None:
-    processes.wait_until(lambda: not job.folder.is_held, "the agent has gone", _LONG_S)
+def printed(job: Job, rank: int) -> list[str]:
+    """The lines of a rank, as they came to this kernel."""
+    heard = [event.text for number, event in job.events() if number == rank and isinstance(event, events.Output)]
+    return "\n".join(heard).split("\n")
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "notebook_accel", *arguments], capture_output=True, text=True, timeout=100, check=False
-    )
+def names_of(loopback: Loopback, job: Job) -> list[list[messages.ToRank]]:
+    """What each rank was told, which is the name that ``ps`` shows from then on."""
+    return [rank.told for rank in loopback.ranks_of(job)]
 
 
 @pytest.fixture
@@ -110,103 +74,64 @@ def here(capsys: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> run_folders.RunFolder:
+@pytest.fixture
+def ended_run(loopback: Loopback) -> run_folders.RunFolder:
     """The folder of a run of one rank that has reported metrics and ended."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        job = launch(functools.partial(notebook_accel.report, loss=math.nan, peak=math.inf, steps=1.0), ranks=1)
-        assert job.results(_LONG_S) == [None]
-        wait_for_its_end(job)
+    job: DetachedJob = loopback.launch(ranks=1, detach=True)
+    [rank] = loopback.ranks_of(job)
+    rank.say(events.Metrics(step=1, values={"loss": math.nan, "peak": math.inf, "steps": 1.0}))
+    rank.finish()
+    assert job.results(1.0) == [None]
+    assert not job.folder.is_held
     return job.folder
 
 
-@pytest.fixture
-def ended_run(original: run_folders.RunFolder, state_home: pathlib.Path) -> run_folders.RunFolder:
-    """A copy of that folder among this test's runs."""
-    run_folders.root().mkdir(mode=0o700, parents=True)
-    return run_folders.RunFolder(shutil.copytree(original.path, run_folders.root() / original.id))
-
-
-def test_who_attaches_has_all_that_the_launching_kernel_has(mark: pathlib.Path) -> None:
-    first = launch(functions.reports_until, str(mark), {"answer": 42})
-    wait_for_steps(first)
+def test_who_attaches_has_all_that_the_launching_kernel_has(loopback: Loopback) -> None:
+    first: DetachedJob = loopback.launch(detach=True)
+    loopback.train(first, steps=3)
     second = detached.attach_and_show("night", show=lambda _: None)  # nobody else takes its events
     assert (second.status, second.world_size, second.devices) == ("running", 2, first.devices)
-    assert [rank.pid for rank in second.ranks] == [rank.pid for rank in first.ranks]
-    assert [stack.rank for stack in second.stacks(_LONG_S)] == [0, 1]
-    assert titles_of(second) == ["notebook-accel rank 0 of night", "notebook-accel rank 1 of night"]
-    assert "step 0\n" in second.logs(1)
+    assert [rank.pid for rank in second.ranks] == [rank.pid for rank in loopback.ranks_of(first)]
+    assert [stack.rank for stack in second.stacks()] == [0, 1]
+    assert second.logs(1) == "step 0\nstep 1\nstep 2\n"
     [found] = detached_runs.summaries()
     assert (found.id, found.name, found.status) == (first.folder.id, "night", "running")
     assert not has_key(first.folder)
-    lose_connection_and_wait(second)
-    mark.touch()
-    results = first.results(_LONG_S)
-    assert [(rank, answer) for rank, _, answer in results] == [(0, {"answer": 42}), (1, {"answer": 42})]
-    wait_for_its_end(first)
+    for _ in range(2):  # as an agent drops one that reads too slowly
+        link = second.send_order.__self__  # type: ignore[union-attr]
+        link._connection.shutdown()
+        loopback.train(first, steps=3)
+    for rank in loopback.ranks_of(first):
+        rank.finish({"answer": rank.number})
+    results = first.results(1.0)
+    assert results == [{"answer": 0}, {"answer": 1}]
+    assert not first.folder.is_held
     later = attach(view="none")
     assert (later.done, later.status) == (True, "succeeded")
+    lines = [f"step {number}" for number in range(9)]
     for job in (second, later):
-        assert job.results(_LONG_S) == results
-        for rank, (_, steps, _) in enumerate(results):
-            lines = [f"step {number}" for number in range(steps)]
-            assert job.logs(rank).splitlines() == lines
+        assert job.results() == results
+        assert [job.logs(rank).splitlines() for rank in range(2)] == [lines, lines]
         # The curve of who came later begins where the other's does, and ends where it does.
         curves = [run.state.history["loss"].ranks[0].points for run in (first, job)]
         assert curves[0][-1][1] == curves[1][-1][1]
-    heard = [event.text for rank, event in second.events() if rank == 0 and isinstance(event, events.Output)]
-    assert "\n".join(heard).split("\n") == [f"step {number}" for number in range(results[0][1])]
-    assert later.ended_s is not None
-    assert first.ended_s is not None
+    assert printed(second, 0) == lines  # each once
+    assert later.ended_s is not None and first.ended_s is not None
     assert later.ended_s - later.started_s <= first.ended_s - first.started_s
     assert [summary.status for summary in detached_runs.summaries()] == ["succeeded"]
 
 
-def lose_connection_and_wait(job: Job) -> None:
-    """Drop this kernel as an agent drops one that reads too slowly, and wait until it is attached again."""
-    link = job.send_order.__self__  # type: ignore[union-attr]
-    for _ in range(2):
-        heard = link._seen
-        connection = link._connection
-        connection.shutdown()
-        processes.wait_until(
-            lambda before=connection, known=heard: link._connection not in (None, before) and link._seen > known,
-            "it is attached again",
-            _LONG_S,
-        )
-
-
-@pytest.mark.slow
-def test_failure_is_the_same_for_who_comes_later() -> None:
-    first = launch(functions.raises, ranks=1)
-    with pytest.raises(RankFailedError) as here:
-        first.results(_LONG_S)
-    wait_for_its_end(first)
+def test_failure_is_the_same_for_who_comes_later(loopback: Loopback) -> None:
+    first: DetachedJob = loopback.launch(ranks=1, detach=True)
+    loopback.ranks_of(first)[0].fail(ValueError("its own reason"))
+    with pytest.raises(RankFailedError, match="its own reason") as here:
+        first.results(1.0)
     with pytest.raises(RankFailedError) as there:
         attach("night", view="none").results()
     assert str(there.value) == str(here.value)
     assert type(there.value.__cause__) is type(here.value.__cause__)
     [summary] = detached_runs.summaries()
     assert (summary.status, summary.why) == ("failed", first.ending.why)
-
-
-@pytest.mark.slow
-def test_signals_of_the_agent_end_nothing_but_sigterm_the_run(mark: pathlib.Path) -> None:
-    job = launch(functions.reports_until, str(mark), ranks=1)
-    wait_for_steps(job)
-    agent = agent_of(job)
-    assert agent.session == agent.pid
-    processes.kill(agent, signal.SIGHUP)
-    processes.kill(agent, signal.SIGINT)
-    assert len(job.stacks(_LONG_S)) == 1  # the agent has gone on
-    processes.kill(agent, signal.SIGSTOP)
-    assert attach("night", view="none").status == "running"  # who attaches lets it go on
-    assert len(job.stacks(_LONG_S)) == 1
-    processes.kill(agent, signal.SIGTERM)
-    with pytest.raises(RunStoppedError, match="its agent process got SIGTERM"):
-        job.results(_LONG_S)
-    wait_for_its_end(job)
 
 
 @pytest.fixture
@@ -218,25 +143,24 @@ def warning(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "arning: systemd ends a detached run when the service jupyter.service is stopped or restarted."
 
 
-@pytest.mark.slow
 def test_run_that_was_lost_with_its_agent_tells_its_last_step_and_is_launched_again(
-    tmp_path: pathlib.Path, warning: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    loopback: Loopback, warning: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = launch(functions.saves_early, str(tmp_path / "state"))
+    job: DetachedJob = loopback.launch(detach=True)
     assert warning in capsys.readouterr().err
-    processes.wait_until(lambda: job.state.checkpoint and (job.ranks[0].steps or 0) > 5, "it has saved", _LONG_S)
-    processes.wait_until(lambda: (detached_runs.summaries()[0].step or 0) > 5, "that is in the folder", _LONG_S)
+    loopback.ranks_of(job)[0].say(events.CheckpointSaved(folder="older"))
+    loopback.train(job, steps=9)
     ended = time.strftime("%Y-%m-%d %H:%M")
-    processes.kill(agent_of(job))
+    loopback.agents[0].kill()
     with pytest.raises(SupervisorLostError, match=r"'night' has gone at .*, and the ranks with it"):
-        job.results(_LONG_S)
+        job.results(1.0)
     facts = json.loads((job.folder.path / "run.json").read_text())
     (job.folder.path / "run.json").write_text(json.dumps({**facts, "boot_id": "of an earlier start"}))
     [lost] = detached_runs.summaries()
-    assert (lost.status, (lost.step or 0) > 5) == ("lost", True)
+    assert (lost.status, lost.step) == ("lost", 8)
     said = re.fullmatch(
-        rf"The run 'night' was lost with the machine at (.*)\. Its last known step is {lost.step}\. "
-        rf"Its last checkpoint is in {re.escape(str(tmp_path / 'state'))}\.",
+        r"The run 'night' was lost with the machine at (.*)\. Its last known step is 8\. "
+        r"Its last checkpoint is in older\.",
         lost.why,
     )
     assert said is not None, lost.why
@@ -259,34 +183,19 @@ def test_run_that_was_lost_with_its_agent_tells_its_last_step_and_is_launched_ag
     repeated = detached.again("night", show=lambda _: None)
     assert warning in capsys.readouterr().err
     assert repeated.folder.id != job.folder.id
-    processes.wait_until(lambda: repeated.state.checkpoint or repeated.done, "it has saved", _LONG_S)
-    assert repeated.state.checkpoint == str(tmp_path / "state")
+    assert (repeated.folder.path / "payload").read_bytes() == (job.folder.path / "payload").read_bytes()
+    loopback.train(repeated, steps=1)
+    assert repeated.status == "running"
     repeated.stop()
-    wait_for_its_end(repeated)
+    assert repeated.wait(1.0)
     assert [summary.status for summary in detached_runs.summaries()] == ["lost", "stopped"]
 
 
-@pytest.fixture
-def own_agent() -> Iterator[None]:
-    """Ends the agent that later launches of this process have got."""
-    yield
-    local.engine().close()
-
-
-def launch_here(function: Callable[..., object], *args: object, **options: object) -> Job:
-    given = {"name": "day", "use_cpu": True, "view": "none", "background": True} | options
-    job = notebook_launcher(function, args, 2, **given)  # type: ignore[arg-type]
-    assert isinstance(job, Job)
-    return job
-
-
-@pytest.mark.usefixtures("own_agent")
 def test_run_that_goes_on_is_detached_with_its_curves_its_output_and_its_results(
-    mark: pathlib.Path, warning: str, capsys: pytest.CaptureFixture[str]
+    loopback: Loopback, warning: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = launch_here(functions.reports_until, str(mark), {"answer": 42})
-    wait_for_steps(here)
-    processes.wait_until(lambda: len(here.state.history["loss"].ranks) == 2, "both have a curve", _LONG_S)
+    here = loopback.launch(name="day")
+    loopback.train(here, steps=5)
     before = here.state.history["loss"].ranks[1].points
     for name in ("a\nb", "a" * 81):
         with pytest.raises(ConfigError, match="can't be used"):
@@ -303,63 +212,57 @@ def test_run_that_goes_on_is_detached_with_its_curves_its_output_and_its_results
     with pytest.raises(ConfigError, match="'night' keeps its name"):
         detach(job, "other")
     assert [rank.pid for rank in job.ranks] == [rank.pid for rank in here.ranks]
-    titles = ["notebook-accel rank 0 of night", "notebook-accel rank 1 of night"]
-    processes.wait_until(lambda: titles_of(job) == titles, "ps shows them by their name", _LONG_S)
+    assert names_of(loopback, job) == [[messages.Named(name="night")]] * 2
     assert job.state.history["loss"].ranks[1].points[: len(before) - 1] == before[:-1]
-    assert len(job.stacks(_LONG_S)) == 2
+    assert len(job.stacks()) == 2
     assert here.spec.authkey and not has_key(job.folder)
     assert detach(job) is job
     assert detach(job, "night") is job
     # Later launches get another agent, which a Quit ends without the detached run.
-    assert launch_here(functions.rank).results(_LONG_S) == [0, 1]
+    other = loopback.launch(name="other")
     local.engine().close()
-    steps = job.ranks[0].metrics["loss"]
-    processes.wait_until(lambda: job.ranks[0].metrics["loss"] < steps, "the run goes on", _LONG_S)
-    mark.touch()
-    results = job.results(_LONG_S)
-    assert [(rank, answer) for rank, _, answer in results] == [(0, {"answer": 42}), (1, {"answer": 42})]
-    assert job.logs(0).splitlines() == [f"step {number}" for number in range(results[0][1])]
-    wait_for_its_end(job)
+    assert (other.status, len(loopback.agents)) == ("stopped", 2)
+    loopback.train(job, steps=5)
+    assert job.ranks[0].step == 9
+    for rank in loopback.ranks_of(job):
+        rank.finish({"answer": rank.number})
+    results = job.results(1.0)
+    assert results == [{"answer": 0}, {"answer": 1}]
+    lines = [f"step {number}" for number in range(10)]
+    assert job.logs(0).splitlines() == lines
+    assert not job.folder.is_held
     later = attach("night", view="none")
     assert later.results() == results
-    printed = [event.text for rank, event in later.events() if rank == 0 and isinstance(event, events.Output)]
-    assert "\n".join(printed) == "\n".join(f"step {number}" for number in range(results[0][1]))
     with pytest.raises(LaunchError, match="what was sent to its ranks wasn't kept"):
         detached.again("night")
+    assert printed(detached.attach_and_show("night", show=lambda _: None), 0) == lines
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("own_agent")
-def test_run_without_a_given_name_is_detached_under_a_free_one(mark: pathlib.Path) -> None:
-    with held("reports_until"):
-        unnamed = launch_here(functions.reports_until, str(mark), name="")
-        assert unnamed.name == "reports_until"
-        wait_for_steps(unnamed)
-        with pytest.raises(LaunchError, match="'reports_until' is in progress already"):
-            detach(unnamed, "reports_until")
+def test_run_without_a_given_name_is_detached_under_a_free_one(loopback: Loopback) -> None:
+    with held("training"):
+        unnamed = loopback.launch(name="")
+        assert unnamed.name == "training"
+        with pytest.raises(LaunchError, match="'training' is in progress already"):
+            detach(unnamed, "training")
         second = detach(unnamed)
-        assert second.name == "reports_until-2"
-    processes.wait_until(lambda: titles_of(second)[0].endswith("-2"), "ps shows that name", _LONG_S)
-    mark.touch()
-    assert len(second.results(_LONG_S)) == 2
-    wait_for_its_end(second)
+        assert second.name == "training-2"
+    assert names_of(loopback, second) == [[messages.Named(name="training-2")]] * 2
 
 
-@pytest.mark.usefixtures("engine")
-def test_run_that_cannot_be_detached_goes_on_as_before(mark: pathlib.Path) -> None:
-    job = launch_here(functions.reports_until, str(mark))
-    other = launch_here(functions.reports_until, str(mark), name="other")
+def test_run_that_cannot_be_detached_goes_on_as_before(loopback: Loopback, tmp_path: pathlib.Path) -> None:
+    job, other = loopback.launch(), loopback.launch(name="other")
     with pytest.raises(RunError, match=r"can't be detached now\.\nAnother run of this notebook goes on\."):
         detach(job)
-    mark.touch()
-    assert [len(run.results(_LONG_S)) for run in (job, other)] == [2, 2]  # which closes their files
+    for rank in loopback.ranks:
+        rank.finish()
+    assert [len(run.results(1.0)) for run in (job, other)] == [2, 2]  # which closes their files
     with pytest.raises(RunError, match=r"can't be detached now\.\nIt has ended\."):
         detach(job)
     assert list(run_folders.root().iterdir()) == []
     agent = local.engine()._agent  # it hears of the end later than a kernel that asks
     assert agent is not None
-    with mark.open() as lock, pytest.raises(RunError, match=r"can't be detached now\.\nIt has ended\."):
-        agent.detach(job, run_folders.RunFolder(mark.parent), lock.fileno())
+    with (tmp_path / "lock").open("w") as lock, pytest.raises(RunError, match=r"be detached now\.\nIt has ended\."):
+        agent.detach(job, run_folders.RunFolder(tmp_path), lock.fileno())
 
 
 def test_variable_that_is_not_kept(ended_run: run_folders.RunFolder) -> None:
@@ -381,10 +284,10 @@ def test_metrics_that_json_lacks_are_null_in_the_list(capsys: pytest.CaptureFixt
     assert listed["metrics"] == {"loss": None, "peak": None, "steps": 1.0}
 
 
-def test_name_of_a_run_that_goes_on_is_refused_until_somebody_stops_it(mark: pathlib.Path) -> None:
-    first = launch(functions.reports_until, str(mark), ranks=1, name="a night")
+def test_name_of_a_run_that_goes_on_is_refused_until_somebody_stops_it(loopback: Loopback) -> None:
+    first: DetachedJob = loopback.launch(ranks=1, name="a night", detach=True)
     with pytest.raises(LaunchError, match=r"'a night' is in progress already\.\nFix: another name"):
-        launch(functions.reports_until, str(mark), ranks=1, name="a night")
+        loopback.launch(ranks=1, name="a night", detach=True)
     with pytest.raises(
         LaunchError, match=r"goes on\.\nFix: %distributed attach 'a night'; notebook-accel stop 'a night'$"
     ):
@@ -393,8 +296,8 @@ def test_name_of_a_run_that_goes_on_is_refused_until_somebody_stops_it(mark: pat
     second.stop()
     for job in (first, second):
         with pytest.raises(RunStoppedError, match=rf"was stopped\.\nBy process {os.getpid()} \("):
-            job.results(_LONG_S)
-    wait_for_its_end(first)
+            job.results(1.0)
+    assert not first.folder.is_held
     with pytest.raises(RunStoppedError, match=rf"By process {os.getpid()} \("):
         attach("a night", view="none").results()
 
@@ -428,26 +331,38 @@ def test_name_of_a_run_that_is_over_is_free_though_its_agent_lives_for_a_moment_
 )
 def test_what_cannot_go_on_without_the_kernel_is_refused(options: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=rf"can't be detached\.\n.*{why}"):
-        launch(functions.rank, ranks=1, **options)
+        notebook_launcher(len, num_processes=1, use_cpu=True, view="none", detach=True, **options)  # type: ignore[arg-type]
     assert not run_folders.every()
 
 
-def test_launch_that_fails_leaves_no_folder() -> None:
+def test_launch_that_fails_leaves_no_folder(loopback: Loopback) -> None:
     with pytest.raises(NotebookAccelError):
-        launch(functions.rank, ranks=1, log_dir="/proc/none")
+        loopback.launch(ranks=1, detach=True, log_dir="/proc/none")
     assert list(run_folders.root().iterdir()) == []
 
 
-@pytest.mark.slow
-def test_run_that_could_not_be_started_says_why_to_who_comes_later_too(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "raises_at_import.py").write_text("raise OSError('no such device')")
-    monkeypatch.syspath_prepend(tmp_path)
-    job = launch(functions.rank, ranks=1, preload=["raises_at_import"])
+def test_agent_that_no_launch_reaches_goes_and_its_folder_too(loopback: Loopback) -> None:
+    folder, lock = run_folders.make("night")
+    folder.write_facts(facts())
+    ours, theirs = Connection.pair()
+    detached_link.start_agent(folder, theirs, lock)
+    theirs.close()
+    os.close(lock)
+    ours.send(messages.encode(messages.Hello(who="x", follows=True)))
+    [attached] = ours.receive()
+    os.close(attached.descriptors[0])
+    assert folder.is_held
+    ours.close()
+    loopback.settle()
+    assert not folder.path.exists()
+
+
+def test_run_that_could_not_be_started_says_why_to_who_comes_later_too(loopback: Loopback) -> None:
+    loopback.delays_templates = True
+    job: DetachedJob = loopback.launch(ranks=1, preload=["raises_at_import"], detach=True)
+    loopback.templates[0].refuse("no such device")
     with pytest.raises(LaunchError, match="no such device"):
-        job.results(_LONG_S)
-    wait_for_its_end(job)
+        job.results(1.0)
     with pytest.raises(LaunchError, match="no such device"):
         attach("night", view="none").results()
 
@@ -498,7 +413,7 @@ def test_runs_that_go_on_are_named_to_who_loads_the_extension_and_to_who_asks_th
     assert detached_runs.going_in_words() == ""
 
 
-def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path, here: Command) -> None:
+def test_command_line_lists_shows_and_stops_it_and_cleans_up(loopback: Loopback, here: Command) -> None:
     assert here("runs").stdout == "You have no detached run on this machine.\n"
     assert here("attach").returncode == 1
     run_folders.root().mkdir(parents=True)
@@ -508,20 +423,20 @@ def test_command_line_lists_shows_and_stops_it_and_cleans_up(mark: pathlib.Path,
         assert re.match(r"The folder /.* isn't used, since others(.|\n)*\nFix: chmod 700 /", refused.stderr)
     assert detached_runs.going_in_words() == ""
     run_folders.root().chmod(0o700)
-    job = launch(functions.reports_until, str(mark))
-    wait_for_steps(job)
+    job: DetachedJob = loopback.launch(detach=True)
+    loopback.train(job, steps=3)
     [listed] = json.loads(here("runs", "--json").stdout)
     assert (listed["name"], listed["status"], listed["folder"]) == ("night", "running", str(job.folder.path))
     shown = here("runs").stdout.splitlines()
     assert re.match(r"name +state +since +step +metrics +folder$", shown[0])
     assert re.match(r"night +running +\d{4}-\d\d-\d\d \d\d:\d\d ", shown[1])
     logs = here("logs", "night", "--rank", "1", "--tail", "1").stdout
-    assert re.fullmatch(r"rank 1: /.*/rank_1\.log\nstep \d+\n", logs)
+    assert re.fullmatch(r"rank 1: /.*/rank_1\.log\nstep 2\n", logs)
     assert here("stop", "").stderr.startswith("The run to stop has no name.")
-    stopped = command("stop", "night")
+    stopped = here("stop", "night")
     assert stopped.stdout.startswith("The run 'night' is stopped. Its results and logs are in /")
     with pytest.raises(RunStoppedError, match=r"By process \d+ \("):
-        job.results(_LONG_S)
+        job.results(1.0)
     assert re.match(r"night: stopped by process \d+ \(", here("runs").stdout.splitlines()[-1])
     attached = here("attach", "night")
     assert attached.returncode == 1
@@ -548,9 +463,14 @@ def test_log_of_a_rank_that_never_began_is_no_error(tmp_path: pathlib.Path, caps
 
 
 @pytest.mark.slow
-def test_script_that_a_terminal_has_launched_goes_on_without_it(mark: pathlib.Path) -> None:
-    script = mark.with_name("train.py")
+def test_script_that_a_terminal_has_launched_goes_on_without_it(tmp_path: pathlib.Path) -> None:
+    mark, script = tmp_path / "mark", tmp_path / "train.py"
     script.write_text(f"import os, time\nwhile not os.path.exists({str(mark)!r}): time.sleep(0.01)\nprint('trained')")
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "notebook_accel", *arguments]
+        return subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+
     with held("train.py"):
         ended = command("launch", "--detach", "--num_processes=2", "--use_cpu", str(script))
         assert (ended.returncode, ended.stderr) == (0, "")
@@ -561,4 +481,27 @@ def test_script_that_a_terminal_has_launched_goes_on_without_it(mark: pathlib.Pa
         mark.touch()
         job.results(_LONG_S)
         assert job.logs(0) == "trained\n"
-        wait_for_its_end(job)
+        processes.wait_until(lambda: not job.folder.is_held, "the agent has gone", _LONG_S)
+
+
+@pytest.mark.slow
+def test_signals_of_the_agent_end_nothing_but_sigterm_the_run(tmp_path: pathlib.Path) -> None:
+    job = notebook_launcher(time.sleep, (600,), 1, name="night", use_cpu=True, view="none", detach=True)
+    assert isinstance(job, DetachedJob)
+    processes.wait_until(lambda: job.status == "running", "it runs", _LONG_S)
+    [agent] = [
+        process
+        for process in processes.descendants(os.getpid())
+        if "notebook_accel.launching.agent.detached" in process.command and job.folder.id in process.command
+    ]
+    assert agent.session == agent.pid
+    processes.kill(agent, signal.SIGHUP)
+    processes.kill(agent, signal.SIGINT)
+    assert len(job.stacks(_LONG_S)) == 1  # the agent has gone on
+    processes.kill(agent, signal.SIGSTOP)
+    assert attach("night", view="none").status == "running"  # who attaches lets it go on
+    assert len(job.stacks(_LONG_S)) == 1
+    processes.kill(agent, signal.SIGTERM)
+    with pytest.raises(RunStoppedError, match="its agent process got SIGTERM"):
+        job.results(_LONG_S)
+    processes.wait_until(lambda: not job.folder.is_held, "the agent has gone", _LONG_S)

@@ -14,7 +14,6 @@ from notebook_accel.errors import (
     NotebookAccelError,
     RankFailedError,
     RunError,
-    RunStoppedError,
     RunTimeoutError,
 )
 from notebook_accel.launching.kernel.job import Job, LaunchRequest
@@ -109,13 +108,6 @@ def test_a_death_counts_before_the_peer_that_noticed_it(job: Job) -> None:
     error = reported(job)
     assert (error.rank, error.signal) == (1, 11)
     assert "killed by SIGSEGV" in str(error)
-
-
-def test_a_rank_that_was_stopped_is_not_to_blame(job: Job) -> None:
-    job.deliver(0, events.Ended(time_s=5.0, signal=15, stopped=True))
-    job.deliver(1, failed("the cause", 10.0))
-    job.deliver(1, events.Ended(exit_code=1))
-    assert reported(job).rank == 1
 
 
 def test_last_lines_belong_to_the_rank_that_failed(job: Job) -> None:
@@ -221,23 +213,6 @@ def test_silence_is_asked_about_once_and_its_answer_is_among_the_events(job: Job
     )
     silent = [(rank, event.at) for rank, event in job.events() if isinstance(event, events.Silent)]
     assert silent == [(0, "/home/me/train.py, line 4 in train"), (1, "the process is stopped")]
-
-
-def test_stopped_run_says_so() -> None:
-    job = make_job()
-    job.end("stopped")
-    assert job.status == "stopped"
-    assert [rank.word for rank in job.ending.ranks] == [rank.word for rank in job.ranks] == ["stopped", "stopped"]
-    with pytest.raises(RunStoppedError):
-        job.results()
-
-
-def test_timeout_names_its_limit() -> None:
-    job = make_job(timeout_s=1.5)
-    job.end("timeout")
-    with pytest.raises(RunTimeoutError, match=r"timeout_s of 1\.5 s"):
-        job.results()
-    assert job.status == "failed"
 
 
 def test_events_are_given_out_once_in_order(job: Job) -> None:

@@ -8,6 +8,7 @@ import pathlib
 import signal
 import threading
 import time
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,13 +27,13 @@ from notebook_accel.launching.kernel import launcher, run_payload
 from notebook_accel.launching.kernel.devices import Devices
 from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.ranks.worker import Target
+from notebook_accel.launching.remote import run as remote_run
 from notebook_accel.launching.remote.host import NodeFacts, NodeHost
 from notebook_accel.launching.remote.run import AgentSlot, NodeClock, NodePart, RemoteRun
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages, events
-from tests import processes
-from tests.launching import functions
+from tests.loopback import Loopback, Rank
 
 DEADLINE_S = 60.0
 
@@ -141,56 +142,48 @@ class Engine:
         """The agents' processes."""
         return [node.slot._pid for node in self.nodes]
 
-    def start(self, function: Any, *args: Any, pull: tuple[str, ...] = (), **options: Any) -> Job:
+    def start(self, function: Any = len, *args: Any, pull: tuple[str, ...] = (), **options: Any) -> Job:
         """Starts a function on two nodes with two ranks each."""
         target = Target(names={}, function=function, args=args)
         request = LaunchRequest(target, {}, JobSpec(name="run", pull=pull), LaunchConfig(num_processes=4, **options))
         return launcher._start(request, Devices("CPU", 1), self)  # type: ignore[arg-type]
 
-
-def keep_agents(engine: Engine) -> None:
-    """Wait until the hosts' runs are closed."""
-    for host in (node.host for node in engine.nodes):
-        processes.wait_until(lambda host=host: not host._parts, "its runs are closed", DEADLINE_S)
-
-
-@contextlib.contextmanager
-def ending(*hosts: NodeHost) -> Iterator[None]:
-    """Ends hosts' agents, and waits for the threads that go with them."""
-    before = set(threading.enumerate())
-    try:
-        yield
-    finally:
-        for host in hosts:
-            with host._lock:
-                host._drop_agent()
-        for thread in set(threading.enumerate()) - before:
-            thread.join(DEADLINE_S)
+    def close(self) -> None:
+        """End the agents."""
+        for node in self.nodes:
+            with node.host._lock:
+                node.host._drop_agent()
 
 
 @pytest.fixture
-def own() -> Iterator[Engine]:
-    """An engine for a test that ends its agents."""
+def engine(loopback: Loopback, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """An engine whose ranks are scripts."""
+
+    class Queue(list[NodePart]):
+        put = list.append
+
+        def get(self) -> NodePart:
+            loopback.wait_until(lambda: self)
+            return self.pop(0)
+
+    monkeypatch.setattr(remote_run, "queue", types.SimpleNamespace(SimpleQueue=Queue))
     made = Engine()
-    with ending(*(node.host for node in made.nodes)):
-        yield made
+    yield made
+    made.close()
+    loopback.settle()
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Engine]:
-    """An engine whose agents have run something."""
-    made = Engine()
-    with ending(*(node.host for node in made.nodes)):
-        assert len(made.start(place).results(DEADLINE_S)) == 4
-        keep_agents(made)
-        yield made
+def ranks_of(loopback: Loopback) -> list[Rank]:
+    """The ranks of the only run, in their order among all."""
+    loopback.advance(1.0)
+    found = sorted(loopback.ranks, key=lambda rank: rank.fork.place.rank)
+    assert len(found) == 4
+    return found
 
 
-@pytest.fixture
-def running(shared: Engine) -> Iterator[Engine]:
-    """The shared engine, for a test that leaves its agents alive."""
-    yield shared
-    keep_agents(shared)
+def finish(loopback: Loopback) -> None:
+    for rank in ranks_of(loopback):
+        rank.finish(rank.fork.place.rank)
 
 
 def place() -> tuple[int, str, str, str]:
@@ -200,129 +193,110 @@ def place() -> tuple[int, str, str, str]:
     return torch.distributed.get_rank(), os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"], os.environ["NODE"]
 
 
-def fails_once() -> str:
-    if os.environ["RANK"] == "3" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        raise ValueError("no images")
-    return os.environ["TORCHELASTIC_RESTART_COUNT"]
-
-
-def interrupts_itself() -> None:
-    raise KeyboardInterrupt
-
-
-def fails_while_others_wait(folder: str) -> None:
-    """The last rank fails twice; the others note in which attempt they were interrupted."""
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    functions.note(folder, f"waits in {attempt}")
-    if os.environ["RANK"] == "3":
-        for rank in range(3):
-            functions.wait_for(folder, f"{rank} waits in {attempt}")
-        raise ValueError("no images")
+@pytest.mark.slow
+def test_ranks_meet_over_two_agents() -> None:
+    engine = Engine()
+    before = set(threading.enumerate())
     try:
-        functions.wait_for(folder, "never there")
-    except KeyboardInterrupt:
-        functions.note(folder, f"saves in {attempt}")
-        raise
-
-
-def waits(folder: str) -> None:
-    functions.note(folder, "waits")
-    functions.wait_for(folder, "end")
-
-
-def tidies_up(folder: str) -> None:
-    functions.note(folder, "waits")
-    try:
-        functions.wait_for(folder, "never there")
+        job = engine.start(place)
+        assert job.results(DEADLINE_S) == [
+            (0, "0", "0", "0"),
+            (1, "1", "0", "0"),
+            (2, "0", "1", "1"),
+            (3, "1", "1", "1"),
+        ]
+        assert [job.logs(rank) for rank in range(4)] == [f"rank {rank} was here\n" for rank in range(4)]
     finally:
-        if os.environ["NODE"] == "0":
-            functions.wait_for(folder, "go")
+        engine.close()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(DEADLINE_S)
 
 
-def all_wait(folder: pathlib.Path) -> None:
-    marks = [folder / f"{rank} waits" for rank in range(4)]
-    processes.wait_until(lambda: all(mark.exists() for mark in marks), "all ranks wait", timeout_s=DEADLINE_S)
-
-
-def test_ranks_meet_over_two_agents_and_all_end_and_start_again_when_one_fails(running: Engine) -> None:
-    job = running.start(place)
-    assert job.results(DEADLINE_S) == [(0, "0", "0", "0"), (1, "1", "0", "0"), (2, "0", "1", "1"), (3, "1", "1", "1")]
+def test_ranks_over_two_agents_all_end_and_start_again_when_one_fails(engine: Engine, loopback: Loopback) -> None:
+    job = engine.start()
+    for rank in ranks_of(loopback):
+        rank.print(f"rank {rank.fork.place.rank} was here")
+    places = [(rank.fork.place.local_rank, rank.fork.variables["GROUP_RANK"]) for rank in ranks_of(loopback)]
+    assert places == [(0, "0"), (1, "0"), (0, "1"), (1, "1")]
+    assert [rank.fork.variables["NODE"] for rank in ranks_of(loopback)] == ["0", "0", "1", "1"]
+    finish(loopback)
+    assert job.results(DEADLINE_S) == [0, 1, 2, 3]
     assert [job.logs(rank) for rank in range(4)] == [f"rank {rank} was here\n" for rank in range(4)]
-    agents = running.agents()
-    job = running.start(fails_once)
+    agents = engine.agents()
+    job = engine.start()
+    ranks_of(loopback)[3].fail(ValueError("no images"))
     with pytest.raises(RankFailedError, match="no images") as caught:
         job.results(DEADLINE_S)
-    assert caught.value.rank == 3
-    assert running.agents() == agents
-    assert all(rank.failed is None or 0 < time.monotonic() - rank.failed.time_s < DEADLINE_S for rank in job.ranks)
-    job = running.start(fails_once, max_restarts=1)
-    assert job.results(DEADLINE_S) == ["1"] * 4
+    assert caught.value.rank == 3 and engine.agents() == agents
+    job = engine.start(max_restarts=1)
+    ranks_of(loopback)[3].fail(ValueError("no images"))
+    assert {rank.fork.variables["TORCHELASTIC_RESTART_COUNT"] for rank in ranks_of(loopback)} == {"1"}
+    finish(loopback)
+    assert job.results(DEADLINE_S) == [0, 1, 2, 3]
     assert job.restarts == ("rank 3: ValueError: no images",)
 
 
-def test_ranks_save_when_no_restart_follows_the_failure(running: Engine, tmp_path: pathlib.Path) -> None:
-    job = running.start(fails_while_others_wait, str(tmp_path), pull=("trained",), max_restarts=1)
+def test_ranks_save_when_no_restart_follows_the_failure(engine: Engine, loopback: Loopback) -> None:
+    job = engine.start(pull=("trained",), max_restarts=1)
+    for first_signal in (signal.SIGTERM, signal.SIGINT):
+        *others, last = ranks_of(loopback)
+        last.fail(ValueError("no images"))
+        loopback.advance(0.1)
+        assert [rank.signals[:1] for rank in others] == [[first_signal]] * 3
     with pytest.raises(RankFailedError, match="no images"):
         job.results(DEADLINE_S)
     assert job.restarts == ("rank 3: ValueError: no images",)
-    assert sorted(mark.name for mark in tmp_path.glob("* saves in *")) == [f"{rank} saves in 1" for rank in range(3)]
 
 
-def test_timeout_of_a_run_on_one_node_is_its_reason(running: Engine, tmp_path: pathlib.Path) -> None:
-    alone = Engine()
-    alone.nodes = running.nodes[:1]
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_timeout_of_a_run_on_one_node_is_its_reason(engine: Engine, loopback: Loopback, restarts: int) -> None:
+    engine.nodes = engine.nodes[:1]
+    job = engine.start(timeout_s=9.0, max_restarts=restarts)
+    assert len(ranks_of(loopback)) == 4
     with pytest.raises(RunTimeoutError):
-        alone.start(waits, str(tmp_path), timeout_s=1.0, max_restarts=1).results(DEADLINE_S)
-    with pytest.raises(RunTimeoutError):
-        alone.start(waits, str(tmp_path), timeout_s=1.0).results(DEADLINE_S)
+        job.results(DEADLINE_S)
+    assert job.restarts == ()
 
 
-def test_nothing_is_started_again_after_an_interrupt(running: Engine) -> None:
-    job = running.start(interrupts_itself, max_restarts=1)
+def test_nothing_is_started_again_after_an_interrupt(engine: Engine, loopback: Loopback) -> None:
+    job = engine.start(max_restarts=1)
+    ranks_of(loopback)[3].fail(KeyboardInterrupt())
     with pytest.raises(RankFailedError, match="KeyboardInterrupt"):
         job.results(DEADLINE_S)
     assert job.restarts == ()
 
 
-@pytest.mark.slow
-def test_two_runs_share_the_agents_and_each_is_ended_by_itself(running: Engine, tmp_path: pathlib.Path) -> None:
-    folders = [tmp_path / "first", tmp_path / "second"]
-    jobs = []
-    for folder in folders:
-        folder.mkdir()
-        jobs.append(running.start(waits, str(folder)))
-    for folder in folders:
-        all_wait(folder)
-    assert [stack.rank for stack in jobs[0].stacks(DEADLINE_S)] == [0, 1, 2, 3]
-    jobs[0].stop()
+def test_two_runs_share_the_agents_and_each_is_ended_by_itself(engine: Engine, loopback: Loopback) -> None:
+    first = engine.start()
+    ranks_of(loopback)
+    second = engine.start()
+    loopback.advance(1.0)
+    assert (len(loopback.agents), len(loopback.ranks)) == (2, 8)
+    assert [stack.rank for stack in first.stacks(DEADLINE_S)] == [0, 1, 2, 3]
+    first.stop()
     with pytest.raises(RunStoppedError):
-        jobs[0].results(DEADLINE_S)
-    assert not jobs[1].done
-    (folders[1] / "end").touch()
-    assert jobs[1].results(DEADLINE_S) == [None] * 4
+        first.results(DEADLINE_S)
+    assert not second.done
+    finish(loopback)
+    assert second.results(DEADLINE_S) == [0, 1, 2, 3]
 
 
-@pytest.mark.slow
-def test_times_of_each_node_are_put_on_the_kernels_clock(running: Engine) -> None:
-    second = running.nodes[1]
-    second.clock_ahead_s = ahead_s = 86_400.0
-    try:
-        job = running.start(fails_once)
-        with pytest.raises(RankFailedError):
-            job.results(DEADLINE_S)
-    finally:
-        second.clock_ahead_s = 0.0
+def test_times_of_each_node_are_put_on_the_kernels_clock(engine: Engine, loopback: Loopback) -> None:
+    engine.nodes[1].clock_ahead_s = ahead_s = 86_400.0
+    job = engine.start()
+    ranks_of(loopback)[3].fail(ValueError("no images"))
+    with pytest.raises(RankFailedError):
+        job.results(DEADLINE_S)
     failed = job.ranks[3].failed
     assert failed is not None
-    assert time.monotonic() - failed.time_s == pytest.approx(ahead_s, abs=DEADLINE_S)
+    assert loopback.now_s - failed.time_s == pytest.approx(ahead_s, abs=DEADLINE_S)
 
 
-@pytest.mark.slow
 def test_run_ends_whatever_the_clusters_library_raises(
-    own: Engine, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, loopback: Loopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = own.start(waits, str(tmp_path))
-    all_wait(tmp_path)
+    job = engine.start()
+    ranks_of(loopback)
 
     def fails(*_: object) -> None:
         raise SystemExit("of the library")
@@ -332,30 +306,49 @@ def test_run_ends_whatever_the_clusters_library_raises(
         job.results(DEADLINE_S)
 
 
-@pytest.mark.slow
-def test_interrupted_ranks_may_take_longer_than_those_of_another_node(running: Engine, tmp_path: pathlib.Path) -> None:
-    job = running.start(tidies_up, str(tmp_path), grace_s=DEADLINE_S)
-    all_wait(tmp_path)
-    run = job.send_order.__self__  # type: ignore[union-attr]
-    assert isinstance(run, Run)
-    second = run._parts[1]
+def test_interrupted_ranks_may_take_longer_than_those_of_another_node(engine: Engine, loopback: Loopback) -> None:
+    job = engine.start(grace_s=DEADLINE_S)
+    ranks = ranks_of(loopback)
+    for rank in ranks[:2]:
+        rank.ignores = {signal.SIGINT}
     job.interrupt()
-    processes.wait_until(lambda: second.has_ended, "the second node's ranks have ended", DEADLINE_S)
-    assert len(job.stacks(DEADLINE_S)) == 4  # the first node's agent has had all that it was told before
-    (tmp_path / "go").touch()
+    loopback.advance(DEADLINE_S / 2)
+    assert (len(loopback.ranks), len(job.stacks(DEADLINE_S))) == (2, 4)
+    assert [rank.signals for rank in ranks] == [[signal.SIGINT]] * 4
+    for rank in ranks[:2]:
+        rank.fail(KeyboardInterrupt())
     with pytest.raises(RunStoppedError, match="was interrupted"):
         job.results(DEADLINE_S)
     assert [info.failed and info.failed.kind for info in job.ranks] == ["KeyboardInterrupt"] * 4
 
 
-def test_bytes_are_waited_for_no_longer_than_asked() -> None:
+def test_agent_that_dies_is_replaced_by_the_next_run_and_other_ranks_can_save(
+    engine: Engine, loopback: Loopback
+) -> None:
+    job = engine.start(grace_s=DEADLINE_S)
+    first, second, *_ = ranks_of(loopback)
+    first.ignores = second.ignores = {signal.SIGTERM}
+    loopback.agents[1].kill()
+    loopback.advance(DEADLINE_S / 2)
+    assert (first.signals, second.signals, len(loopback.ranks)) == ([signal.SIGTERM], [signal.SIGTERM], 2)
+    first.exit(0)
+    second.exit(0)
+    with pytest.raises(SupervisorLostError, match="ranks 2 to 3 of 4"):
+        job.results(DEADLINE_S)
+    job = engine.start()
+    finish(loopback)
+    assert job.results(DEADLINE_S) == [0, 1, 2, 3]
+
+
+def test_bytes_are_waited_for_no_longer_than_asked(loopback: Loopback) -> None:
     host = NodeHost("127.0.0.1")
-    with ending(host):
-        pid, _, _ = host.open("1", "run", "", 1, None)
-        assert host.read(pid, 0.05)[1] == b""
-        with pytest.raises(ConnectionError):
-            host.read(pid + 1, 0.05)  # of an agent that was here before
-        host.close("1", b"")
+    pid, _, _ = host.open("1", "run", "", 1, None)
+    before_s = loopback.now_s
+    assert host.read(pid, 0.05)[1] == b"" and loopback.now_s == pytest.approx(before_s + 0.05)
+    with pytest.raises(ConnectionError):
+        host.read(pid + 1, 0.05)  # of an agent that was here before
+    host.close("1", agent_messages.encode(agent_messages.End(job_id="1", how="kill")))
+    host._drop_agent()
 
 
 def test_facts_are_what_has_to_be_known_of_a_node() -> None:
@@ -380,26 +373,3 @@ def test_clock_of_a_node_is_known_within_the_time_that_its_quickest_answer_took(
     assert answered(asked_s=20.0, sent_s=20.2, now_s=21.0, at_s=20.2) == pytest.approx(20.0)
     ahead_s += 7200  # the kernel's machine was
     assert answered(asked_s=30.0, sent_s=30.2, now_s=30.3, at_s=30.2) == pytest.approx(30.3)
-
-
-@pytest.mark.slow
-def test_agent_that_dies_is_replaced_by_the_next_run(shared: Engine, tmp_path: pathlib.Path) -> None:
-    """And the ranks of other nodes can save when an agent dies. The last test, since it leaves no agent."""
-    with ending(*(node.host for node in shared.nodes)):
-        kill_an_agent_and_run_again(shared, tmp_path)
-
-
-def kill_an_agent_and_run_again(engine: Engine, tmp_path: pathlib.Path) -> None:
-    job = engine.start(functions.saves_at_sigterm, str(tmp_path), grace_s=DEADLINE_S)
-
-    def have(what: str, ranks: range) -> bool:
-        return all((tmp_path / f"{rank} {what}").exists() for rank in ranks)
-
-    processes.wait_until(lambda: have("trains", range(4)), "all ranks train", DEADLINE_S)
-    os.kill(engine.agents()[1], signal.SIGKILL)
-    processes.wait_until(lambda: have("was asked", range(2)), "the first node's ranks save", DEADLINE_S)
-    (tmp_path / "go").touch()
-    with pytest.raises(SupervisorLostError, match="ranks 2 to 3 of 4"):
-        job.results(DEADLINE_S)
-    assert have("has saved", range(2))
-    assert engine.start(place).results(DEADLINE_S)

@@ -11,8 +11,6 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import detached, detached_runs
 from notebook_accel.launching.kernel.detached_job import DetachedJob
@@ -145,10 +143,3 @@ def printed(job: DetachedJob) -> dict[int, list[str]]:
             assert not event.left_out
             lines[rank] += event.text.split("\n")
     return lines
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("state_home")
-@pytest.mark.parametrize("moment", ["launching", "training", "detaching"])  # the chaos lane has them all
-def test_kernel_that_is_killed_takes_nothing_along(moment: str, tmp_path: pathlib.Path) -> None:
-    one_round(moment, tmp_path / "round", random.Random(moment))
