@@ -109,10 +109,12 @@ def test_failed_check_says_what_to_try(name: str, on_gpus: bool, said: str) -> N
         (f"{socket.gethostname()}:29500 refused it", "HOST:29500 refused it"),
         ("[node7.lab.example]:29500 at 10.0.0.7", "[HOST]:29500 at ADDRESS"),
         ("ratio 1/2 of 3.5 GiB, torch 2.13.0", "ratio 1/2 of 3.5 GiB, torch 2.13.0"),
+        ("'/homes/Ada (old) Byron/a.csv' isn't there", "'PATH' isn't there"),
     ],
 )
 def test_report_hides_paths_and_names(text: str, hidden: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getfqdn", lambda: "node7.lab.example")
+    monkeypatch.setenv("HOME", "/homes/Ada (old) Byron")
     assert trial.anonymous(text) == hidden
 
 
