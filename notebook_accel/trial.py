@@ -165,7 +165,7 @@ def _launched(
     began_s = time.monotonic()
     try:
         job = launcher.launch_function(function, (), {}, config, show=lambda _: None)
-        by_rank = list(job.results(timeout_s=2 * _DEADLINE_S))
+        by_rank = list(job.results(timeout_s=_DEADLINE_S + _STOP_DEADLINE_S))  # the run's own limit comes first
     except (NotebookAccelError, TimeoutError) as error:
         yield Check(what, False, time.monotonic() - began_s, anonymous(_first_line(error)))
         return

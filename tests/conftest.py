@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 from jupyter_client.manager import KernelManager
 
-from notebook_accel.launching.kernel import launcher, local
+from notebook_accel.launching.kernel import launcher, local, preflight
 from tests import kernels, processes
 
 pytest_plugins = ["tests.launches"]  # fixtures that launch, for the tests of several folders
@@ -58,6 +58,14 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.setenv(name, str(tmp_path_factory.mktemp(name)))
         for name in ("HF_HOME", "NOTEBOOK_ACCEL_CONFIG_FILE"):
             patch.delenv(name, raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _room_for_launches() -> Iterator[None]:
+    """Keep launches from warning of little shared memory, of which Docker gives a container just too little."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "_SHARED_BYTES", -1)
         yield
 
 

@@ -59,7 +59,7 @@ def nothing() -> list[Outcome]:
     return []
 
 
-def never_together() -> list[Outcome]:
+def hang() -> list[Outcome]:
     """Hang as NCCL may."""
     time.sleep(600)
     return []
@@ -68,12 +68,13 @@ def never_together() -> list[Outcome]:
 @pytest.mark.usefixtures("engine")
 def test_ranks_that_hang_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_DEADLINE_S", 1.0)
-    monkeypatch.setattr(device_checks, "alone", nothing)
-    monkeypatch.setattr(device_checks, "together", never_together)
+    monkeypatch.setattr(device_checks, "alone", hang)
+    monkeypatch.setattr(device_checks, "together", hang)
     monkeypatch.setattr(trial, "_stop_in_collective", lambda _: trial.Check(STOP, True, 0.0, ""))
     tried = trial.run(LaunchConfig(num_processes=2, use_cpu=True), show=len)
-    assert [(check.name, check.passed) for check in tried.checks] == [("all together", False), (STOP, True)]
-    assert "took longer than its timeout_s of 1 s" in tried.checks[0].note
+    hung = ["each device alone", "all together"]
+    assert [(check.name, check.passed) for check in tried.checks] == [*((name, False) for name in hung), (STOP, True)]
+    assert all("took longer than its timeout_s of 1 s" in check.note for check in tried.checks[:2])
 
 
 def test_check_says_which_ranks_have_failed() -> None:

@@ -118,7 +118,7 @@ def in_a_namespace(*mounts: str) -> list[str]:
             target = shlex.quote(path)
             steps.append(f"mkdir -p {target} && mount --no-canonicalize --bind /proc/self/fd/{number} {target}")
         if options.startswith("-o ro "):
-            steps.append(f"mount -o remount,ro {folder}")
+            steps.append(f"mount -o remount,bind,ro {folder}")
     return [*command, "sh", "-c", " && ".join([*steps, 'exec "$@"']), "sh"]
 
 
