@@ -16,6 +16,8 @@ import pathlib
 import platform
 import re
 import socket
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -163,7 +165,7 @@ def _launched(
     began_s = time.monotonic()
     try:
         job = launcher.launch_function(function, (), {}, config, show=lambda _: None)
-        by_rank = list(job.results(timeout_s=2 * _DEADLINE_S))
+        by_rank = list(job.results(timeout_s=_DEADLINE_S + _STOP_DEADLINE_S))  # the run's own limit comes first
     except (NotebookAccelError, TimeoutError) as error:
         yield Check(what, False, time.monotonic() - began_s, anonymous(_first_line(error)))
         return
@@ -244,6 +246,8 @@ def _switches() -> dict[str, str]:
 
 def anonymous(text: str) -> str:
     """Return a text without paths, network addresses, and the names of this machine and its user."""
+    for folder in _known_folders():  # their names may have spaces or quotes, at which the expression below ends
+        text = text.replace(folder, "/folder")
     with_paths_hidden = re.sub(r"(?<![\w.])~?(/[^\s'\",:;()]+)+", "PATH", text)
     with_paths_hidden = re.sub(r"\b\d{1,3}(\.\d{1,3}){3}\b", "ADDRESS", with_paths_hidden)
     # The longest first: a full name begins with the short one.
@@ -251,6 +255,15 @@ def anonymous(text: str) -> str:
         if name:
             with_paths_hidden = re.sub(rf"\b{re.escape(name)}\b", stand_in, with_paths_hidden)
     return with_paths_hidden
+
+
+def _known_folders() -> list[str]:
+    """Return the folders in which most files are that errors name, the longest first."""
+    found = {os.path.expanduser("~"), sys.prefix}
+    for find in (os.getcwd, tempfile.gettempdir):
+        with contextlib.suppress(OSError):  # it was deleted, or there is none that can be written to
+            found.add(find())
+    return sorted((folder for folder in found if len(folder) > 1), key=len, reverse=True)
 
 
 def _user() -> str:

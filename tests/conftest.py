@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 from jupyter_client.manager import KernelManager
 
-from notebook_accel.launching.kernel import launcher, local
+from notebook_accel.launching.kernel import launcher, local, preflight
 from tests import kernels, processes
 
 pytest_plugins = ["tests.launches", "tests.loopback"]  # fixtures that launch, for the tests of several folders
@@ -51,10 +51,21 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_detached_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep detached runs in a folder of the tests: the developer may have some too."""
+def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep detached runs, settings and caches in folders of the tests: the developer may have some in the home."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "IPYTHONDIR"):
+            patch.setenv(name, str(tmp_path_factory.mktemp(name)))
+        for name in ("HF_HOME", "NOTEBOOK_ACCEL_CONFIG_FILE"):
+            patch.delenv(name, raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _room_for_launches() -> Iterator[None]:
+    """Keep launches from warning of little shared memory, of which Docker gives a container just too little."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "_SHARED_BYTES", -1)
         yield
 
 
@@ -138,14 +149,16 @@ def _left_since(before: dict[Any, str]) -> dict[Any, str]:
 
 
 def _is_foreign(thing: Any) -> bool:
-    """Return whether another user's process uses this shared memory segment: /dev/shm belongs to the whole machine."""
+    """Return whether this shared memory segment is somebody else's: /dev/shm belongs to the whole machine."""
     if not (isinstance(thing, tuple) and thing[0] == "shared memory"):
         return False
     try:
-        # By its number: glibc maps a semaphore under another name than the one that it then gives it.
-        inode = str(os.stat(f"/dev/shm/{thing[1]}").st_ino)
+        found = os.stat(f"/dev/shm/{thing[1]}")
     except FileNotFoundError:
         return True
+    if found.st_uid != os.getuid():  # who uses it can't be seen then
+        return True
+    inode = str(found.st_ino)  # glibc maps a semaphore under another name than the one that it then gives it
     ours = {os.getpid(), *(process.pid for process in processes.descendants(os.getpid()))}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has just ended
@@ -165,7 +178,9 @@ def _belongings() -> dict[Any, str]:
     standing = _standing(below)
     found: dict[Any, str] = {process: f"process {process}" for process in below if process.pid not in standing}
     found.update({thread: f"thread {thread.name}" for thread in threading.enumerate()})
-    found.update({("shared memory", name): f"/dev/shm/{name}" for name in os.listdir("/dev/shm")})
+    # Segments are files. A folder is of somebody who uses /dev/shm for temporary files.
+    segments = [entry.name for entry in os.scandir("/dev/shm") if entry.is_file()]
+    found.update({("shared memory", name): f"/dev/shm/{name}" for name in segments})
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the one that lists the folder
             target = os.readlink(f"/proc/self/fd/{descriptor}")

@@ -57,7 +57,7 @@ def _tcp(family: str) -> list[tuple[str, str, int, str]]:
 
 
 def _unix() -> list[tuple[str, str, int, str]]:
-    rows = [line.split() for line in pathlib.Path("/proc/net/unix").read_text().splitlines()[1:]]
+    rows = [line.split(maxsplit=7) for line in pathlib.Path("/proc/net/unix").read_text().splitlines()[1:]]
     return [("unix", (*row, "")[7], 0, row[6]) for row in rows if int(row[3], 16) & 0x10000]  # SO_ACCEPTCON
 
 

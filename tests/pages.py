@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import re
+import tempfile
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -119,5 +120,5 @@ def is_shown(expected: str, shown: str) -> bool:
 
 def _without_details(text: str) -> str:
     text = re.sub(r"^[ ~^]+$", "", text, flags=re.MULTILINE)  # below a traceback's lines, in some versions of Python
-    text = re.sub(r"(?<![\w.])/[\w./-]+", "/PATH", text)
+    text = re.sub(r"(?<![\w.])/[\w./-]+", "/PATH", text.replace(tempfile.gettempdir(), "/tmp"))  # may have spaces
     return " ".join(re.sub(r"\d+(\.\d+)?(e-\d+)?", "0", text).split())

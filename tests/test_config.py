@@ -265,7 +265,6 @@ def test_empty_file_sets_nothing(file: pathlib.Path) -> None:
 
 def test_where_the_file_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("NOTEBOOK_ACCEL_CONFIG_FILE", raising=False)
     assert config.default_path() == tmp_path / "notebook_accel" / "default_config.yaml"
     monkeypatch.setenv("NOTEBOOK_ACCEL_CONFIG_FILE", "~/mine.yaml")
     assert config.default_path() == pathlib.Path.home() / "mine.yaml"

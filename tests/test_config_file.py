@@ -93,7 +93,6 @@ def test_a_link_stays_one(tmp_path: pathlib.Path) -> None:
 
 
 def test_where_accelerate_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_HOME", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
     assert config_file.accelerate_path() == pathlib.Path("/cache/huggingface/accelerate/default_config.yaml")
     monkeypatch.setenv("HF_HOME", "~/hf")

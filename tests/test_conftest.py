@@ -26,7 +26,7 @@ def test_leaks():
     # An orphan: its parent ends at once and it has a session of its own.
     subprocess.run(["sh", "-c", "setsid sleep 47 & exit"], stdout=subprocess.DEVNULL, check=True)
     os.environ["MY_VARIABLE"] = "1"
-    pathlib.Path("/dev/shm/notebook-accel-test-segment").touch()
+    pathlib.Path("/dev/shm/{segment}").touch()
 
 def test_is_not_blamed_for_the_one_before():
     assert "MY_VARIABLE" not in os.environ
@@ -35,20 +35,20 @@ def test_is_not_blamed_for_the_one_before():
 
 @pytest.mark.slow
 def test_leaks_are_named_and_blamed_on_the_test_that_left_them(tmp_path: pathlib.Path) -> None:
-    file = tmp_path / "test_leaks.py"
-    file.write_text(_LEAKS_EVERYTHING)
+    file, segment = tmp_path / "test_leaks.py", f"notebook-accel-test-{os.getpid()}"
+    file.write_text(_LEAKS_EVERYTHING.format(segment=segment))
     try:
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", str(file)],
             capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
     finally:
-        pathlib.Path("/dev/shm/notebook-accel-test-segment").unlink(missing_ok=True)
+        pathlib.Path("/dev/shm", segment).unlink(missing_ok=True)
     assert "2 passed, 1 error" in run.stdout, run.stdout
     for leak in (
         r"process \d+ .*: sleep 47",
         "thread my thread",
-        "/dev/shm/notebook-accel-test-segment",
+        f"/dev/shm/{segment}",
         "environment variable MY_VARIABLE",
         r"descriptor \d+: socket:",
         r"descriptor \d+: /memfd:mine",

@@ -52,8 +52,6 @@ _OF_README = {block.cell for block in _ALL[pages.README]}
 @pytest.fixture
 def variables(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, state_home: pathlib.Path) -> dict[str, str]:
     """A machine without GPUs and without anything of the user's; ``notebook-accel`` is on its path."""
-    monkeypatch.delenv("HF_HOME", raising=False)
-    monkeypatch.delenv("NOTEBOOK_ACCEL_CONFIG_FILE", raising=False)
     found = {
         "CUDA_VISIBLE_DEVICES": "",
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
@@ -69,11 +67,9 @@ def variables(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, state_hom
 _BEGIN = """
 %reset -f
 import os
-for name in ("HF_HOME", "NOTEBOOK_ACCEL_CONFIG_FILE"):
-    os.environ.pop(name, None)
 os.environ.update({variables!r})
 os.chdir({folder!r})
-del os, name
+del os
 """
 _END = """
 from notebook_accel.launching.kernel import registry

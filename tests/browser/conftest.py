@@ -30,18 +30,13 @@ _CHROMIUM_FLAGS = (
 _DEFAULT_TIMEOUT_MS = 60_000
 
 
-def _missing() -> list[str]:
-    modules = [name for name in ("playwright", "jupyterlab") if importlib.util.find_spec(name) is None]
-    return modules if shutil.which("chromium") else [*modules, "chromium"]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that can't run as skipped, with what to install."""
-    folder = pathlib.Path(__file__).parent
-    missing = _missing()
-    for item in items:
-        if missing and folder in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason=f"NOT TESTED IN A BROWSER: {', '.join(missing)} not installed"))
+def pytest_runtest_setup() -> None:
+    """Skip all tests if none can run. The summary has one line for all tests that are skipped at one place."""
+    missing = [name for name in ("playwright", "jupyterlab") if importlib.util.find_spec(name) is None]
+    if shutil.which("chromium") is None:
+        missing.append("chromium")
+    if missing:
+        pytest.skip(f"NOT TESTED IN A BROWSER: {', '.join(missing)} not installed")
 
 
 @pytest.fixture(scope="package")

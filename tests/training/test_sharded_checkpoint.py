@@ -182,8 +182,11 @@ def load_error(folder: str, width: int) -> tuple[str, bool]:
 
 
 class Malicious:
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+
     def __reduce__(self) -> Any:
-        return pathlib.Path.touch, (pathlib.Path("/tmp/code-that-ran"),)
+        return pathlib.Path.touch, (self._path,)
 
 
 def test_spoilt_checkpoints(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
@@ -200,8 +203,8 @@ def test_spoilt_checkpoints(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
 
 def test_the_index_can_not_run_code(tmp_path: pathlib.Path) -> None:
     (tmp_path / "sharded").mkdir()
-    (tmp_path / "sharded" / ".metadata").write_bytes(pickle.dumps(Malicious()))
+    (tmp_path / "sharded" / ".metadata").write_bytes(pickle.dumps(Malicious(tmp_path / "code-that-ran")))
     with pytest.raises(CheckpointError, match=r"it refers to pathlib\.Path\.touch|it refers to") as raised:
         ShardedFiles(tmp_path)
     assert "could run code" in str(raised.value)
-    assert not os.path.exists("/tmp/code-that-ran")
+    assert not (tmp_path / "code-that-ran").exists()

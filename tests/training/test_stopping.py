@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration, time_limit
 from notebook_accel.errors import ConfigError
 from notebook_accel.utils import set_seed
+from tests.processes import wait_until
 from tests.training.ranks import Ranks
 
 _EPOCHS = 2
@@ -56,19 +57,24 @@ def test_all_ranks_stop_at_the_same_step(two_ranks: Ranks) -> None:
     assert second == first
 
 
-def _leave_early() -> int:
-    accelerator = _accelerator(1.0)
-    steps = 0
-    while not accelerator.should_stop:
-        steps += 1
-        if accelerator.process_index == 1 and steps == 5:
-            break
-    return steps
+def _leave_early(mark: str) -> list[bool]:
+    """Ask five times on rank 1, which then leaves its loop, and afterwards on rank 0 until the answer is yes."""
+    accelerator = _accelerator(3600.0)
+    answers: list[bool] = []
+    if accelerator.process_index == 1:
+        answers = [accelerator.should_stop for _ in range(5)]
+        pathlib.Path(mark).touch()
+    else:
+        wait_until(pathlib.Path(mark).exists, "rank 1 has left its loop")
+    accelerator._stopping.agree()  # the time has come
+    while accelerator.process_index == 0 and True not in answers:
+        answers.append(accelerator.should_stop)
+    return answers
 
 
-def test_a_rank_that_has_left_its_loop_keeps_no_other_waiting(two_ranks: Ranks) -> None:
-    stays, leaves = two_ranks.run(_leave_early)
-    assert leaves <= 5 <= stays
+def test_a_rank_that_has_left_its_loop_keeps_no_other_waiting(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
+    no = [False] * 5
+    assert two_ranks.run(_leave_early, str(tmp_path / "has left")) == [[*no, True], no]
 
 
 def test_without_an_end_nothing_stops_and_no_thread_waits(one_rank: Ranks) -> None:

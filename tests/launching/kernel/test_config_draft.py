@@ -27,8 +27,6 @@ _GPUS = Machine(Devices("GPU", 2), (Gpu("Tesla T4", 15 << 30, (7, 5)),) * 2)
 def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for name in ("HF_HOME", "NOTEBOOK_ACCEL_CONFIG_FILE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def test_without_a_file_it_starts_from_the_machine(file: pathlib.Path) -> None:
