@@ -89,9 +89,14 @@ def _attaches() -> None:
     assert job.status in ("starting", "running")
 
 
-def _nothing_is_left() -> bool:
-    is_rank_left = any("rank" in process.command for process in processes.descendants(os.getpid()))
-    return not is_rank_left and processes.memory_files(os.getpid()) <= {"notebook-accel-agent-log"}
+def _standing() -> tuple[set[int], set[str]]:
+    """Return the processes below this one, and the memory files that it holds: other tests' fixtures have some too."""
+    return {process.pid for process in processes.descendants(os.getpid())}, processes.memory_files(os.getpid())
+
+
+def _nothing_is_left(pids: set[int], files: set[str]) -> bool:
+    now_pids, now_files = _standing()
+    return now_pids <= pids and now_files <= files
 
 
 @hypothesis.given(first=strategies.integers(1, _MOST_CALLS), then=strategies.none() | strategies.integers(1, 200))
@@ -104,13 +109,14 @@ def _nothing_is_left() -> bool:
 def test_wherever_interrupts_strike_there_is_one_outcome_and_nothing_is_left(
     trip: Callable[[], None], first: int, then: int | None
 ) -> None:
+    pids, files = _standing()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interrupts, "_SAME_CLICK_S", 0.0)  # each of them counts
         with contextlib.suppress(KeyboardInterrupt), _Strikes(first, then).on():
             trip()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert interrupts._of_this_thread() is None
-    processes.wait_until(_nothing_is_left, "no rank is left, and no file for its result")
+    processes.wait_until(lambda: _nothing_is_left(pids, files), "no rank is left, and no file for its result")
     _in_foreground()
 
 
@@ -130,6 +136,7 @@ def test_interrupt_before_a_run_in_the_background_is_handed_over() -> None:
         assert not job.done
         raise KeyboardInterrupt
 
+    pids, files = _standing()
     with pytest.raises(KeyboardInterrupt):
         launcher.launch_function(time.sleep, (60,), {}, _CONFIG, show=show)
-    processes.wait_until(_nothing_is_left, "no rank is left, and no file for its result")
+    processes.wait_until(lambda: _nothing_is_left(pids, files), "no rank is left, and no file for its result")
