@@ -90,8 +90,9 @@ def _attaches() -> None:
 
 
 def _standing() -> tuple[set[int], set[str]]:
-    """Return the processes below this one, and the memory files that it holds: other tests' fixtures have some too."""
-    return {process.pid for process in processes.descendants(os.getpid())}, processes.memory_files(os.getpid())
+    """Return the ranks below this process, and the memory files that it holds: other tests' fixtures have some too."""
+    ranks = {process.pid for process in processes.descendants(os.getpid()) if "rank" in process.command}
+    return ranks, processes.memory_files(os.getpid())
 
 
 def _nothing_is_left(pids: set[int], files: set[str]) -> bool:
