@@ -100,7 +100,8 @@ def _nothing_is_left(pids: set[int], files: set[str]) -> bool:
     return now_pids <= pids and now_files <= files
 
 
-@hypothesis.given(first=strategies.integers(1, _MOST_CALLS), then=strategies.none() | strategies.integers(1, 200))
+# Python can't hold back a second signal that comes microseconds after the first, where that is about to be handled.
+@hypothesis.given(first=strategies.integers(1, _MOST_CALLS), then=strategies.none() | strategies.integers(20, 200))
 @hypothesis.settings(
     max_examples=20, suppress_health_check=list(hypothesis.HealthCheck), deadline=None, derandomize=True
 )
