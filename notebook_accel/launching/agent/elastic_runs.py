@@ -21,7 +21,7 @@ from notebook_accel.formatting import plain_lines
 from notebook_accel.launching.agent.runs import Run
 from notebook_accel.launching.agent.templates import TemplateProcess
 from notebook_accel.launching.processes import kill_group, resume_if_stopped
-from notebook_accel.launching.state.policy import first_failed
+from notebook_accel.launching.state.first_failure import first_failed
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import elastic_messages, events
 from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop, Message

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -259,15 +259,3 @@ class RunPolicy:
 
 def _is_stronger(how: How, than: How | None) -> bool:
     return than is None or len(_SIGNALS[how]) < len(_SIGNALS[than])
-
-
-def first_failed(failed: Mapping[int, events.Failed], died_s: Mapping[int, float] = {}) -> int | None:
-    """Return the rank that failed first, ``None`` if none has. Ranks that failed for lack of a peer come last.
-
-    Args:
-        failed: The exceptions of ranks.
-        died_s: When other ranks have exited without a result, in seconds of the same clock as the exceptions.
-    """
-    order = {rank: (each.lost_peer, each.time_s, rank) for rank, each in failed.items()}
-    order |= {rank: (False, time_s, rank) for rank, time_s in died_s.items()}
-    return min(order, key=order.__getitem__, default=None)

@@ -17,7 +17,7 @@ from typing import Literal
 from notebook_accel import time_limit
 from notebook_accel.formatting import clipped, plain_text
 from notebook_accel.launching.state.curves import Curves
-from notebook_accel.launching.state.policy import first_failed
+from notebook_accel.launching.state.first_failure import first_failed
 from notebook_accel.launching.state.rank import RankState, metric_names
 from notebook_accel.protocol import events
 

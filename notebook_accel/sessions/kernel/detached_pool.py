@@ -21,7 +21,7 @@ from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import detached
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.run_folders import RunFolder
-from notebook_accel.launching.state.policy import first_failed
+from notebook_accel.launching.state.first_failure import first_failed
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.channel import ClosedError
 from notebook_accel.sessions.kernel.rank_pool import RankPool

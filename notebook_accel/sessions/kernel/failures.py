@@ -12,7 +12,7 @@ from notebook_accel.errors import RankEnd, RankFailedError, RunError, RunStopped
 from notebook_accel.formatting import ranks_in_words
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.state.failures import raised_error, where_ranks_stood
-from notebook_accel.launching.state.policy import first_failed
+from notebook_accel.launching.state.first_failure import first_failed
 from notebook_accel.protocol import session_messages as messages
 from notebook_accel.protocol.session_messages import Reply
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from notebook_accel.launching.state import policy as rules
-from notebook_accel.launching.state.policy import RankFacts, Release, RunPolicy, Signal, first_failed
+from notebook_accel.launching.state.first_failure import first_failed
+from notebook_accel.launching.state.policy import RankFacts, Release, RunPolicy, Signal
 from notebook_accel.protocol import events
 from notebook_accel.protocol.agent_messages import How, Reason
 
