@@ -54,8 +54,10 @@ class PeerSockets:
 
     def _shut_down(self, descriptor: int, is_wanted: Callable[[], bool], *, is_of_store: bool) -> None:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            ports = [end[1] for end in (connection.getpeername(), connection.getsockname()) if isinstance(end, tuple)]
-            is_chosen = ports[:1] == [self._store_port] if is_of_store else self._store_port not in ports
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):  # neither gloo's nor the store's
+                return
+            there, here = connection.getpeername()[1], connection.getsockname()[1]
+            is_chosen = there == self._store_port if is_of_store else self._store_port not in (there, here)
             if is_chosen and is_wanted():
                 connection.shutdown(socket.SHUT_RDWR)
 
