@@ -38,13 +38,16 @@ def run_in_foreground(launch: Callable[[], Job]) -> Results:
         RunError: The run has failed or was stopped.
         KeyboardInterrupt: The kernel was interrupted; every rank is gone.
     """
-    job = start_and_show(launch, lambda job: None if job.run_here is not None else _follow(job))
+    job = start_and_show(launch, _follow)
     if job.run_here is not None:
         _run_here(job, job.run_here)
     return job.results()
 
 
 def _follow(job: Job) -> None:
+    """Draw the run's view until its ranks have ended. A rank that is this process runs later, outside ``held``."""
+    if job.run_here is not None:
+        return
     view: View | None = None
     try:
         with allowed():

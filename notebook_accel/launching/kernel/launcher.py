@@ -16,7 +16,7 @@ from notebook_accel import config as configuration
 from notebook_accel import environment
 from notebook_accel.config import LaunchConfig, training_variables
 from notebook_accel.errors import ConfigError, Finding, LaunchError, NotebookAccelError, PreflightError, RunError
-from notebook_accel.interrupts import held
+from notebook_accel.interrupts import allowed
 from notebook_accel.launching import loggers, torch_settings
 from notebook_accel.launching.kernel import (
     detached,
@@ -295,16 +295,7 @@ def try_out(config: LaunchConfig) -> float:
     target = Target(names={}, function=_use_device)
     request = LaunchRequest(target, {}, JobSpec(name=options.name), options, is_background=False)
     try:
-        with held() as interrupts:
-            job = _start(request, devices, cluster)
-            try:
-                with interrupts.allowed():
-                    if job.run_here is not None:
-                        job.run_here()
-                    job.results()
-            except BaseException:
-                job.discard()
-                raise
+        foreground.start_and_show(lambda: _start(request, devices, cluster), _wait_for_results)
     except RunError as error:
         finding = Finding(
             "The trial run before the launch has failed: its ranks met, used their devices and summed a number, "
@@ -314,6 +305,13 @@ def try_out(config: LaunchConfig) -> float:
         )
         raise PreflightError((finding,)) from error
     return time.monotonic() - started_s
+
+
+@allowed()
+def _wait_for_results(job: Job) -> None:
+    if job.run_here is not None:
+        job.run_here()
+    job.results()
 
 
 def _use_device() -> str:

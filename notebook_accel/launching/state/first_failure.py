@@ -1,4 +1,4 @@
-"""Which of several failures of a run was the first, for all who ask. Imports nothing that only Linux has."""
+"""Decides which of several failures of a run was the first, for all who ask. Imports nothing that only Linux has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens next in a run, decided from what its ranks did: without input, output, processes or a clock.
+"""Decides what happens next in a run, from what its ranks did: without input, output, processes or a clock.
 
 An agent drives one ``RunPolicy`` for its ranks, and the kernel one for the ranks of all machines of a cluster. A driver
 records facts, and afterwards calls ``orders``, as it does a few times a second. These are the rules, in this order:
@@ -60,7 +60,7 @@ class Release:
 
 @dataclasses.dataclass
 class RankFacts:
-    """What a policy knows of one rank."""
+    """The facts about one rank by which a policy decides."""
 
     number: int
     _: dataclasses.KW_ONLY
@@ -165,7 +165,7 @@ class RunPolicy:
 
     @property
     def outcome(self) -> Literal["", "restart", "over"]:
-        """What follows once all ranks are gone; empty as long as the run goes on."""
+        """The step that follows once all ranks are gone; empty as long as the run goes on."""
         goes_on_without_ranks = self.keeps and not self.reason and not self.have_all_finished
         if self.alive or self.is_held or goes_on_without_ranks:
             return ""
