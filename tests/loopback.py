@@ -39,7 +39,6 @@ from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.ranks.failure import describe
 from notebook_accel.launching.remote import run
 from notebook_accel.launching.results import write_result_file
-from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.launching.spec import JobSpec
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
@@ -195,9 +194,9 @@ class Loopback:
 
     def _replace_processes(self, patch: pytest.MonkeyPatch) -> None:
         popen = types.SimpleNamespace(**{**vars(subprocess), "Popen": self._start_process})
-        for module in (agent_process, detached_link, templates):
+        for module in (agent_process, templates):
             patch.setattr(module, "subprocess", popen)
-        patch.setattr(audience, "outlive_parent", lambda: None)
+        patch.setattr(audience, "outlive_parent", lambda _: None)
         patch.setattr(runs, "state", lambda pid: "S" if self._rank(pid) else "")
         kill, kill_group = os.kill, os.killpg
         patch.setattr(os, "kill", lambda pid, number: self._signal(kill, pid, number))
@@ -205,13 +204,12 @@ class Loopback:
 
     def _start_process(self, command: list[str], **_: Any) -> _Process:
         """Start the twin of a process of ours. See ``processes.bootstrap`` for its command line."""
-        module, descriptor, *arguments = command[4 + int(command[3]) :]
+        module, descriptor, *_ = command[4 + int(command[3]) :]
         connection = Connection.from_descriptor(os.dup(int(descriptor)))
-        name = module.rpartition(".")[2]
-        if name == "template":
+        if module.rpartition(".")[2] == "template":
             self.templates.append(Template(self, connection))
             return self.templates[-1]
-        self.agents.append(AgentProcess(self, connection, *(arguments if name == "detached" else ())))
+        self.agents.append(AgentProcess(self, connection))
         return self.agents[-1]
 
     def _rank(self, pid: int) -> Rank | None:
@@ -300,15 +298,10 @@ class _Process:
 
 
 class AgentProcess(_Process):
-    """A real agent of a kernel, or of a detached run if there is a ``folder``."""
+    """A real agent."""
 
-    def __init__(self, loopback: Loopback, connection: Connection, folder: str = "", lock: str = "") -> None:
+    def __init__(self, loopback: Loopback, connection: Connection) -> None:
         super().__init__(loopback)
-        self._folder: RunFolder | None = None
-        if folder and lock:
-            os.dup(int(lock))  # as a child inherits it; ``_close`` finds it
-            self._folder = RunFolder(pathlib.Path(folder))
-            self.returncode = 0  # the parent of a daemon exits at once
         self._connection = connection
         self._actor = _Actor(loopback, target=self._run, name="agent", daemon=True)
         self._actor.start()
@@ -317,33 +310,23 @@ class AgentProcess(_Process):
         self._actor.kill()
 
     def _run(self) -> None:
-        if self._folder is None:
-            told: audience.Audience = audience.Kernel(self._connection, os.getpid())
-        else:
-            told = audience.Attachments(self._folder, self._connection, self._folder.facts.world_size)
-        self.agent = agent.Agent(told)
+        self.agent = agent.Agent(audience.Kernel(self._connection, os.getpid()))
         try:
             self.agent.serve()
         finally:
             self._close(self.agent)
-            self.returncode = 0 if self.returncode is None else self.returncode
+            self.returncode = 0
 
     def _close(self, ended: agent.Agent) -> None:
-        """Close what the system closes at the end of a process, and tidy up as ``detached.main`` does."""
+        """Close what the system closes at the end of a process."""
         for part in ended._runs.values():
             part.close_descriptors()
             for rank in part.alive:
                 rank.close()
-        told = ended._audience
-        if isinstance(told, audience.Kernel):
-            told._connection.close()
-            os.close(told._pidfd)
-        else:
-            told.close()
-            close_all(told._results)
-            close_all(_descriptors_of(told._folder.path / "lock"))
-            if not told.is_launched:
-                told._folder.remove()
+            if part._results is not None:
+                close_all(part._results[1])
+        if isinstance(ended._audience, audience.Attachments):
+            close_all(_descriptors_of(ended._audience._folder.path / "lock"))
         ended._loop._selector.close()
 
 

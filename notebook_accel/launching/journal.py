@@ -1,8 +1,11 @@
-"""The journal of a detached run: all messages from its agent to kernels, on disk, for kernels that attach later.
+"""The journal of a run: all messages from its agent to kernels, for kernels that attach later.
 
 A journal is a sequence of frames: a header (length, checksum, number) and the encoded message. Messages are numbered,
 so that a kernel that attaches again skips those that it knows. A reader stops at the first incomplete frame, such as
 the last one before a power failure.
+
+The agent writes it from the run's start: in memory, and in the run's folder from the moment at which the run is
+detached. Until then messages are written in batches, so that a run that is over after a few of them has no file.
 
 The journal is bounded, however long the run is. Samples are written less and less often, since a curve in the panel has
 only so many points: in a run of a week, some thousand of each kind, or some hundred for each of many ranks. Step times
@@ -20,11 +23,12 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from notebook_accel.payload.memory_files import memory_file
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 
-FIRST_AFTER_HISTORY = 1 << 32
-"""Number before the first message of a journal that begins after a history, whose numbers are lower."""
+NO_NUMBER = 0
+"""Precedes a message that is in no journal."""
 
 _HEADER = struct.Struct("!IIQ")
 _NUMBER = struct.Struct("!Q")
@@ -35,13 +39,16 @@ _LEAST_PERIOD, _PERIOD_PER_RANK, _LONGEST_PERIOD = 1 / 500, 1 / 4000, 1 / 30
 _OUTPUT_BYTES = 32 << 20  # of all ranks together
 _LAST_OUTPUT_BYTES = 1 << 16  # kept of a rank that has used up its share
 _DISPLAY_BYTES = 64 << 20
+_MEMORY_SHARE = 1 / 4  # of both, for the time before the journal has a folder: the notebook's machine may be small
+_MOST_MEMORY_BYTES = 40 << 20
+_BATCH_MESSAGES, _BATCH_BYTES = 256, 1 << 20
 _END_KINDS = (events.TimeLimitReached, events.Failed, events.Finished, events.Ended)
 _KEPT_KINDS = (events.Started, *events.SAMPLES, *_END_KINDS)
 _NO_MORE_DISPLAYS = (
     "[figures and other displays of this run have reached {limit} MiB: later ones are shown where somebody is "
     "attached, and not kept]"
 )
-_LOST = "[the disk was full: {count:,} messages of this run are missing here]"
+_LOST = "[there was no room: {count:,} messages of this run are missing here]"
 
 _Key = tuple[int, object]  # a rank and the kind of its event
 
@@ -90,20 +97,22 @@ class Journal:
     """Writes a run's messages to a file of bounded size, which it owns.
 
     Attributes:
-        descriptor: The file.
+        descriptor: The file, -1 before the first message is written.
         size_bytes: Length of the complete frames.
     """
 
-    def __init__(
-        self, descriptor: int, job_id: str, world_size: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.descriptor = descriptor
+    def __init__(self, job_id: str, world_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.descriptor = -1
         self._job_id = job_id
         self._clock = clock
-        self._began_s = clock()
+        self._began_s = self._now_s = clock()
+        self._told = 0
+        self._batch: list[tuple[int, float, msgspec.Struct]] = []  # with the time of each
+        self._batch_bytes = 0
+        self._is_in_folder = False
         self._period_share = min(max(world_size * _PERIOD_PER_RANK, _LEAST_PERIOD), _LONGEST_PERIOD)
-        self._output_left = [max(_OUTPUT_BYTES // world_size, _LAST_OUTPUT_BYTES)] * world_size
-        self._display_left = _DISPLAY_BYTES
+        self._output_left = [_output_share(world_size, _MEMORY_SHARE)] * world_size
+        self._display_bytes = self._display_left = int(_DISPLAY_BYTES * _MEMORY_SHARE)
         self._written_s: dict[_Key, float] = {}
         self._waiting: dict[_Key, tuple[int, messages.Said]] = {}  # the latest messages that may not be written yet
         self._latest: dict[_Key, tuple[int, msgspec.Struct]] = {}
@@ -111,8 +120,40 @@ class Journal:
         self._lost = 0
         self.size_bytes = 0
 
-    def add(self, number: int, message: msgspec.Struct) -> None:
-        """Add a message of the agent."""
+    def add(self, message: msgspec.Struct) -> int:
+        """Add a message of the agent, and return its number."""
+        self._told += 1
+        self._batch.append((self._told, self._clock(), message))
+        self._batch_bytes += len(bytes(message.event)) if isinstance(message, messages.Said) else 0
+        if self._is_in_folder or len(self._batch) >= _BATCH_MESSAGES or self._batch_bytes >= _BATCH_BYTES:
+            self._write_batch()
+        return self._told
+
+    def move_to(self, descriptor: int) -> None:
+        """Go on in a file of the run's folder, which gets all that is written so far.
+
+        Raises:
+            OSError: The disk is full. The journal goes on as before.
+        """
+        self._write_batch()
+        position = 0
+        while position < self.size_bytes:
+            position += os.sendfile(descriptor, self.descriptor, position, self.size_bytes - position)
+        self._close_file()
+        self.descriptor, self._is_in_folder = descriptor, True
+        world_size = len(self._output_left)
+        more = _output_share(world_size, 1) - _output_share(world_size, _MEMORY_SHARE)
+        self._output_left = [left + more for left in self._output_left]
+        self._display_left += _DISPLAY_BYTES - self._display_bytes
+        self._display_bytes = _DISPLAY_BYTES
+
+    def _write_batch(self) -> None:
+        batch, self._batch, self._batch_bytes = self._batch, [], 0
+        for number, told_s, message in batch:
+            self._now_s = told_s
+            self._take(number, message)
+
+    def _take(self, number: int, message: msgspec.Struct) -> None:
         if not isinstance(message, messages.Said):
             self._write_waiting()
             self._keep_latest((-1, type(message)), number, message)
@@ -141,9 +182,15 @@ class Journal:
         return b"".join(frame(number, messages.encode(message)) for number, message in self._latest.values())
 
     def close(self) -> None:
-        """Write the waiting messages, and close the file."""
-        self._write_waiting()
-        os.close(self.descriptor)
+        """Close the file. In a folder, write the waiting messages first."""
+        if self._is_in_folder:
+            self._write_waiting()
+        self._close_file()
+
+    def _close_file(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     # The state -------------------------------------------------------------------------------------------------------
 
@@ -172,10 +219,9 @@ class Journal:
         self._write_if_due(key)
 
     def _write_if_due(self, key: _Key) -> None:
-        now_s = self._clock()
-        period_s = (now_s - self._began_s) * self._period_share
-        if now_s - self._written_s.get(key, float("-inf")) >= period_s:
-            self._written_s[key] = now_s
+        period_s = (self._now_s - self._began_s) * self._period_share
+        if self._now_s - self._written_s.get(key, float("-inf")) >= period_s:
+            self._written_s[key] = self._now_s
             self._write(*self._waiting.pop(key), is_needed=False)
 
     def _add_output(self, number: int, message: messages.Said, event: events.Output) -> None:
@@ -207,7 +253,7 @@ class Journal:
             self._write(number, message, is_needed=False)
         elif self._display_left >= 0:
             self._display_left = -1
-            text = _NO_MORE_DISPLAYS.format(limit=_DISPLAY_BYTES >> 20)
+            text = _NO_MORE_DISPLAYS.format(limit=self._display_bytes >> 20)
             self._write(number, _with_event(message, events.Output(text=text)), is_needed=False)
 
     # The file --------------------------------------------------------------------------------------------------------
@@ -236,7 +282,11 @@ class Journal:
     def _append(self, data: bytes) -> bool:
         """Append a frame, and return whether the disk had room. Removes a partly written frame."""
         rest, position = memoryview(data), self.size_bytes
+        if not self._is_in_folder and position + len(data) > _MOST_MEMORY_BYTES:
+            return False
         try:
+            if self.descriptor < 0:
+                self.descriptor = memory_file("notebook-accel-journal")
             while rest:
                 written = os.pwrite(self.descriptor, rest, position)
                 rest, position = rest[written:], position + written
@@ -246,6 +296,11 @@ class Journal:
             return False
         self.size_bytes = position
         return True
+
+
+def _output_share(world_size: int, share: float) -> int:
+    """Return the bytes of output that are kept of each rank, of a share of what is kept of a run."""
+    return max(int(_OUTPUT_BYTES * share) // world_size, _LAST_OUTPUT_BYTES)
 
 
 def _merged(before: messages.Said, now: messages.Said) -> messages.Said:

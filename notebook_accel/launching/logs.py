@@ -46,6 +46,15 @@ def make_folder(log_dir: str, name: str) -> pathlib.Path | None:
         ) from None
 
 
+def last_words(log: int) -> str:
+    """Return the end of a process's log, for an error's ``why``; empty if the log is empty or closed."""
+    with contextlib.suppress(ValueError, OSError):
+        size = os.fstat(log).st_size
+        text = os.pread(log, 4000, max(0, size - 4000)).decode(errors="replace").strip()
+        return f"It last wrote:\n{text}" if text else ""
+    return ""
+
+
 def dated(name: str) -> str:
     """Return the beginning of a folder's name: the time, and the words of a run's name."""
     words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:40]

@@ -12,6 +12,7 @@ import errno
 import faulthandler
 import functools
 import os
+import pathlib
 import select
 import signal
 import sys
@@ -132,8 +133,13 @@ def end_with_parent(parent_pid: int) -> None:
     die_with_parent(parent_pid, signal.SIGCONT)
 
 
-def outlive_parent() -> None:
-    """Undo ``end_with_parent``, and ignore the SIGHUP of a terminal that closes."""
+def outlive_parent(log: pathlib.Path) -> None:
+    """Undo ``end_with_parent``, ignore the SIGHUP of a terminal that closes, and print to a file from now on."""
+    with contextlib.suppress(OSError):  # a full disk
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        for standard in (1, 2):
+            os.dup2(descriptor, standard)
+        os.close(descriptor)
     _libc().prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
     signal.signal(signal.SIGCONT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -29,16 +29,15 @@ import msgspec
 from notebook_accel.errors import LaunchError, NotebookAccelError, RunError
 from notebook_accel.launching import logs
 
-JOURNAL_VERSION = 1
+JOURNAL_VERSION = 2
 """Number of the format of the folder and of the messages in it. Another number means that it can't be read."""
 
 _YOUNG_S = 5.0  # an older unpublished folder that nobody holds belongs to a launch that was killed
 _DAY_S = 86_400.0
 _FACTS, _DRAFT, _LOCK, _KERNEL, _SOCKET = "run.json", "launch.json", "lock", "kernel", "socket"
 
-# Files for ``RunFolder.create``, ``open`` and ``replace``. The history has the events before the journal, for a run
-# that was detached while it went on; the latest, the last message of each kind.
-PAYLOAD, HISTORY, JOURNAL, LATEST = "payload", "history", "journal", "latest"
+# Files for ``RunFolder.create``, ``open`` and ``replace``. The latest has the last message of each kind.
+PAYLOAD, JOURNAL, LATEST, AGENT_LOG = "payload", "journal", "latest", "agent.log"
 
 
 @contextlib.contextmanager

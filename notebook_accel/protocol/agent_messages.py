@@ -87,11 +87,12 @@ class Launch(_OfRun, frozen=True, kw_only=True):
     part of a run on several nodes, and the elastic process decides about restarts. With ``places``, it is also a part
     of a run: the ranks get these places and variables, and stay until ``Release``. ``variables`` are for all ranks;
     they aren't in the payload, since the payload may be launched again. With ``saves``, the first rank of each node
-    has variables to send back, so a failure of another rank interrupts it instead of terminating it.
+    has variables to send back, so a failure of another rank interrupts it instead of terminating it. With a ``folder``,
+    the run is detached before it starts, as by ``Detach``, or isn't started: ``Detached`` is the answer.
 
     Descriptors: the payload, then one result file for each rank. With ``template_pid``, the process id of a template
     for this run alone, also a connection to that template and its pidfd. With ``places`` that include rank 0, also the
-    listening socket of the ranks' store.
+    listening socket of the ranks' store. With a ``folder``, also its lock.
     """
 
     world_size: int
@@ -106,6 +107,7 @@ class Launch(_OfRun, frozen=True, kw_only=True):
     places: list[Place] = []
     variables: dict[str, str] = {}
     saves: bool = False
+    folder: str = ""
 
 
 class Interrupt(_OfRun, frozen=True):
@@ -167,10 +169,9 @@ class Detach(_OfRun, frozen=True, kw_only=True):
 
 
 class Detached(_OfRun, frozen=True, kw_only=True):
-    """The answer to ``Detach``: the agent's last message to the kernel, unless ``why`` has the reason of a refusal."""
+    """The agent's last message to its kernel, unless ``why`` has the reason of a refusal."""
 
     why: str = ""
-    sent_log_bytes: list[int] = []  # length of the part of each rank's log that the kernel has received
 
 
 class Quit(_AgentMessage, frozen=True):
@@ -187,8 +188,8 @@ class Hello(_AgentMessage, frozen=True, kw_only=True):
 class Attached(_AgentMessage, frozen=True, kw_only=True):
     """The agent takes orders from the sender of ``Hello``, and sends it all further messages if it ``follows``.
 
-    Each message after this one is preceded by its number, in eight bytes: see ``launching/journal.py``. The messages
-    before it are in the journal, up to ``size_bytes``.
+    Each message after this one is preceded by its number in the journal, in eight bytes: see ``launching/journal.py``.
+    The messages before it are in the journal, up to ``size_bytes``.
 
     Descriptor: the journal, for a sender that follows.
     """

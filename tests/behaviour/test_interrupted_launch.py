@@ -122,17 +122,6 @@ def test_wherever_interrupts_strike_there_is_one_outcome_and_nothing_is_left(
     _in_foreground()
 
 
-def test_attaching_that_is_interrupted_can_be_done_again(state_home: pathlib.Path) -> None:
-    job = launcher.launch_function(time.sleep, (600,), {}, _CONFIG, detach=True)
-    for first in range(1, _MOST_CALLS, 97):
-        with contextlib.suppress(KeyboardInterrupt), _Strikes(first, None).on():
-            _attaches()
-        _attaches()
-    [folder] = run_folders.every()
-    detached.stop(folder)
-    assert job.wait(60) and job.status == "stopped"
-
-
 def test_interrupt_before_a_run_in_the_background_is_handed_over() -> None:
     def show(job: Job) -> None:
         assert not job.done
@@ -142,3 +131,15 @@ def test_interrupt_before_a_run_in_the_background_is_handed_over() -> None:
     with pytest.raises(KeyboardInterrupt):
         launcher.launch_function(time.sleep, (60,), {}, _CONFIG, show=show)
     processes.wait_until(lambda: _nothing_is_left(pids, files), "no rank is left, and no file for its result")
+
+
+def test_attaching_that_is_interrupted_can_be_done_again(state_home: pathlib.Path) -> None:
+    """The last of this module: the detached run takes the template along that the others share."""
+    job = launcher.launch_function(time.sleep, (600,), {}, _CONFIG, detach=True)
+    for first in range(1, _MOST_CALLS, 97):
+        with contextlib.suppress(KeyboardInterrupt), _Strikes(first, None).on():
+            _attaches()
+        _attaches()
+    [folder] = run_folders.every()
+    detached.stop(folder)
+    assert job.wait(60) and job.status == "stopped"

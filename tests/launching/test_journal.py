@@ -1,4 +1,4 @@
-"""The journal of a detached run: what it keeps, how it stays within bounds, and what is read of a damaged one."""
+"""The journal of a run: what it keeps, how it stays within bounds, and what is read of a damaged one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from hypothesis import strategies
 
 from notebook_accel.launching import journal
 from notebook_accel.launching.journal import Journal
+from notebook_accel.launching.state.diagnosis import diagnose
 from notebook_accel.launching.state.step_times import StepHistory
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from tests.launching.state.strategies import replay
+from tests.launching.state.test_diagnosis import healthy, step_times
 
 _MIB = 1 << 20
 
@@ -35,22 +37,22 @@ class Clock:
 
 
 class Book:
-    """A journal in a file, with a clock of its own, that numbers what it is told."""
+    """A journal in a file, or first in memory, with a clock of its own."""
 
-    def __init__(self, path: pathlib.Path, world_size: int = 1) -> None:
+    def __init__(self, path: pathlib.Path, world_size: int = 1, *, in_memory: bool = False) -> None:
         self.path = path
         self.clock = Clock()
-        self.told = 0
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self.journal = Journal(self.descriptor, "run", world_size, self.clock)
+        self.journal = Journal("run", world_size, self.clock)
+        if not in_memory:
+            self.journal.move_to(self.descriptor)
 
     def tell(self, event: events.Event, rank: int = 0) -> None:
         said = messages.Said(job_id="run", rank=rank, event=msgspec.Raw(events.encode(event)))
         self.tell_message(said)
 
     def tell_message(self, message: messages.Said | messages.RunEnded) -> None:
-        self.told += 1
-        self.journal.add(self.told, message)
+        self.journal.add(message)
 
     def kept(self) -> list[events.Event]:
         """The events in the file."""
@@ -193,6 +195,58 @@ def test_displays_have_an_allowance_and_a_figure_that_is_redrawn_stays_current(b
     assert [event.data for event in kept if isinstance(event, events.Display)][-1] == {"text/plain": "999"}
 
 
+def test_run_of_a_few_messages_has_no_file() -> None:
+    made = Journal("run", 2)
+    for event in (events.Started(pid=7), events.Finished(), events.Ended(exit_code=0)):
+        made.add(messages.Said(job_id="run", rank=0, event=msgspec.Raw(events.encode(event))))
+    assert made.descriptor == -1
+    made.close()
+
+
+@pytest.mark.parametrize("steps", [20, 5000])
+def test_run_that_is_detached_later_has_the_journal_that_it_would_have_had(tmp_path: pathlib.Path, steps: int) -> None:
+    books = [Book(tmp_path / "kept"), Book(tmp_path / "moved", in_memory=True)]
+    for book in books:
+        for step in range(2 * steps):
+            if step == steps and book.journal.descriptor != book.descriptor:
+                book.journal.move_to(book.descriptor)
+            book.clock.now_s += 0.2
+            book.tell(events.Metrics(step=step, values={"loss": float(step)}, time_s=book.clock.now_s))
+            book.tell(events.Output(text=f"step {step}", time_s=book.clock.now_s))
+        book.tell(events.Finished(time_s=book.clock.now_s))
+    assert books[0].kept() == books[1].kept()
+    assert len(books[0].kept()) > steps
+    for book in books:
+        book.journal.close()
+
+
+def test_journal_in_memory_is_small_and_keeps_more_once_it_has_a_folder(tmp_path: pathlib.Path) -> None:
+    book = Book(tmp_path / "journal", in_memory=True)
+    for number in range(60):
+        book.tell(events.Output(text=f"{number} {'x' * _MIB}"))
+        book.tell(events.Display(data={"image/png": f"{number}{'f' * _MIB}"}))
+    assert 20 * _MIB < book.journal.size_bytes < 40 * _MIB
+    before = book.journal.size_bytes
+    book.journal.move_to(book.descriptor)
+    assert book.path.stat().st_size == before
+    for number in range(60, 120):
+        book.tell(events.Display(data={"image/png": f"{number}{'f' * _MIB}"}))
+    book.journal.close()
+    assert 60 * _MIB < book.path.stat().st_size - before + 16 * _MIB < 70 * _MIB
+
+
+def test_late_rank_of_a_long_run_is_named_from_the_journal(tmp_path: pathlib.Path) -> None:
+    book = Book(tmp_path / "journal", world_size=2)
+    for second in range(1000):
+        book.clock.now_s = float(second)
+        for number, phases in enumerate((healthy(communication=42.0), healthy(forward=54.0))):
+            book.tell(events.Progress(time_s=second, step=second * 20, steps=second * 20), number)
+            book.tell(msgspec.structs.replace(step_times(**phases), time_s=float(second)), number)
+    book.tell(events.Finished())
+    assert [verdict.cause for verdict in diagnose(replay(2, stored(book.descriptor))).verdicts] == ["straggler"]
+    book.journal.close()
+
+
 def test_latest_of_each_kind_tells_the_present_state(book: Book) -> None:
     book.tell(events.Started(pid=7))
     for step in range(1, 1000):
@@ -239,7 +293,7 @@ def test_full_disk_loses_samples_and_says_so_and_loses_no_end(book: Book) -> Non
     started, failed, notice, ended = book.kept()
     assert (type(started), type(failed), type(ended)) == (events.Started, events.Failed, events.Ended)
     assert isinstance(notice, events.Output)
-    assert notice.text == "[the disk was full: 5 messages of this run are missing here]"
+    assert notice.text == "[there was no room: 5 messages of this run are missing here]"
 
 
 @pytest.fixture(scope="module")

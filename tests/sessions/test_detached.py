@@ -464,13 +464,13 @@ def test_interrupts_come_too_late_for_a_session_that_is_being_left() -> None:
     state, *_ = said_by_usual_kernel("""
 import os, signal
 from notebook_accel.launching.kernel import detached
-history = detached._history
+write = detached._write_definitions
 def interrupted(*arguments):
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.6)  # two within half a second count as one
-    return history(*arguments)
-detached._history = interrupted
+    return write(*arguments)
+detached._write_definitions = interrupted
 try:
     session.leave("late")
 except KeyboardInterrupt:

@@ -25,8 +25,9 @@ from notebook_accel.launching.agent.elastic_runs import ElasticRuns
 from notebook_accel.launching.agent.inspection import Inspection
 from notebook_accel.launching.agent.runs import Rank, Run, fork_order, open_rank
 from notebook_accel.launching.agent.templates import TemplateProcess, Templates
+from notebook_accel.launching.journal import NO_NUMBER
 from notebook_accel.launching.processes import end_with_parent, kill_group
-from notebook_accel.launching.run_folders import RunFolder
+from notebook_accel.launching.run_folders import AGENT_LOG, RunFolder
 from notebook_accel.launching.state.policy import REASONS
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
@@ -55,8 +56,8 @@ _FIXES = {errno.E2BIG: "shorten the longest environment variables, or sys.path: 
 class Agent:
     """The event loop that connects the audience of runs with their templates and ranks."""
 
-    def __init__(self, audience: Audience) -> None:
-        self._audience = audience
+    def __init__(self, kernel: Kernel) -> None:
+        self._audience: Audience = kernel
         self._loop = EventLoop()
         self._runs: dict[str, Run] = {}
         self._waiting: list[Run] = []
@@ -77,7 +78,7 @@ class Agent:
         self._memory = MemoryWatch()
         self._is_leaving = False
         self._is_quitting = False
-        audience.begin(self._loop, self._handle_order, self._quit)
+        kernel.begin(self._loop, self._handle_order, self._quit)
 
     def handle_sigterm(self) -> None:
         """Make a SIGTERM to this process stop every run, and then end ``serve``."""
@@ -100,6 +101,7 @@ class Agent:
             for run in self._runs.values():
                 run.end("kill", "stopped")
             self._templates.close()
+            self._audience.close()
 
     @property
     def _has_done_its_work(self) -> bool:
@@ -129,17 +131,17 @@ class Agent:
 
     # The kernel ----------------------------------------------------------------------------------------------------
 
-    def _handle_order(self, told: messages.ToAgent, message: Message) -> None:
+    def _handle_order(self, told: messages.ToAgent, message: Message, who: str) -> None:
         if isinstance(told, messages.Prepare):
             self._templates.start(told)
         elif isinstance(told, messages.Launch):
             self._accept(told, message)
         elif isinstance(told, messages.Interrupt):
-            self._interrupt(told.job_id)
+            self._interrupt(told.job_id, who)
         elif isinstance(told, messages.Respawn):
             self._respawn(told)
         elif isinstance(told, messages.End):
-            self._end(told)
+            self._end(told, who=who)
         elif isinstance(told, messages.Inspect):
             self._inspect(told)
         elif isinstance(told, messages.Profile):
@@ -157,7 +159,23 @@ class Agent:
             self._leave("terminated")
 
     def _tell_kernel(self, message: msgspec.Struct) -> None:
+        """Tell those who listen now something that no kernel needs later."""
         self._audience.tell(message)
+
+    def _tell(self, run: Run, message: msgspec.Struct) -> None:
+        """Tell everybody something about a run, also those who attach later."""
+        self._audience.tell(message, NO_NUMBER if run.journal is None else run.journal.add(message))
+
+    def _tell_end(self, run: Run, message: messages.RunEnded | messages.Broken) -> None:
+        """Tell everybody that a run is over. Its results are where they are looked for then."""
+        run.close_descriptors()
+        run.keep_results()
+        if isinstance(message, messages.RunEnded) and message.reason in ("stopped", "interrupted"):
+            message = msgspec.structs.replace(message, by=run.ended_by)
+        self._tell(run, message)
+        self._audience.flush()  # a cell waits for this message; the cleanup can come later
+        if run.journal is not None and isinstance(self._audience, Kernel):
+            run.journal.close()
 
     def _leave(self, reason: messages.Reason) -> None:
         """Stop every run, with its grace period, and exit when the last one has ended."""
@@ -170,30 +188,40 @@ class Agent:
 
     def _detach(self, told: messages.Detach, message: Message) -> None:
         """Disconnect from the kernel if the run is going on and is the agent's only one."""
-        results = message.descriptors[1:]  # the first is the folder's lock, held as long as this process lives
-        run = self._runs.get(told.job_id)
-        attachments, why = None, ""
+        _, *results = message.descriptors or [-1]  # the first is the folder's lock, held as long as this process lives
+        run = self._find(told.job_id)
         if run is None:
-            why = "it has ended"
-        elif not message.is_whole:
-            why = os.strerror(errno.EMFILE)
-        elif self._waiting or len(self._runs) > 1:
+            self._tell_kernel(messages.Detached(job_id=told.job_id, why="it has ended"))
+        elif self._leave_kernel(run, RunFolder(pathlib.Path(told.folder)), is_whole=message.is_whole):
+            run.outlive_kernel(RunFolder(pathlib.Path(told.folder)), results)
+            return
+        close_all(message.descriptors)
+
+    def _leave_kernel(self, run: Run, folder: RunFolder, *, is_whole: bool) -> bool:
+        """Go on for this run alone, and for all who attach to it, if that is possible. Return whether it is."""
+        attachments, why = None, ""
+        if any(other is not run for other in (*self._waiting, *self._runs.values())):
             why = "another run of this notebook goes on"
+        elif run.journal is None:
+            why = "its ranks end with this kernel"
+        elif not is_whole:
+            why = os.strerror(errno.EMFILE)
         else:
             try:
-                attachments = Attachments(RunFolder(pathlib.Path(told.folder)), None, run.launch.world_size, results)
+                attachments = Attachments(folder, run.journal)
             except OSError as error:
                 why = str(error)
-        sent_log_bytes = [rank.log.position for rank in run.ranks] if run is not None else []
-        self._tell_kernel(messages.Detached(job_id=told.job_id, why=why, sent_log_bytes=sent_log_bytes))
-        if run is None or attachments is None:
-            close_all(message.descriptors)
-            return
+        self._tell_kernel(messages.Detached(job_id=run.launch.job_id, why=why))
+        if attachments is None:
+            return False
         assert isinstance(self._audience, Kernel)
-        run.outlive_kernel(told.folder, attachments.run_name)
-        self._audience.leave()
+        self._audience.leave(folder.path / AGENT_LOG)
         self._audience = attachments
-        attachments.begin(self._loop, self._handle_order, self._quit)
+        attachments.begin(self._loop, self._handle_order)
+        return True
+
+    def _find(self, job_id: str) -> Run | None:
+        return next((run for run in (*self._waiting, *self._runs.values()) if run.launch.job_id == job_id), None)
 
     # Templates -----------------------------------------------------------------------------------------------------
 
@@ -237,7 +265,9 @@ class Agent:
         if template.pidfd >= 0:
             return  # an adopted template: no other run waits for it
         if self._templates.current is None:
-            broken = _TEMPLATE_LOST if template.is_ready else _TEMPLATE_FAILED
+            broken = _TEMPLATE_LOST
+            if not template.is_ready:
+                broken = msgspec.structs.replace(_TEMPLATE_FAILED, why=logs.last_words(template.log))
             if template.refusal:
                 broken = messages.Broken(text=_PRELOAD_REFUSED, why=template.refusal, fix=_WITHOUT_PRELOAD)
             elif template.error is not None:
@@ -281,28 +311,30 @@ class Agent:
                 self._refuse(run, messages.Broken(text=text.format("could not be started"), fix=_MORE_ROOM))
 
     def _accept(self, launch: messages.Launch, message: Message) -> None:
+        run = Run(launch, message.descriptors)
+        if launch.folder:
+            del run.descriptors[-1:]  # the folder's lock, held as long as this process lives
+            if not self._leave_kernel(run, RunFolder(pathlib.Path(launch.folder)), is_whole=message.is_whole):
+                close_all(message.descriptors)
+                return
         if not message.is_whole:
             text = f"The run could not be started: {os.strerror(errno.EMFILE)}."
-            self._refuse(Run(launch, []), messages.Broken(text=text, fix=_MORE_ROOM))
-            return
-        if self._is_leaving:
-            self._refuse(Run(launch, message.descriptors), _LEAVING)
-            return
-        if launch.template_pid:
-            *descriptors, connection, pidfd = message.descriptors
-            run = Run(launch, descriptors)
+            self._refuse(run, messages.Broken(text=text, fix=_MORE_ROOM))
+        elif self._is_leaving:
+            self._refuse(run, _LEAVING)
+        elif launch.template_pid:
+            *run.descriptors, connection, pidfd = message.descriptors
             with self._ending_run_on_error(run):
                 template = self._templates.adopt(Connection.from_descriptor(connection), launch.template_pid, pidfd)
                 self._start(run, template)
                 self._templates.drop_if_unused(template)
-            return
-        self._waiting.append(Run(launch, message.descriptors))
-        self._templates.start_if_needed()
-        self._start_waiting()
+        else:
+            self._waiting.append(run)
+            self._templates.start_if_needed()
+            self._start_waiting()
 
     def _refuse(self, run: Run, broken: messages.Broken) -> None:
-        run.close_descriptors()
-        self._tell_kernel(msgspec.structs.replace(broken, job_id=run.launch.job_id))
+        self._tell_end(run, msgspec.structs.replace(broken, job_id=run.launch.job_id))
 
     def _start_waiting(self) -> None:
         template = self._templates.current
@@ -337,8 +369,9 @@ class Agent:
             run.refuse(broken)
             return
         size = run.launch.world_size
-        self._tell_kernel(
-            messages.Starting(job_id=run.launch.job_id, restarts=run.policy.restarts, first_rank=0, world_size=size)
+        self._tell(
+            run,
+            messages.Starting(job_id=run.launch.job_id, restarts=run.policy.restarts, first_rank=0, world_size=size),
         )
         self._start_ranks(run)
 
@@ -405,27 +438,26 @@ class Agent:
         if run.refusal:
             self._refuse(run, run.refusal)
         else:
-            run.close_descriptors()
-            self._tell_kernel(
-                messages.RunEnded(job_id=run.launch.job_id, reason=run.policy.reason, elsewhere=elsewhere)
-            )
-        self._audience.flush()  # a cell waits for this message; the cleanup below can come later
+            ended = messages.RunEnded(job_id=run.launch.job_id, reason=run.policy.reason, elsewhere=elsewhere)
+            self._tell_end(run, ended)
         self._templates.release(run)
         run.ended()
 
-    def _interrupt(self, job_id: str) -> None:
-        for run in [*self._waiting, *self._runs.values()]:
-            if run.launch.job_id == job_id:
-                run.interrupt()
+    def _interrupt(self, job_id: str, who: str) -> None:
+        run = self._find(job_id)
+        if run is not None:
+            run.ended_by = run.ended_by or who
+            run.interrupt()
 
-    def _end(self, told: messages.End, reason: messages.Reason | None = None) -> None:
-        reason = reason or REASONS[told.how]
-        for run in [run for run in self._waiting if run.launch.job_id == told.job_id]:
+    def _end(self, told: messages.End, reason: messages.Reason | None = None, who: str = "") -> None:
+        reason, run = reason or REASONS[told.how], self._find(told.job_id)
+        if run is None:
+            return
+        run.ended_by = run.ended_by or who
+        if run in self._waiting:
             self._waiting.remove(run)
-            run.close_descriptors()
-            self._tell_kernel(messages.RunEnded(job_id=told.job_id, reason=reason))
-        if told.job_id in self._runs:
-            run = self._runs[told.job_id]
+            self._tell_end(run, messages.RunEnded(job_id=told.job_id, reason=reason))
+        else:
             run.end(told.how, reason)
             self._templates.end_unready_fork_for(run)
 
@@ -482,11 +514,11 @@ class Agent:
             rank.steps = event.steps
         elif isinstance(event, events.Display):
             rank.log.read(time.monotonic(), event.log_bytes)  # first the lines that were printed before the display
-        self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=msgspec.Raw(body)))
+        self._tell(run, messages.Said(job_id=run.launch.job_id, rank=rank.number, event=msgspec.Raw(body)))
 
     def _send_event(self, run: Run, rank: Rank, event: events.Event) -> None:
         raw = msgspec.Raw(events.encode(event))
-        self._tell_kernel(messages.Said(job_id=run.launch.job_id, rank=rank.number, event=raw))
+        self._tell(run, messages.Said(job_id=run.launch.job_id, rank=rank.number, event=raw))
 
 
 def _open_store(run: Run) -> messages.Broken | None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeAlias
 
 import msgspec
 
 from notebook_accel.formatting import clipped, plain_text
-from notebook_accel.launching.journal import FIRST_AFTER_HISTORY, Journal, numbered
+from notebook_accel.launching.journal import NO_NUMBER, Journal, numbered
 from notebook_accel.launching.processes import outlive_parent, pidfd_open
 from notebook_accel.launching.run_folders import JOURNAL, LATEST, RunFolder
 from notebook_accel.protocol import agent_messages as messages
@@ -35,7 +36,8 @@ _LONGEST_ORDER_BYTES = 1 << 16
 _MOST_ATTACHMENTS = 64
 _LATEST_PERIOD_S = 1.0
 
-OrderHandler = Callable[[messages.ToAgent, Message], None]
+OrderHandler = Callable[[messages.ToAgent, Message, str], None]
+"""Takes an order, the frame in which it came, and the sender in words; these are empty for the agent's kernel."""
 
 
 class Kernel:
@@ -66,8 +68,8 @@ class Kernel:
         """True if so many bytes are queued that the ranks' output should wait."""
         return self._connection.queued_bytes > _MOST_QUEUED_BYTES
 
-    def tell(self, message: msgspec.Struct) -> None:
-        """Queue a message."""
+    def tell(self, message: msgspec.Struct, _number: int = NO_NUMBER) -> None:
+        """Queue a message, which has this number in the journal of its run."""
         self._connection.queue(messages.encode(message))
 
     def flush(self) -> None:
@@ -83,95 +85,78 @@ class Kernel:
         except OSError:  # the system has no memory at the moment; the next flush sends the rest
             self._loop.watch_writing(self._connection.fileno(), False)
 
-    def leave(self) -> None:
-        """Flush the queue and close the connection. From now on the agent outlives the kernel."""
-        outlive_parent()  # before the kernel reads that the run is detached, and may end
+    def leave(self, log: pathlib.Path) -> None:
+        """Flush the queue and close the connection. The agent outlives the kernel, and prints to the file ``log``."""
+        outlive_parent(log)  # before the kernel reads that the run is detached, and may end
         self._loop.unwatch(self._connection.fileno())
         self._loop.unwatch(self._pidfd)
-        os.close(self._pidfd)
         with contextlib.suppress(OSError, TimeoutError):
             self._connection.set_blocking(True)
             self._connection.set_send_deadline(_PATIENCE_S)
             self._connection.flush()
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections, when the agent ends."""
         self._connection.close()
+        close_all([self._pidfd])
 
     def _read(self) -> None:
         for message in self._connection.receive():
-            self._handle_order(messages.decode_for_agent(message.body), message)
+            self._handle_order(messages.decode_for_agent(message.body), message, "")
 
 
 class Attachments:
     """The audience of a detached run: all attached kernels, and a journal for those that attach later.
 
-    The run goes on without any of them. The first is the launching kernel. Only it may launch, and the agent ends if
-    that kernel goes before it has launched the run. A run that was detached while it went on has no ``launcher``, but
-    ``results``: the ranks' files, which are copied to the folder at the run's end, and closed.
+    The run goes on without any of them. The methods that ``Kernel`` has too do the same here.
 
-    The methods that ``Kernel`` has too do the same here.
+    Raises:
+        OSError: The folder's files can't be made. The journal goes on as before.
     """
 
     is_behind = False  # the journal takes all output
 
-    def __init__(
-        self, folder: RunFolder, launcher: Connection | None, world_size: int, results: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, folder: RunFolder, journal: Journal) -> None:
         self._folder = folder
-        self._journal = Journal(folder.create(JOURNAL), folder.id, world_size)
+        self._journal = journal
         self._listening = folder.listen()
+        try:
+            kept = folder.create(JOURNAL)
+            try:
+                journal.move_to(kept)
+            except OSError:
+                os.close(kept)
+                raise
+        except OSError:
+            self._listening.close()
+            raise
         self._listening.setblocking(False)
-        self._attached: list[_Attachment] = [] if launcher is None else [_Attachment(launcher, None)]
-        self._results = results
-        self._told = 0 if launcher is not None else FIRST_AFTER_HISTORY
-        self._ended_by = ""
+        self._attached: list[_Attachment] = []
         self._latest_due_s = 0.0
-        self._has_news = False
-        self.is_launched = launcher is None
+        self._has_news = True
         self.is_leaving = False
-        if self.is_launched:
-            folder.publish()
+        folder.publish()
 
-    def begin(self, loop: EventLoop, handle_order: OrderHandler, quit_now: Callable[[], None]) -> None:
-        self._loop, self._handle_order, self._quit = loop, handle_order, quit_now
+    def begin(self, loop: EventLoop, handle_order: OrderHandler) -> None:
+        """Start to take in those who connect, and their orders."""
+        self._loop, self._handle_order = loop, handle_order
         loop.watch(self._listening.fileno(), self._accept)
-        for attachment in self._attached:
-            self._watch(attachment)
-
-    @property
-    def run_name(self) -> str:
-        """The run's name."""
-        return self._folder.facts.name
 
     @property
     def queued_bytes(self) -> int:
         return sum(attachment.connection.queued_bytes for attachment in self._attached)
 
-    def tell(self, message: msgspec.Struct) -> None:
-        if isinstance(message, messages.RunEnded) and message.reason in ("stopped", "interrupted"):
-            message = msgspec.structs.replace(message, by=self._ended_by)
-        is_ours = getattr(message, "job_id", "") == self._folder.id
-        is_end = is_ours and isinstance(message, messages.RunEnded | messages.Broken)
-        if is_end:
-            self._copy_results()  # before anybody gets the end message and reads the results
-        self._told += 1
-        body = numbered(self._told, messages.encode(message))
+    def tell(self, message: msgspec.Struct, number: int = NO_NUMBER) -> None:
+        body = numbered(number, messages.encode(message))
         for attachment in self._attached:
             if attachment.follows:
                 attachment.connection.queue(body)
-        if isinstance(message, messages.Inspected) or not is_ours:
-            return  # only those attached now need this message
-        self._journal.add(self._told, message)
-        self._has_news = True
-        if is_end:
-            self.is_leaving = True
-            self._latest_due_s = 0.0
-
-    def _copy_results(self) -> None:
-        """Copy the ranks' results to the folder. The ranks have gone."""
-        for rank, result in enumerate(self._results):
-            with contextlib.suppress(OSError):  # a full disk: the reader reports the incomplete file
-                self._folder.fill_result(rank, result)
-        close_all(self._results)
-        self._results = ()
+        if number != NO_NUMBER:
+            self._has_news = True
+            if isinstance(message, messages.RunEnded | messages.Broken):
+                self.is_leaving = True
+                self._latest_due_s = 0.0
 
     def flush(self) -> None:
         now_s = time.monotonic()
@@ -203,13 +188,9 @@ class Attachments:
             if peer_of(accepted)[1] != os.getuid() or len(self._attached) >= _MOST_ATTACHMENTS:
                 accepted.close()
                 return
-            attachment = _Attachment(Connection(accepted), accepted)
+            attachment = _Attachment(accepted)
             self._attached.append(attachment)
-            self._watch(attachment)
-
-    def _watch(self, attachment: _Attachment) -> None:
-        attachment.connection.set_blocking(False)
-        self._loop.watch(attachment.connection.fileno(), lambda: self._read(attachment))
+            self._loop.watch(accepted.fileno(), lambda: self._read(attachment))
 
     def _read(self, attachment: _Attachment) -> None:
         try:
@@ -219,25 +200,13 @@ class Attachments:
             self._drop(attachment)
 
     def _take(self, attachment: _Attachment, message: Message) -> None:
-        if attachment.is_launcher and attachment.who:
-            told = messages.decode_for_agent(message.body)
-            if isinstance(told, messages.Launch):
-                self.is_launched = True
-                self._folder.publish()
-            self._obey(attachment, told, message)
-            return
         order = messages.decode_for_detached_agent(message.body)
         if isinstance(order, messages.Hello):
             self._greet(attachment, order)
         elif not attachment.who:
             raise ValueError("nobody has said who it is")
         elif order.job_id == self._folder.id:
-            self._obey(attachment, order, message)
-
-    def _obey(self, attachment: _Attachment, told: messages.ToAgent, message: Message) -> None:
-        if isinstance(told, messages.End | messages.Interrupt):
-            self._ended_by = self._ended_by or attachment.who
-        self._handle_order(told, message)
+            self._handle_order(order, message, attachment.who)
 
     def _greet(self, attachment: _Attachment, hello: messages.Hello) -> None:
         attachment.who = clipped(plain_text(hello.who)) or "somebody"
@@ -254,8 +223,6 @@ class Attachments:
             self._attached.remove(attachment)
             self._loop.unwatch(attachment.connection.fileno())
             attachment.connection.close()
-            if attachment.is_launcher and not self.is_launched:
-                self._quit()
 
 
 Audience: TypeAlias = Kernel | Attachments
@@ -264,19 +231,15 @@ Audience: TypeAlias = Kernel | Attachments
 class _Attachment:
     """A peer that is attached to the run, or has connected to send an order."""
 
-    def __init__(self, connection: Connection, sock: socket.socket | None) -> None:
-        self.connection = connection
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.connection = Connection(sock)
         self.who = ""  # the peer in words, once it has introduced itself
         self.follows = False  # it gets the run's messages
-        self._socket = sock  # ``None`` for the launching kernel
+        self._socket = sock
         self._received = bytearray()
         self._queued_bytes = 0
         self._moved_s = time.monotonic()
-
-    @property
-    def is_launcher(self) -> bool:
-        """True for the launching kernel."""
-        return self._socket is None
 
     def receive(self) -> list[Message]:
         """Return the complete messages that have come.
@@ -285,8 +248,6 @@ class _Attachment:
             OSError: The peer has gone.
             ValueError: The peer sends something that is no order.
         """
-        if self._socket is None:
-            return self.connection.receive()
         try:
             data = self._socket.recv(_LONGEST_ORDER_BYTES)  # not ``recvmsg``, so that the system closes any descriptors
         except BlockingIOError:

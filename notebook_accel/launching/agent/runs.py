@@ -16,7 +16,9 @@ from notebook_accel import environment
 from notebook_accel.environment import RankPlace
 from notebook_accel.launching import logs
 from notebook_accel.launching.agent.output import Allowance, LogTail, open_log
+from notebook_accel.launching.journal import Journal
 from notebook_accel.launching.processes import kill_group, state
+from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.launching.state.policy import RankFacts, Release, RunPolicy
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
@@ -88,7 +90,10 @@ class Run:
     store: socket.socket | None = None  # the listening socket of the ranks' store, kept as long as the descriptors
     places: Sequence[messages.Place] = ()  # the ranks' places and further variables, for a part of a larger run
     detached_name: str = ""  # the name under which it was detached while it went on; else empty
+    ended_by: str = ""  # the attached kernel or command that has ended it, in words; else empty
     policy: RunPolicy = dataclasses.field(init=False)
+    journal: Journal | None = dataclasses.field(init=False)  # ``None`` if the run can't be detached
+    _results: tuple[RunFolder, Sequence[int]] | None = None  # those to copy at the end, and where
     _log_folder: int | None = None
     _next_look_s: float = 0.0
 
@@ -103,6 +108,8 @@ class Run:
             saves=self.launch.saves,
             is_part=bool(self.launch.places),
         )
+        can_be_detached = elastic is None and not (self.launch.places or self.launch.template_pid)
+        self.journal = Journal(self.launch.job_id, self.launch.world_size) if can_be_detached else None
 
     @property
     def alive(self) -> list[Rank]:
@@ -123,13 +130,17 @@ class Run:
         keeps = self.policy.keeps and not self.policy.reason
         return keeps and 0 <= number < len(self.ranks) and self.ranks[number].status is not None
 
-    def outlive_kernel(self, folder: str, name: str) -> None:
-        """Tell the ranks the name of the detached run. A session's restarted ranks get its folder as a variable."""
-        self.detached_name = name
+    def outlive_kernel(self, folder: RunFolder, results: Sequence[int]) -> None:
+        """Tell the ranks the name of the detached run. A session's restarted ranks get its folder as a variable.
+
+        Takes over the descriptors of the ranks' ``results``, which are copied to the folder at the end.
+        """
+        self._results = folder, results
+        self.detached_name = folder.facts.name
         for rank in self.alive:
             self.tell_name(rank)
         if self.policy.keeps:
-            variables = {**self.launch.variables, environment.SESSION_FOLDER: folder}
+            variables = {**self.launch.variables, environment.SESSION_FOLDER: str(folder.path)}
             self.launch = msgspec.structs.replace(self.launch, variables=variables)
 
     def tell_name(self, rank: Rank) -> None:
@@ -221,6 +232,16 @@ class Run:
         self._next_look_s = now_s + _LOOK_PERIOD_S
         grown = [(rank, rank.log.grown_bytes) for rank in self.alive]
         return [(rank, size) for rank, size in grown if size is not None]
+
+    def keep_results(self) -> None:
+        """Copy the results of a run that was detached while it went on, whose ranks are gone, to its folder."""
+        if self._results is not None:
+            folder, results = self._results
+            for rank, result in enumerate(results):
+                with contextlib.suppress(OSError):  # a full disk: the reader reports the incomplete file
+                    folder.fill_result(rank, result)
+            close_all(results)
+            self._results = None
 
     def ended(self) -> None:
         """Release the logs of the run, which is over, and remove the oldest logs of other runs."""

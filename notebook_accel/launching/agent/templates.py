@@ -29,6 +29,7 @@ class TemplateProcess:
     deadline_s: float = dataclasses.field(default_factory=lambda: time.monotonic() + _READY_DEADLINE_S)  # to be ready
     process: subprocess.Popen[bytes] | None = None  # ``None`` for a template that the kernel has forked and reaps
     pidfd: int = -1  # of a template that the kernel has forked; otherwise -1
+    log: int = -1  # to which a template that the agent has started prints; otherwise -1
     is_ready: bool = False  # it can fork ranks
     refusal: str = ""  # why it can't be used; otherwise empty
     error: OSError | None = None  # when the connection couldn't be read
@@ -54,8 +55,7 @@ class TemplateProcess:
         self.kill()
         if self.process is not None:
             self.process.wait()
-        else:
-            close_all([self.pidfd])
+        close_all([self.pidfd, self.log])
 
 
 def _identity(path: str) -> tuple[int, int] | None:
@@ -93,6 +93,8 @@ class Templates:
 
     def _started(self, prepare: messages.Prepare) -> TemplateProcess:
         with contextlib.ExitStack() as opened:
+            log = os.dup(2)  # this process may go on to another file
+            opened.callback(os.close, log)
             ours, theirs = Connection.pair()
             opened.callback(ours.close)
             with contextlib.closing(theirs):
@@ -101,7 +103,7 @@ class Templates:
                 process = subprocess.Popen(
                     command, env=prepare.environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
                 )
-            template = TemplateProcess(ours, process.pid, process=process)
+            template = TemplateProcess(ours, process.pid, process=process, log=log)
             opened.pop_all()
         return self._add(template)
 

@@ -25,6 +25,8 @@ from notebook_accel.errors import (
     SupervisorLostError,
 )
 from notebook_accel.interrupts import Latch
+from notebook_accel.launching import logs
+from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.launching.processes import bootstrap, resume_if_stopped
 from notebook_accel.launching.run_folders import RunFolder
@@ -123,6 +125,7 @@ class AgentLink(Generic[_Receiver]):
         template_pid: int = 0,
         elastic: ElasticOptions | None = None,
         places: Sequence[messages.Place] = (),
+        folder: str = "",
     ) -> messages.Launch:
         """Return the message that starts a job's ranks."""
         return messages.Launch(
@@ -139,6 +142,7 @@ class AgentLink(Generic[_Receiver]):
             places=list(places),
             variables=time_limit.variables(job.config.end_at, job.config.end_margin_s),
             saves=job.saves,
+            folder=folder,
         )
 
     # What depends on where the agent is -----------------------------------------------------------------------------
@@ -304,7 +308,20 @@ class LocalAgent(AgentLink[RunReceiver]):
             self.forget(job)
             raise
 
-    def detach(self, job: Job, folder: RunFolder, lock: int) -> list[int]:
+    @property
+    def is_idle(self) -> bool:
+        """True if the agent can serve a run, and serves none."""
+        return not self.is_lost and not self._jobs
+
+    def launch_detached(self, job: DetachedJob, payload: int, lock: int) -> None:
+        """Start the first run of this agent, and detach both from this process. See ``LocalEngine.launch_detached``."""
+        self._answer = _Answer()
+        message = self._launch_message(job, folder=str(job.folder.path))
+        self._send(message, [payload, *job.result_files.descriptors, lock])
+        if why := self._answer.why_not():
+            raise ProcessStartError("The detached run could not be started.", why=why)
+
+    def detach(self, job: Job, folder: RunFolder, lock: int) -> None:
         """Detach the agent and its run, which must be its only one, from this process. See ``LocalEngine.detach``.
 
         All messages that the agent has sent are delivered before the job ends.
@@ -317,11 +334,8 @@ class LocalAgent(AgentLink[RunReceiver]):
             if job.done:  # its result files were closed meanwhile
                 raise RunError("The run can't be detached now.", why="It has ended.") from None
             raise
-        self._answer.has_come.wait(_DETACH_DEADLINE_S)
-        if not self._answer.is_detached:
-            why = self._answer.said.why
-            raise RunError("The run can't be detached now.", why=f"{why[0].upper()}{why[1:]}.")
-        return self._answer.said.sent_log_bytes
+        if why := self._answer.why_not():
+            raise RunError("The run can't be detached now.", why=why)
 
     def tell(self, message: messages.ToAgent) -> None:
         with contextlib.suppress(LaunchError):  # an agent that has gone took its ranks with it
@@ -396,11 +410,11 @@ class LocalAgent(AgentLink[RunReceiver]):
         self.process.close()
 
     def _last_words(self) -> str:
-        return last_words(self.process.log)
+        return logs.last_words(self.process.log)
 
 
 class _Answer:
-    """The agent's answer to ``Detach``. ``when_detached`` is called if the agent agrees, however late."""
+    """The agent's answer to a wish to detach a run. ``when_detached`` is called if it agrees, however late."""
 
     def __init__(self, when_detached: Callable[[], None] = lambda: None) -> None:
         self._when_detached = when_detached
@@ -412,6 +426,12 @@ class _Answer:
         """True once the agent has agreed."""
         return not self.said.why
 
+    def why_not(self) -> str:
+        """Wait for the answer, and return the reason of a refusal as a sentence; empty if the agent agrees."""
+        self.has_come.wait(_DETACH_DEADLINE_S)
+        why = self.said.why
+        return f"{why[0].upper()}{why[1:]}." if why else ""
+
     def resolve(self, said: messages.Detached) -> None:
         """Store the first answer."""
         if not self.has_come.is_set:
@@ -419,15 +439,6 @@ class _Answer:
             if self.is_detached:
                 self._when_detached()
             self.has_come.set()
-
-
-def last_words(log: int) -> str:
-    """Return the end of an agent's log, for an error's ``why``; empty if the log is empty or closed."""
-    with contextlib.suppress(ValueError, OSError):
-        size = os.fstat(log).st_size
-        text = os.pread(log, 4000, max(0, size - 4000)).decode(errors="replace").strip()
-        return f"It last wrote:\n{text}" if text else ""
-    return ""
 
 
 def agent_lost_error(why: str) -> SupervisorLostError:

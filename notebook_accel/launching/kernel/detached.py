@@ -14,7 +14,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ import msgspec
 from notebook_accel import VERSION, interrupts
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, PayloadError, PreflightError, RunError
-from notebook_accel.launching import journal, run_folders
+from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import detached_runs, foreground, local, preflight, registry, run_payload
 from notebook_accel.launching.kernel.detached_job import (
     Definitions,
@@ -33,14 +33,12 @@ from notebook_accel.launching.kernel.detached_job import (
 )
 from notebook_accel.launching.kernel.detached_link import Link, send_order
 from notebook_accel.launching.kernel.job import Job, LaunchRequest
-from notebook_accel.launching.run_folders import HISTORY, JOURNAL_VERSION, PAYLOAD, RunFacts, RunFolder
+from notebook_accel.launching.run_folders import JOURNAL_VERSION, PAYLOAD, RunFacts, RunFolder
 from notebook_accel.payload import serialization
 from notebook_accel.protocol import agent_messages as messages
-from notebook_accel.protocol import events
 
 _PAUSE_S = 0.1
 _START_DEADLINE_S = 60.0
-_KEPT_BYTES = 1 << 16  # of each rank's output before its run was detached
 _STOP_DEADLINE_S = 30.0
 _LEAVE_DEADLINE_S = 12.0  # an agent waits 10 s for a kernel that reads nothing
 
@@ -57,9 +55,17 @@ def launch(request: LaunchRequest) -> Job:
         run_payload.prepared_run(_renamed(request, folder.name), pickled, folder=folder) as (job, payload),
     ):
         assert isinstance(job, DetachedJob)
-        folder.write_facts(_facts(job, job.name))
-        Link(job).launch(payload, lock, release)
+        _start(job, payload, lock, release)
     return job
+
+
+def _start(job: DetachedJob, payload: int, lock: int, release: Callable[[], None]) -> None:
+    """Start a run that leaves this process at once, and attach to it. ``release`` closes the lock here."""
+    job.folder.write_facts(_facts(job, job.name))
+    local.engine().launch_detached(job, payload, lock)
+    release()
+    Link(job).attach()
+    _warm()
 
 
 def _renamed(request: LaunchRequest, name: str) -> LaunchRequest:
@@ -136,9 +142,14 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
     preflight.warn(preflight.check_detached())
     with interrupts.held():
         folder = _detach(job, name)
-    with contextlib.suppress(Exception):  # the run is detached already, so a failure here doesn't matter
-        local.engine().warm_in_kernel()  # the run has taken its agent and template along
+    _warm()
     return folder
+
+
+def _warm() -> None:
+    """Start an agent and a template for later launches: the detached run has taken its own along."""
+    with contextlib.suppress(Exception):  # the run is detached already, so a failure here doesn't matter
+        local.engine().warm_in_kernel()
 
 
 def _detach(job: Job, name: str) -> RunFolder:
@@ -155,9 +166,7 @@ def _detach(job: Job, name: str) -> RunFolder:
                 f"The run {job.name!r} goes on as before.",
                 fix="set XDG_STATE_HOME to a folder of yours on a local disk with room",
             ) from None
-        sent_log_bytes = local.engine().detach(job, folder, lock)
-        with contextlib.suppress(OSError):  # a full disk: the run goes on without its history
-            folder.replace(HISTORY, _history(job, sent_log_bytes))
+        local.engine().detach(job, folder, lock)
     return folder
 
 
@@ -173,21 +182,6 @@ def _write_definitions(job: Job, folder: RunFolder) -> None:
         serialization.dump(payload, pickled, msgspec.structs.replace(job.spec, name=folder.name, authkey=b"").encode())
     finally:
         os.close(payload)
-
-
-def _history(job: Job, sent_log_bytes: Sequence[int]) -> bytes:
-    """Return frames of events that restore the run's state, and the last lines that each rank has printed."""
-    with job.state_lock:
-        told = job.state.to_events()
-    for rank, (path, end) in enumerate(zip(job.log_files, sent_log_bytes, strict=False)):
-        with contextlib.suppress(OSError), path.open("rb") as log:
-            log.seek(start := max(0, end - _KEPT_BYTES))
-            lines = log.read(end - start).decode(errors="replace").removesuffix("\n").split("\n")
-            if start:  # the first line may be cut off
-                lines.pop(0)
-            told += [(rank, events.Output(text="\n".join(lines)))] if any(lines) else []
-    said = (messages.Said(job_id=job.id, rank=rank, event=msgspec.Raw(events.encode(event))) for rank, event in told)
-    return b"".join(journal.frame(number, messages.encode(message)) for number, message in enumerate(said, 1))
 
 
 def why_not(config: LaunchConfig) -> str:
@@ -300,8 +294,7 @@ def _launch_again(earlier: RunFolder, request: LaunchRequest) -> DetachedJob:
         payload = folder.open(PAYLOAD)
         try:
             job = new_detached_job(request, folder, Definitions(folder))
-            folder.write_facts(_facts(job, job.name))
-            Link(job).launch(payload, lock, release)
+            _start(job, payload, lock, release)
         finally:
             os.close(payload)
     registry.add(job)

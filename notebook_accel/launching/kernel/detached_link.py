@@ -1,4 +1,4 @@
-"""The kernel's connection to the agent of a detached run: starting the agent, following the run, sending orders."""
+"""The kernel's connection to the agent of a detached run: following the run, sending orders."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import contextlib
 import errno
 import os
 import shlex
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
 from notebook_accel import interrupts
-from notebook_accel.errors import NotebookAccelError, ProcessStartError, RunError, SupervisorLostError
+from notebook_accel.errors import NotebookAccelError, RunError, SupervisorLostError
 from notebook_accel.formatting import clipped, plain_text
-from notebook_accel.launching import journal, processes, run_folders
-from notebook_accel.launching.kernel.agent_process import AgentLink, last_words
+from notebook_accel.launching import journal, logs, processes, run_folders
+from notebook_accel.launching.kernel.agent_process import AgentLink
 from notebook_accel.launching.kernel.detached_job import DetachedJob
-from notebook_accel.launching.run_folders import HISTORY, JOURNAL, LATEST, RunFolder
+from notebook_accel.launching.run_folders import AGENT_LOG, JOURNAL, LATEST, RunFolder
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol.channel import ClosedError, Connection, Message, peer_of
 
@@ -37,7 +36,8 @@ class Link(AgentLink[DetachedJob]):
         super().__init__()
         self._job = job
         self._folder = job.folder
-        self._connection: Connection | None = None
+        self._connection: Connection | None = None  # once this kernel has introduced itself
+        self._agent_pid = 0
         self._seen = 0  # the highest number of the messages read so far
         self._known = 0  # the value of ``_seen`` when the present connection began
         self.expect(job)
@@ -46,39 +46,6 @@ class Link(AgentLink[DetachedJob]):
     @property
     def _is_over(self) -> bool:
         return self._job.id not in self._jobs
-
-    def launch(self, payload: int, lock: int, release: Callable[[], None]) -> None:
-        """Start the agent and the run, and follow it from now on.
-
-        ``lock`` holds the folder's lock. ``release`` closes it in this process, once the agent has it.
-
-        Raises:
-            ProcessStartError: The agent can't be started, or has died.
-        """
-        connection, theirs = Connection.pair()
-        try:
-            with contextlib.closing(theirs):
-                start_agent(self._folder, theirs, lock)
-            release()
-            self._follow(connection)
-            self.prepare(self._job.config)
-            self._send(self._launch_message(self._job), [payload, *self._job.result_files.descriptors])
-            self._wait_until_published()
-        except (OSError, subprocess.SubprocessError) as error:
-            connection.close()
-            raise self._start_error(error) from error
-        except BaseException:
-            connection.close()
-            raise
-        self._job.send_order = self.tell
-        self._start_thread()
-
-    def _wait_until_published(self) -> None:
-        deadline_s = time.monotonic() + _START_DEADLINE_S
-        while not self._folder.is_published:
-            if not self._folder.is_held or time.monotonic() > deadline_s:
-                raise TimeoutError("it has not taken over the launch")
-            time.sleep(_SHORT_PAUSE_S)
 
     def attach(self) -> None:
         """Read the journal, and follow the run if it goes on.
@@ -103,8 +70,7 @@ class Link(AgentLink[DetachedJob]):
             self._job.end_detached(self._job.name)
 
     def replay(self, name: str) -> Collection[int]:
-        """Process the unread messages of a file of the folder, after the history. Return the numbers of all in it."""
-        self._take_history()
+        """Process the unread messages of a file of the folder. Return the numbers of all in it."""
         self._known = self._seen
         return self._take_file(self._folder.open(name))
 
@@ -116,12 +82,6 @@ class Link(AgentLink[DetachedJob]):
             with contextlib.suppress(FileNotFoundError):
                 self._take_file(self._folder.open(LATEST), but=written)
         self._end_if_lost()
-
-    def _take_history(self) -> None:
-        """Process the history of a run that was detached while it went on: its events before the journal."""
-        with contextlib.suppress(FileNotFoundError):
-            if not self._seen:
-                self._take_file(self._folder.open(HISTORY))
 
     def _take_file(self, descriptor: int, size_bytes: int | None = None, but: Collection[int] = ()) -> Collection[int]:
         """Process the unread messages in a file of the folder, up to ``size_bytes``, and close it.
@@ -138,14 +98,20 @@ class Link(AgentLink[DetachedJob]):
         return {number for number, _ in found}
 
     def tell(self, message: messages.RunOrder) -> None:
-        """Send an order on a separate connection, which works even if the followed connection is broken."""
-        send_order(self._folder, message)
+        """Send an order: over the connection that is followed, or over another one if that is broken."""
+        try:
+            self._send(message)
+        except OSError:
+            send_order(self._folder, message)
 
     # What depends on where the agent is -----------------------------------------------------------------------------
 
     def _send(self, message: messages.ToAgent, descriptors: Sequence[int] = ()) -> None:
-        assert self._connection is not None
-        self._connection.send(messages.encode(message), descriptors)
+        connection = self._connection
+        if connection is None:
+            raise ClosedError("there is no connection at the moment")
+        processes.resume_if_stopped(self._agent_pid)
+        connection.send(messages.encode(message), descriptors)
 
     def _receive(self) -> Sequence[bytes]:
         assert self._connection is not None
@@ -153,13 +119,13 @@ class Link(AgentLink[DetachedJob]):
 
     def _unknown(self, numbered: Iterable[tuple[int, bytes]]) -> list[bytes]:
         """Return the messages that had not been read when this connection began."""
-        unknown = [(number, body) for number, body in numbered if number > self._known]
+        unknown = [(number, body) for number, body in numbered if number > self._known or number == journal.NO_NUMBER]
         self._seen = max([self._seen, *(number for number, _ in unknown)])
         return [body for _, body in unknown]
 
     def _last_words(self) -> str:
-        with contextlib.suppress(OSError), (self._folder.path / "agent.log").open("rb") as log:
-            return last_words(log.fileno())
+        with contextlib.suppress(OSError), (self._folder.path / AGENT_LOG).open("rb") as log:
+            return logs.last_words(log.fileno())
         return ""
 
     def _take(self, body: bytes) -> bool:
@@ -214,14 +180,17 @@ class Link(AgentLink[DetachedJob]):
             time.sleep(_PAUSE_S)
         self.replay_to_its_end()
 
-    def _follow(self, connection: Connection, agent_pid: int = 0) -> None:
+    def _follow(self, connection: Connection, agent_pid: int) -> None:
         """Introduce this kernel to the agent and read the journal. Later messages come over the connection.
 
         The agent's process is resumed if it was stopped by SIGSTOP.
         """
-        self._connection = connection
-        frames = _introduce(connection, agent_pid, _START_DEADLINE_S, follows=True)
-        self._take_history()
+        try:
+            frames = _introduce(connection, agent_pid, _START_DEADLINE_S, follows=True)
+        except BaseException:
+            connection.close()
+            raise
+        self._connection, self._agent_pid = connection, agent_pid
         self._known = self._seen
         [descriptor] = frames[0].descriptors
         self._take_file(descriptor, messages.decode_attached(frames[0].body).size_bytes)
@@ -258,10 +227,6 @@ class Link(AgentLink[DetachedJob]):
     def _end(self, error: NotebookAccelError) -> None:
         if self._jobs.pop(self._job.id, None) is not None:  # it wasn't left meanwhile
             self._job.end("", error)
-
-    def _start_error(self, error: Exception) -> ProcessStartError:
-        why = "\n".join(filter(None, [f"{type(error).__name__}: {error}", self._last_words()]))
-        return ProcessStartError("The agent process of the detached run could not be started.", why=why)
 
 
 def send_order(folder: RunFolder, message: messages.RunOrder) -> None:
@@ -322,34 +287,3 @@ def _introduce(connection: Connection, agent_pid: int, patience_s: float, *, fol
             raise TimeoutError("the agent doesn't answer")
         processes.resume_if_stopped(agent_pid)
     return frames
-
-
-def start_agent(folder: RunFolder, theirs: Connection, lock: int) -> None:
-    """Start the agent of a run as a daemon: its parent exits at once.
-
-    Raises:
-        OSError: The agent can't be started.
-        SubprocessError: The parent has failed.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    log = os.open(folder.path / "agent.log", flags, 0o600)
-    arguments = [str(theirs.fileno()), str(folder.path), str(lock)]
-    try:
-        process = subprocess.Popen(
-            processes.bootstrap("notebook_accel.launching.agent.detached", *arguments),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=[theirs.fileno(), lock],
-            start_new_session=True,
-        )
-    finally:
-        os.close(log)
-    try:
-        status = process.wait(_START_DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        raise
-    if status:
-        raise subprocess.CalledProcessError(status, "the agent")

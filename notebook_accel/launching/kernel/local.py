@@ -16,6 +16,7 @@ from notebook_accel.interrupts import held
 from notebook_accel.launching import processes
 from notebook_accel.launching.kernel import run_payload
 from notebook_accel.launching.kernel.agent_process import ForkedTemplate, LocalAgent
+from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.job import Job, LaunchRequest
 from notebook_accel.launching.run_folders import RunFolder
 from notebook_accel.protocol.agent_messages import ElasticOptions
@@ -66,10 +67,27 @@ class LocalEngine:
         finally:
             template.close()
 
-    def detach(self, job: Job, folder: RunFolder, lock: int) -> list[int]:
+    def launch_detached(self, job: DetachedJob, payload: int, lock: int) -> None:
+        """Start ranks in an agent that leaves this process at once. ``lock`` holds the lock of the job's folder.
+
+        Raises:
+            ProcessStartError: The agent can't be started, or refuses the run.
+        """
+        with self._lock:
+            agent = self._running_agent() if self._agent is None or self._agent.is_idle else LocalAgent()
+            try:
+                agent.prepare(job.config)
+                agent.launch_detached(job, payload, lock)
+            except BaseException:
+                agent.close()
+                raise
+            if agent is self._agent:
+                self._agent = None
+
+    def detach(self, job: Job, folder: RunFolder, lock: int) -> None:
         """Detach a run and its agent from this process. Another agent serves later launches.
 
-        ``lock`` holds the folder's lock. Returns the number of bytes of each rank's log that were delivered.
+        ``lock`` holds the folder's lock.
 
         Raises:
             RunError: The run has ended, or another run goes on.
@@ -78,9 +96,8 @@ class LocalEngine:
             agent = self._agent
             if agent is None or not agent.serves(job):
                 raise RunError(f"The run {job.name!r} can't be detached now.", why="It has ended.")
-            sent_log_bytes = agent.detach(job, folder, lock)
+            agent.detach(job, folder, lock)
             self._agent = None
-        return sent_log_bytes
 
     def close(self) -> None:
         """End every run, the agent and the template, and wait until they are gone."""

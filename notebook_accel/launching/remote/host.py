@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from notebook_accel import environment
 from notebook_accel.launching import logs
-from notebook_accel.launching.kernel.agent_process import AgentProcess, last_words
+from notebook_accel.launching.kernel.agent_process import AgentProcess
 from notebook_accel.launching.processes import resume_if_stopped
 from notebook_accel.payload import memory_files
 from notebook_accel.protocol.channel import ClosedError, close_all
@@ -119,7 +119,7 @@ class NodeHost:
         return time.monotonic(), data
 
     def last_words(self) -> str:
-        return "" if self._agent is None else last_words(self._agent.log)
+        return "" if self._agent is None else logs.last_words(self._agent.log)
 
     def results(self, part_id: str, *, as_buffers: bool) -> list[Any]:
         """Return the content of each rank's result file: as buffers for a pickle, or as bytes."""

@@ -255,37 +255,6 @@ class RankState:
             step_history=StepHistory(),
         )
 
-    def to_events(self, metrics: dict[str, float]) -> list[events.Event]:
-        """Return events that recreate this state with the given metrics, but without the rank's output."""
-        time_s = self.last_event_s or 0.0
-        found: list[events.Event | None] = [
-            None if self.pid is None else events.Started(pid=self.pid, node=self.node, time_s=time_s),
-            None if self.steps is None else self._progress(time_s),
-            *self.step_history.to_events(),
-            events.Metrics(step=self.steps or 0, values=metrics, time_s=time_s) if metrics else None,
-            self.memory,
-            self.model_memory,
-            None if self.cell_since_s is None else events.Serving(cell=self.cell, time_s=self.cell_since_s),
-            None if self.time_limit is None else events.TimeLimitReached(limit=self.time_limit, time_s=time_s),
-            events.Finished(time_s=time_s) if self.has_result else None,
-            self.failed,
-            self.ended,
-        ]
-        return [event for event in found if event is not None]
-
-    def _progress(self, time_s: float) -> events.Progress:
-        return events.Progress(
-            step=self.step or 0,
-            total=self.total,
-            epoch=self.epoch,
-            epochs=self.epochs,
-            steps=self.steps or 0,
-            label=self.label,
-            device=self.device,
-            compiling=self.is_compiling,
-            time_s=time_s,
-        )
-
     def apply(self, event: events.Event) -> None:
         """Update the state from one event of this rank."""
         if isinstance(event, events.Silent):  # the kernel, not the rank, has found this

@@ -58,28 +58,6 @@ class RunState:
         are_all_here = len(self.ranks) == self.total_ranks
         return are_all_here and all(rank.silent is not None and rank.silent.waits_in for rank in self.ranks)
 
-    def to_events(self) -> list[tuple[int, events.Event]]:
-        """Return events that recreate this state in a new one, without the ranks' output."""
-        points = [
-            (step, rank, name, value)
-            for name, curves in self.history.items()
-            for rank, series in curves.ranks.items()
-            for step, value in series.points
-        ]
-        found: list[tuple[int, events.Event]] = []
-        if self.first_step_s is not None or any(curves.unit == "steps" for curves in self.history.values()):
-            counting = next((rank.rank for rank in self.ranks if rank.steps is not None), 0)
-            found.append((counting, events.Progress(step=0, time_s=self.first_step_s or 0.0)))
-        found += [(rank, events.Metrics(step=step, values={name: value})) for step, rank, name, value in points]
-        found += [(0, event) for event in self.restartings]  # a restart deletes the ranks' metrics
-        # Neither has a rank that was told of more names than it keeps the metrics that it should have.
-        is_told = not self.restartings and len(self.history) <= events.MOST_METRICS
-        told = {(rank, name): value for _, rank, name, value in points} if is_told else {}
-        for rank in self.ranks:
-            rest = {name: value for name, value in rank.metrics.items() if told.get((rank.rank, name)) != value}
-            found += [(rank.rank, event) for event in rank.to_events(rest)]
-        return [*found, (0, events.CheckpointSaved(folder=self.checkpoint))] if self.checkpoint else found
-
     def apply(self, rank: int, event: events.Event) -> None:
         """Update the state from an event of a rank, or of the whole run, for which ``rank`` doesn't matter."""
         if isinstance(event, events.Restarting):

@@ -8,8 +8,6 @@ import dataclasses
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-import msgspec
-
 from notebook_accel.launching.state.curves import Series
 from notebook_accel.protocol import events
 from notebook_accel.protocol.events import PHASES, WAITING
@@ -84,25 +82,6 @@ class StepHistory:
             if (steps < _RECENT_STEPS or wall_s < _RECENT_S) and len(self._kept) <= _MOST_EVENTS:
                 break
             self._kept.popleft()
-
-    def to_events(self) -> list[events.StepTimes]:
-        """Return events that recreate this history, one for each point. The last one has all lines."""
-        whole = self.total
-        if whole is None:
-            return []
-        found: list[events.StepTimes] = []
-        before: Sums = (0,) * (1 + len(PHASES))
-        for time_ms, sums in self.sums.points:
-            steps, *seconds = (now - earlier for earlier, now in zip(before, sums, strict=True))
-            if steps or not found:
-                parts = {"steps": int(steps), "seconds": dict(zip(PHASES, seconds, strict=True))}
-                found.append(msgspec.structs.replace(whole, time_s=time_ms / 1000, samples=0, lines=[], **parts))
-                before = sums
-        # Only the first event, which isn't recent, has these counts: they are of the whole run, not of few steps.
-        rest = dict.fromkeys(events.SUMMED, 0)
-        found[1:] = [msgspec.structs.replace(event, **rest) for event in found[1:]]
-        found[-1] = msgspec.structs.replace(found[-1], samples=whole.samples, lines=whole.lines)
-        return found
 
     def copy(self) -> StepHistory:
         """Return a copy that later events don't change."""

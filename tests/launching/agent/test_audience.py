@@ -11,15 +11,18 @@ import select
 import socket
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
 
+from notebook_accel import detach
 from notebook_accel.launching import run_folders
 from notebook_accel.launching.agent import audience
 from notebook_accel.launching.agent.audience import Attachments
+from notebook_accel.launching.journal import Journal
+from notebook_accel.launching.kernel import detached_link
 from notebook_accel.launching.kernel.detached_job import DetachedJob
-from notebook_accel.payload import memory_files
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
 from notebook_accel.protocol.channel import ClosedError, Connection, EventLoop
@@ -155,8 +158,9 @@ def test_reader_that_takes_nothing_is_dropped_and_holds_nobody_up(
     monkeypatch.setattr(audience, "_PATIENCE_S", patience_s)
     folder, lock = run_folders.make("night")
     folder.write_facts(facts())
-    attachments, loop = Attachments(folder, None, 1), EventLoop()
-    attachments.begin(loop, lambda *_: None, lambda: None)
+    journal, loop = Journal(folder.id, 1), EventLoop()
+    attachments = Attachments(folder, journal)
+    attachments.begin(loop, lambda *_: None)
     readers = [Connection(folder.connect()) for _ in range(2)]
     for reader in readers:
         reader.set_blocking(False)
@@ -170,7 +174,8 @@ def test_reader_that_takes_nothing_is_dropped_and_holds_nobody_up(
     told, heard = 0, 0
     said = msgspec.Raw(events.encode(events.Output(text="x" * 50_000)))
     while len(attachments._attached) == 2 and told < 1000:
-        attachments.tell(messages.Said(job_id=folder.id, rank=0, event=said))
+        message = messages.Said(job_id=folder.id, rank=0, event=said)
+        attachments.tell(message, journal.add(message))
         told += 1
         while heard < told:
             attachments.flush()
@@ -188,42 +193,33 @@ def test_reader_that_takes_nothing_is_dropped_and_holds_nobody_up(
     os.close(lock)
 
 
-def test_end_is_in_the_folder_before_a_kernel_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, lock = run_folders.make("night")
-    folder.write_facts(facts())
-    ours, theirs = Connection.pair()
-    attachments = Attachments(folder, theirs, 1)
-    attachments.begin(EventLoop(), lambda told, message: None, lambda: None)
-    attachments._attached[0].follows = True
-    attachments.tell(messages.RunEnded(job_id=folder.id, reason=""))
-    heard = select.poll()
-    heard.register(ours.fileno(), select.POLLIN)
-    written: list[bool] = []
-    monkeypatch.setattr(folder, "replace", lambda _, data: written.append(not heard.poll(0)))
-    attachments.flush()
-    assert heard.poll(0)
-    assert written == [True]
-    attachments.close()
-    ours.close()
-    os.close(lock)
+def test_end_is_in_the_folder_before_a_kernel_hears_of_it(loopback: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: DetachedJob = loopback.launch(ranks=1, detach=True)
+    known: list[tuple[bool, bool]] = []
+
+    def is_known(of: Any, message: msgspec.Struct) -> None:
+        if isinstance(message, messages.RunEnded):
+            latest = (made.folder.path / run_folders.LATEST).read_bytes()
+            known.append((b"RunEnded" in latest, (made.folder.path / "result_0").stat().st_size > 0))
+        handle(of, message)
+
+    handle = detached_link.Link._handle
+    monkeypatch.setattr(detached_link.Link, "_handle", is_known)
+    loopback.ranks_of(made)[0].finish(7)
+    assert made.results(1.0) == [7]
+    assert known == [(True, True)]
 
 
-def test_results_are_copied_at_the_end_of_the_run_itself() -> None:
-    """News about a template names no run, and a run that was detached goes on after it."""
-    folder, lock = run_folders.make("night")
-    folder.write_facts(facts())
-    os.close(folder.create_result(0))
-    result = memory_files.memory_file("result")
-    attachments = Attachments(folder, None, 1, [os.dup(result)])
-    attachments.tell(messages.Broken(text="There is no template."))
-    os.write(result, b"written later")
-    assert (folder.path / "result_0").read_bytes() == b""
-    attachments.tell(messages.RunEnded(job_id=folder.id, reason=""))
-    assert (folder.path / "result_0").read_bytes() == b"written later"
-    assert attachments.is_leaving
-    attachments.close()
-    for descriptor in (result, lock):
-        os.close(descriptor)
+def test_results_of_a_run_that_was_detached_later_are_copied_at_its_own_end(loopback: Loopback) -> None:
+    """News about a template names no run, and the run goes on after it."""
+    made = detach(loopback.launch(ranks=1), "night")
+    result = made.folder.path / "result_0"
+    told = loopback.agents[0].agent
+    told._tell_kernel(messages.Broken(text="There is no template."))
+    loopback.ranks_of(made)[0].finish(7)
+    assert result.read_bytes() == b""
+    assert made.results(1.0) == [7]
+    assert result.read_bytes()
 
 
 def test_agent_outlives_its_kernel_before_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,12 +227,12 @@ def test_agent_outlives_its_kernel_before_it_says_so(monkeypatch: pytest.MonkeyP
     ours, theirs = Connection.pair()
     was_told: list[bool] = []
     monkeypatch.setattr(
-        audience, "outlive_parent", lambda: was_told.append(bool(select.select([theirs.fileno()], [], [], 0)[0]))
+        audience, "outlive_parent", lambda _: was_told.append(bool(select.select([theirs.fileno()], [], [], 0)[0]))
     )
     kernel = audience.Kernel(ours, os.getpid())
     kernel.begin(EventLoop(), lambda *_: None, lambda: None)
     kernel.tell(messages.Detached(job_id="night", why=""))
-    kernel.leave()
+    kernel.leave(pathlib.Path("/dev/null"))
     assert was_told == [False]
     assert theirs.receive()
     theirs.close()

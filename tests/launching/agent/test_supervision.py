@@ -373,9 +373,9 @@ def test_end_of_a_short_run_is_not_kept_waiting_by_what_it_has_reported(loopback
 def test_message_that_the_agent_cannot_follow_ends_no_run(loopback: Loopback, tmp_path: pathlib.Path) -> None:
     job = loopback.launch(ranks=1)
     [process] = loopback.agents
-    process.agent._handle_order(messages.Broken(text=""), Message(b"", []))  # type: ignore[arg-type]  # for the kernel
+    process.agent._handle_order(messages.Broken(text=""), Message(b"", []), "")  # type: ignore[arg-type]  # for the kernel
     told = messages.Detach(job_id=job.id, folder=str(tmp_path))
-    process.agent._handle_order(told, Message(b"", [], is_whole=False))  # there is no room for its descriptors
+    process.agent._handle_order(told, Message(b"", [], is_whole=False), "")  # there is no room for its descriptors
     loopback.advance(1.0)
     assert local.engine()._agent._answer.said.why == os.strerror(errno.EMFILE)  # type: ignore[union-attr]
     loopback.ranks[0]._connection.post(b"no event at all")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import multiprocessing
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -29,14 +31,14 @@ from notebook_accel.errors import (
     SupervisorLostError,
 )
 from notebook_accel.launching import journal, run_folders
-from notebook_accel.launching.kernel import detached, detached_link, detached_runs, local, preflight
+from notebook_accel.launching.kernel import detached, detached_runs, local, preflight
 from notebook_accel.launching.kernel.detached_job import DetachedJob
 from notebook_accel.launching.kernel.job import Job
 from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
-from notebook_accel.protocol.channel import Connection
+from notebook_accel.protocol.channel import peer_of
 from tests import kernels, processes
-from tests.launching.test_run_folders import ended, facts, held
+from tests.launching.test_run_folders import ended, held
 from tests.loopback import Loopback
 
 pytestmark = pytest.mark.usefixtures("state_home")
@@ -60,6 +62,10 @@ def printed(job: Job, rank: int) -> list[str]:
 def names_of(loopback: Loopback, job: Job) -> list[list[messages.ToRank]]:
     """What each rank was told, which is the name that ``ps`` shows from then on."""
     return [rank.told for rank in loopback.ranks_of(job)]
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 @pytest.fixture
@@ -341,20 +347,23 @@ def test_launch_that_fails_leaves_no_folder(loopback: Loopback) -> None:
     assert list(run_folders.root().iterdir()) == []
 
 
-def test_agent_that_no_launch_reaches_goes_and_its_folder_too(loopback: Loopback) -> None:
-    folder, lock = run_folders.make("night")
-    folder.write_facts(facts())
-    ours, theirs = Connection.pair()
-    detached_link.start_agent(folder, theirs, lock)
-    theirs.close()
-    os.close(lock)
-    ours.send(messages.encode(messages.Hello(who="x", follows=True)))
-    [attached] = ours.receive()
-    os.close(attached.descriptors[0])
-    assert folder.is_held
-    ours.close()
-    loopback.settle()
-    assert not folder.path.exists()
+def test_launch_that_the_agent_refuses_starts_no_rank_and_leaves_no_folder(
+    loopback: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folders.RunFolder, "listen", lambda _: _raise(full))
+        with pytest.raises(LaunchError, match=r"detached run could not be started\.\n.*No space left"):
+            loopback.launch(detach=True)
+    assert (loopback.ranks, list(run_folders.root().iterdir())) == ([], [])
+    assert loopback.launch(detach=True).name == "night"
+
+
+def test_launch_beside_another_run_gets_an_agent_of_its_own(loopback: Loopback) -> None:
+    here, detached_job = loopback.launch(name="day"), loopback.launch(detach=True)
+    assert len(loopback.agents) == 2
+    loopback.engine.close()
+    assert (here.status, detached_job.status) == ("stopped", "running")
 
 
 def test_run_that_could_not_be_started_says_why_to_who_comes_later_too(loopback: Loopback) -> None:
@@ -371,7 +380,7 @@ def test_another_versions_run_says_which_version_it_takes(ended_run: run_folders
     facts = json.loads((ended_run.path / "run.json").read_text())
     later = {**facts, "journal_version": 99, "version": "9.9", "a_field_of_later": 1}
     (ended_run.path / "run.json").write_text(json.dumps(later))
-    with pytest.raises(NotebookAccelError, match=r"notebook-accel 9\.9 has launched it.*\(99 instead of 1\)"):
+    with pytest.raises(NotebookAccelError, match=r"notebook-accel 9\.9 has launched it.*\(99 instead of 2\)"):
         attach("night", view="none")
     assert [summary.status for summary in detached_runs.summaries()] == ["unreadable"]
     # What a newer version of the same format adds is no obstacle.
@@ -489,11 +498,9 @@ def test_signals_of_the_agent_end_nothing_but_sigterm_the_run(tmp_path: pathlib.
     job = notebook_launcher(time.sleep, (600,), 1, name="night", use_cpu=True, view="none", detach=True)
     assert isinstance(job, DetachedJob)
     processes.wait_until(lambda: job.status == "running", "it runs", _LONG_S)
-    [agent] = [
-        process
-        for process in processes.descendants(os.getpid())
-        if "notebook_accel.launching.agent.detached" in process.command and job.folder.id in process.command
-    ]
+    with job.folder.connect() as connected:
+        pid, _ = peer_of(connected)
+    [agent] = [process for process in processes.descendants(os.getpid()) if process.pid == pid]
     assert agent.session == agent.pid
     processes.kill(agent, signal.SIGHUP)
     processes.kill(agent, signal.SIGINT)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 
 from notebook_accel.launching.state.diagnosis import Diagnosis, diagnose
@@ -214,17 +213,6 @@ def test_rank_that_is_a_little_late_must_have_been_so_for_half_a_minute(
             state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
             state.apply(number, step_times(time_s=float(second), **healthy(**changes)))
     assert [verdict.cause for verdict in diagnose(state).verdicts] == causes
-
-
-def test_late_rank_of_a_long_run_is_named_after_a_replay() -> None:
-    state, again = RunState(2), RunState(2)
-    for second in range(1000):
-        for number, phases in enumerate((healthy(communication=42.0), healthy(forward=54.0))):
-            state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
-            state.apply(number, msgspec.structs.replace(step_times(**phases), time_s=float(second)))
-    for number, event in state.to_events():
-        again.apply(number, event)
-    assert [verdict.cause for verdict in diagnose(again).verdicts] == ["straggler"]
 
 
 def test_recompilation_by_xla() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import pickle
 from typing import Any
@@ -16,13 +15,6 @@ from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 from tests.launching.state import strategies
 
-# Fields of a rank that ``to_events`` leaves out: its output, what only the job tells, and what only a live rank needs.
-# ``step_history`` keeps its sums only.
-_NOT_TOLD = {
-    *("crash", "last_line", "last_lines"),
-    *("first", "is_idle", "silent", "starts"),
-    *("last_event_s", "last_steps", "reason", "reported_s", "state", "step_history"),
-}
 _OF_ALL = (events.Restarting, events.Numbered, events.Nodes, events.Working)
 
 
@@ -227,8 +219,6 @@ def test_metrics_of_a_later_cell_or_restart_take_the_place_of_the_oldest() -> No
     assert [*state.ranks[1].metrics] == [*last, "accuracy", "loss"]
     assert len(state.history) == 2 * events.MOST_METRICS
     assert {"loss", *last, "accuracy"} <= state.history.keys()
-    again = strategies.replay(2, state.to_events())
-    assert [rank.metrics for rank in again.ranks] == [rank.metrics for rank in state.ranks]
 
 
 def test_metrics_are_in_the_order_of_their_report() -> None:
@@ -288,36 +278,6 @@ def test_a_state_is_made_again_from_stored_events(sequence: list[tuple[int, even
         stored.append((rank, events.encode(event)))
     again = strategies.replay(3, ((rank, events.decode(data)) for rank, data in stored))
     assert _all_of(again) == _all_of(state)
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), strategies.any_event), max_size=60))
-def test_state_is_told_again_by_events_but_for_what_was_printed(sequence: list[tuple[int, events.Event]]) -> None:
-    state = strategies.replay(3, sequence)
-    again = strategies.replay(3, state.to_events())
-    for rank, known in zip(again.ranks, state.ranks, strict=True):
-        for field in dataclasses.fields(rank):
-            if field.name not in _NOT_TOLD:
-                assert getattr(rank, field.name) == getattr(known, field.name), field.name
-        total, known_total = rank.step_history.total, known.step_history.total
-        assert (total and total.steps) == (known_total and known_total.steps)
-    assert again.restarts_why == state.restarts_why
-    assert again.checkpoint == state.checkpoint
-
-
-def test_curves_are_told_again_as_they_are() -> None:
-    state = RunState(2)
-    for step, rank in itertools.product(range(1, 600), range(2)):
-        state.apply(rank, _progress(float(step), step))
-        state.apply(rank, events.Metrics(step=step, values={"loss": rank + 1 / step, "accuracy": step / 600}))
-    again = strategies.replay(2, state.to_events())
-    assert again.first_step_s == state.first_step_s == 1.0
-    for name in ("loss", "accuracy"):
-        told, known = again.history[name], state.history[name]
-        assert told.unit == known.unit == "steps"
-        assert told.ranks[1].points[-1] == known.ranks[1].points[-1]
-        assert set(told.ranks[1].points) <= set(known.ranks[1].points)
-        assert len(told.ranks[1].points) > len(known.ranks[1].points) // 3
-        assert told.mean[-1] == pytest.approx(known.mean[-1], rel=1e-2)
 
 
 @given(st.lists(strategies.any_event, max_size=60), strategies.times)

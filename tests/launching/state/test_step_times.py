@@ -8,7 +8,6 @@ from notebook_accel.launching.state.diagnosis import diagnose
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.launching.state.step_times import Moment, StepHistory, split_waiting
 from notebook_accel.protocol import events
-from tests.launching.state.strategies import replay
 
 
 def times(steps: int, *, seconds: float = 1.0, place: str = "In[1], line 1", at: float = 0.0) -> events.StepTimes:
@@ -160,14 +159,6 @@ def test_course_leaves_out_the_first_second_and_a_short_run() -> None:
     for at_s in range(5, 12):
         state.apply(0, reported(at_s=30.0 + at_s, forward=50.0))
     assert [moment.mean["forward"] for moment in course(state) if moment.mean] == pytest.approx([0.05] * 5)
-
-
-def test_course_is_told_again_by_events() -> None:
-    state = run_with_straggler(8, seconds=300, late_from=150)
-    known, told = course(state), course(replay(8, state.to_events()))
-    assert len(told) == len(known) == 40
-    for before, after in zip(known, told, strict=True):
-        assert after.mean == pytest.approx(before.mean, abs=1e-6)
 
 
 def test_copy_of_a_rank_keeps_its_course() -> None:
