@@ -6,25 +6,19 @@ that the rank before it has left.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import random
 import signal
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
+from notebook_accel import Accelerator, ProjectConfiguration
 from notebook_accel.errors import CheckpointError
-from tests.training.ranks import free_port
 
 _CHANGES = ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove")
-_KILLS = 12
-_LONGEST_S = 0.15
 
 
 class Number:
@@ -42,10 +36,9 @@ class Number:
 class Training:
     """Training in which every part has the number of the last step."""
 
-    def __init__(self, folder: str, *, numbered: bool, sharded: bool = False, is_async: bool = False) -> None:
+    def __init__(self, folder: str, *, numbered: bool, is_async: bool = False) -> None:
         configuration = ProjectConfiguration(folder, automatic_checkpoint_naming=numbered, total_limit=2)
-        plugin = FullyShardedDataParallelPlugin() if sharded else None
-        self.accelerator = Accelerator(cpu=True, project_config=configuration, fsdp_plugin=plugin)
+        self.accelerator = Accelerator(cpu=True, project_config=configuration)
         self.folder = None if numbered else f"{folder}/state"
         self._is_async = is_async
         model = torch.nn.Linear(40, 40)
@@ -71,8 +64,7 @@ class Training:
             raise
         number = self.number.value
         assert self.optimizer.param_groups[0]["lr"] == number
-        shares = [getattr(parameter, "to_local", lambda p=parameter: p)() for parameter in self.net.parameters()]
-        assert all(bool((share == number).all()) for share in shares)
+        assert all(bool((parameter == number).all()) for parameter in self.net.parameters())
         return number
 
 
@@ -140,39 +132,7 @@ def at_every_change(folder: str, *, numbered: bool, **kind: bool) -> dict[str, A
     raise AssertionError
 
 
-def at_random_moments(folder: str, *, numbered: bool, **kind: bool) -> dict[str, Any]:
-    """Run two ranks that save repeatedly, and kill one at a random moment and then the other."""
-    moments = random.Random(5)
-    found: list[list[int]] = []
-    for _ in range(_KILLS):
-        port = free_port()
-
-        def work(say: Callable[[int], None], rank: int, port: int = port) -> None:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in place.items()})
-            training = Training(folder, numbered=numbered, **kind)
-            number = training.load()
-            say(number)
-            for following in itertools.count(number + 1):
-                training.save(following)
-                say(following)
-
-        ranks = [_fork(lambda say, rank=rank: work(say, rank)) for rank in range(2)]
-        with contextlib.ExitStack() as opened:
-            pipes = [opened.enter_context(os.fdopen(pipe)) for _, pipe in ranks]
-            found.append([int(pipe.readline()) for pipe in pipes])
-            # However slow the disk is, one is complete: in the background that is known when the next one begins.
-            for number in range(1, 3 if kind.get("is_async") else 2):
-                assert [int(pipe.readline()) for pipe in pipes] == [found[-1][0] + number] * 2
-            time.sleep(moments.uniform(0.0, _LONGEST_S))
-            for pid, _ in moments.sample(ranks, 2):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-    return {"found": found, "kills": _KILLS}
-
-
-def run(mode: str, folder: str, naming: str, kind: dict[str, bool]) -> dict[str, Any]:
+def run(folder: str, naming: str, kind: dict[str, bool]) -> dict[str, Any]:
     """Return the numbers of the checkpoints that were found, and how often ranks were killed."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)]).state_dict()  # the first call imports half of torch
-    modes = {"changes": at_every_change, "moments": at_random_moments}
-    return modes[mode](folder, numbered=naming == "numbered", **kind)
+    return at_every_change(folder, numbered=naming == "numbered", **kind)

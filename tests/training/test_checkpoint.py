@@ -35,7 +35,7 @@ from notebook_accel.training.handlers import GradScalerKwargs
 from notebook_accel.training.precision import LossScaler
 from tests import processes
 from tests.training import ranks
-from tests.training.ranks import Ranks, caught_warnings
+from tests.training.ranks import Ranks, caught_warnings, on_ranks
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
@@ -151,9 +151,14 @@ class Refusing(Register):
         raise KeyError("epoch")
 
 
-def load_another(folder: str, fault: str) -> tuple[str, list[str]]:
-    """Return the error of loading a checkpoint that doesn't fit, and the parts of the state that it has changed."""
-
+@pytest.mark.parametrize(("fault", "text"), [
+    ("kind", "The saved state is of another optimizer than SGD: it has no momentum, dampening"),
+    ("group", "Rank 0 could not load a checkpoint: ValueError: loaded state dict contains a parameter group"),
+    ("object", "Rank 1 could not load a checkpoint: KeyError: 'epoch'"),
+    ("shape", "weight: (2, 3) in the checkpoint, (2, 5) in the model"),
+])  # fmt: skip
+@on_ranks(2)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: pathlib.Path, fault: str, text: str) -> None:
     def trained(fault: str, lr: float) -> tuple[Accelerator, dict[str, Any]]:
         accelerator = Accelerator(cpu=True)
         torch.manual_seed(int(lr))
@@ -177,27 +182,12 @@ def load_another(folder: str, fault: str) -> tuple[str, list[str]]:
     def states(parts: dict[str, Any]) -> dict[str, str]:
         return {name: repr(part.state_dict()) for name, part in parts.items()}
 
-    trained("", 1.0)[0].save_state(folder)
+    trained("", 1.0)[0].save_state(tmp_path / "state")
     accelerator, parts = trained(fault, 2.0)
     before = states(parts)
-    with pytest.raises(CheckpointError) as raised:
-        accelerator.load_state(folder, strict=fault != "shape")
-    after = states(parts)
-    return str(raised.value), [name for name in parts if after[name] != before[name]]
-
-
-@pytest.mark.parametrize(("fault", "text"), [
-    ("kind", "The saved state is of another optimizer than SGD: it has no momentum, dampening"),
-    ("group", "Rank 0 could not load a checkpoint: ValueError: loaded state dict contains a parameter group"),
-    ("object", "Rank 1 could not load a checkpoint: KeyError: 'epoch'"),
-    ("shape", "weight: (2, 3) in the checkpoint, (2, 5) in the model"),
-])  # fmt: skip
-def test_a_checkpoint_that_does_not_fit_changes_nothing(
-    two_ranks: Ranks, tmp_path: pathlib.Path, fault: str, text: str
-) -> None:
-    for error, changed in two_ranks.run(load_another, str(tmp_path / "state"), fault):
-        assert text in error
-        assert changed == []
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        accelerator.load_state(tmp_path / "state", strict=fault != "shape")
+    assert states(parts) == before
 
 
 class _Around(torch.optim.Optimizer):
@@ -449,17 +439,6 @@ def spoil(folder: pathlib.Path, how: str) -> None:
         file.unlink()
 
 
-def load_spoilt(folder: str, how: str) -> Any:
-    """Return the error of this rank, and the result of a later collective."""
-    accelerator, net, _ = prepared(5 if how == "another model" else 3)
-    before = accelerator.get_state_dict(net)["weight"].clone()
-    with pytest.raises(CheckpointError) as raised:
-        accelerator.load_state(folder)
-    still = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
-    assert torch.equal(accelerator.get_state_dict(net)["weight"], before)
-    return str(raised.value), still
-
-
 @pytest.mark.parametrize(("how", "text"), [
     ("truncated", "model.safetensors has"),
     ("optimizer", "optimizer.bin is missing"),
@@ -467,20 +446,28 @@ def load_spoilt(folder: str, how: str) -> Any:
     ("no manifest", "isn't a checkpoint"),
     ("half a manifest", "isn't a checkpoint"),
     ("other bytes", "can't be read"),
-    ("another place", "use another one of {folder}: other"),
+    ("another place", "use another one of "),
     ("another model", "weight: (2, 3) in the checkpoint, (2, 5) in the model"),
 ])  # fmt: skip
-def test_spoilt_checkpoint_is_an_error_on_every_rank(
-    two_ranks: Ranks, tmp_path: pathlib.Path, how: str, text: str
-) -> None:
+@on_ranks(2)
+def test_spoilt_checkpoint_is_an_error_on_every_rank(tmp_path: pathlib.Path, how: str, text: str) -> None:
     prepared()[0].save_state(tmp_path / "state")
-    spoil(tmp_path / "state", how)
-    for message, still in two_ranks.run(load_spoilt, str(tmp_path / "state"), how):
-        assert text.format(folder=tmp_path) in message
-        assert still == [0, 1]
+    accelerator, net, _ = prepared(5 if how == "another model" else 3)
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            spoil(tmp_path / "state", how)
+    before = accelerator.get_state_dict(net)["weight"].clone()
+    with pytest.raises(CheckpointError) as raised:
+        accelerator.load_state(tmp_path / "state")
+    assert text in str(raised.value)
+    assert how != "another place" or f"{tmp_path}: other" in str(raised.value)
+    assert accelerator.gather(torch.tensor([accelerator.process_index])).tolist() == [0, 1]
+    assert torch.equal(accelerator.get_state_dict(net)["weight"], before)
 
 
-def save_with_a_failing_rank(folder: str) -> Any:
+@on_ranks(2)
+def test_a_rank_that_can_not_write(tmp_path: pathlib.Path) -> None:
+    folder = str(tmp_path / "state")
     accelerator, _, _ = prepared()
     accelerator.save_state(folder)
 
@@ -489,32 +476,23 @@ def save_with_a_failing_rank(folder: str) -> Any:
             raise OSError("no space left")
 
     accelerator.register_save_state_pre_hook(fail)
-    try:
+    said = "Rank 1 could not write its part of a checkpoint: OSError: no space left"
+    with pytest.raises(CheckpointError, match=said):
         accelerator.save_state(folder)
-    except CheckpointError as error:
-        return str(error), accelerator.load_state(folder) == folder, os.listdir(os.path.dirname(folder))
+    assert accelerator.load_state(folder) == folder
+    assert os.listdir(tmp_path) == ["state"]
 
 
-def test_a_rank_that_can_not_write(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    for message, loads, left in two_ranks.run(save_with_a_failing_rank, str(tmp_path / "state")):
-        assert "Rank 1 could not write its part of a checkpoint: OSError: no space left" in message
-        assert loads
-        assert left == ["state"]
-
-
-def load_what_another_saves(folder: str) -> str:
+@on_ranks(2)
+def test_one_rank_loads_what_another_saves(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "state"
     accelerator, _, _ = prepared()
     accelerator.save_state(folder)
     with pytest.raises(CollectiveError) as raised:
         accelerator.save_state(folder) if accelerator.process_index else accelerator.load_state(folder)
     accelerator.wait_for_everyone()
-    return str(raised.value)
-
-
-def test_one_rank_loads_what_another_saves(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    for text in two_ranks.run(load_what_another_saves, str(tmp_path / "state")):
-        assert "rank 0: find a checkpoint at " in text
-        assert "rank 1: begin a checkpoint at " in text
+    assert "rank 0: find a checkpoint at " in str(raised.value)
+    assert "rank 1: begin a checkpoint at " in str(raised.value)
 
 
 def test_loading_before_anything_was_prepared(tmp_path: pathlib.Path) -> None:
@@ -571,34 +549,23 @@ def test_ranks_besides_rank_0_save_nothing_when_it_saves_alone(three_ranks: Rank
     assert [following for _, _, following in by_rank] == [3, 3, 3]
 
 
-def call_on_one(folder: str, call: str, caller: int, sharded: bool) -> str:
-    """Save on all ranks, then call a method on one rank; return its error."""
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None)
-    model = torch.nn.Linear(3, 2)
-    net, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.save_state(folder)
-    text = ""
-    if accelerator.process_index == caller:
-        with pytest.raises(CheckpointError) as raised:
-            getattr(accelerator, call)(folder)
-        text = str(raised.value)
-    accelerator.backward(net(torch.ones(1, 3)).sum())
-    accelerator.wait_for_everyone()
-    return text
-
-
 @pytest.mark.parametrize(("call", "caller", "sharded", "text"), [
     ("save_state", 0, True, "save_state wasn't called on rank 1.\nEach rank writes its share"),
     slow("save_state", 1, False, "save_state wasn't called on rank 0.\nRank 0 writes"),
     slow("load_state", 0, False, "load_state wasn't called on rank 1.\nOtherwise the ranks would train different"),
 ])  # fmt: skip
-def test_a_rank_alone_cannot(
-    two_ranks: Ranks, tmp_path: pathlib.Path, call: str, caller: int, sharded: bool, text: str
-) -> None:
-    errors = two_ranks.run(call_on_one, str(tmp_path / "state"), call, caller, sharded)
-    assert errors[caller].startswith(text)
-    assert "not under `if accelerator.is_main_process:`" in errors[caller]
-    assert errors[1 - caller] == ""
+@on_ranks(2)
+def test_a_rank_alone_cannot(tmp_path: pathlib.Path, call: str, caller: int, sharded: bool, text: str) -> None:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None)
+    model = torch.nn.Linear(3, 2)
+    net, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.save_state(tmp_path / "state")
+    if accelerator.process_index == caller:
+        with pytest.raises(CheckpointError, match=text) as raised:
+            getattr(accelerator, call)(tmp_path / "state")
+        assert "not under `if accelerator.is_main_process:`" in str(raised.value)
+    accelerator.backward(net(torch.ones(1, 3)).sum())
+    accelerator.wait_for_everyone()
 
 
 def save_late(folder: str) -> list[str]:

@@ -32,7 +32,7 @@ from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_l
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard
 from tests.training.datasets import Numbers, Stream
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, on_ranks
 
 
 def prepare(
@@ -219,21 +219,17 @@ def test_shuffling_agrees_although_the_ranks_seeds_differ(two_ranks: Ranks, kind
     assert by_rank[0][0] != by_rank[0][1] != by_rank[0][2]
 
 
-def prepare_refused(message: str, dispatches: bool) -> None:
+@pytest.mark.parametrize("message", ["DistributedSampler", "in_order=True"])
+@pytest.mark.parametrize("dispatches", [False, True])
+@on_ranks(2)
+def test_loaders_that_several_ranks_refuse(message: str, dispatches: bool) -> None:
     backend = process_group.join(cpu=True)
     loaders: dict[str, Any] = {
         "DistributedSampler": lambda: DataLoader(Numbers(8), batch_size=2, sampler=DistributedSampler(Numbers(8))),
         "in_order=True": lambda: DataLoader(Numbers(4), batch_size=2, in_order=False),
     }
-    prepare(loaders[message](), backend, split_batches=True, dispatch_batches=dispatches)
-
-
-@pytest.mark.parametrize("message", ["DistributedSampler", "in_order=True"])
-def test_loaders_that_several_ranks_refuse(two_ranks: Ranks, message: str) -> None:
-    for dispatches in (False, True):
-        for error in two_ranks.replies(prepare_refused, message, dispatches):
-            assert isinstance(error, ConfigError)
-            assert message in str(error)
+    with pytest.raises(ConfigError, match=message):
+        prepare(loaders[message](), backend, split_batches=True, dispatch_batches=dispatches)
 
 
 def test_data_seed() -> None:
@@ -366,13 +362,11 @@ def tell(worker: int) -> None:
     dataset.start, dataset.end = [(dataset.start, middle), (middle, dataset.end)][worker]
 
 
-def workers_halves(dispatch: bool) -> list[int]:
+@pytest.mark.parametrize("dispatch", [True, False])
+@on_ranks(2)
+def test_workers_are_told_what_to_read(dispatch: bool) -> None:
     backend = process_group.join(cpu=True)
     loader = DataLoader(Halves(), batch_size=2, num_workers=2, worker_init_fn=tell)
     shard, state = prepare(loader, backend, dispatch_batches=dispatch)
-    return [sample for batch in shard for sample in collectives.gather_for_metrics(backend, batch, state.tail).tolist()]
-
-
-@pytest.mark.parametrize("dispatch", [True, False])
-def test_workers_are_told_what_to_read(two_ranks: Ranks, dispatch: bool) -> None:
-    assert [sorted(found) for found in two_ranks.run(workers_halves, dispatch)] == [list(range(8))] * 2
+    read = [n for batch in shard for n in collectives.gather_for_metrics(backend, batch, state.tail).tolist()]
+    assert sorted(read) == list(range(8))

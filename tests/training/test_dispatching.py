@@ -16,7 +16,7 @@ from notebook_accel.training.accumulation import GradientAccumulationPlugin, Gra
 from notebook_accel.training.data import DataLoaderConfiguration, shard_dataloader
 from notebook_accel.training.loaders import DataLoaderDispatcher, DataLoaderShard
 from tests.training.datasets import Numbers, Stream
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, on_ranks
 
 
 class Failing(Numbers):
@@ -72,7 +72,6 @@ def loader_of(kind: str, n: int, size: int) -> DataLoader[Any]:
         "batch sampler": lambda: DataLoader(Numbers(n), batch_sampler=batches),
         "single": lambda: DataLoader(Numbers(n), batch_size=None),
         "single stream": lambda: DataLoader(Stream(n), batch_size=None),
-        "workers": lambda: DataLoader(Numbers(n), batch_size=size, num_workers=1),
         "objects": lambda: DataLoader(Numbers(n), batch_size=size, collate_fn=lambda samples: {"is": str(samples)}),
     }
     loader: DataLoader[Any] = kinds[kind]()
@@ -80,16 +79,16 @@ def loader_of(kind: str, n: int, size: int) -> DataLoader[Any]:
 
 
 KINDS = ["numbers", "many", "shuffled", "stream", "dropping", "batch sampler", "single", "single stream", "objects"]
-SPLIT, UNEVEN, SEEDABLE = {"split_batches": True}, {"even_batches": False}, {"use_seedable_sampler": True}
 CASES = [
-    *((kind, options) for kind in KINDS for options in ({}, UNEVEN)),
-    *((kind, SPLIT) for kind in ("numbers", "stream", "batch sampler")),
-    ("shuffled", SEEDABLE),
+    *((kind, options) for kind in KINDS for options in ({}, {"even_batches": False})),
+    *((kind, {"split_batches": True}) for kind in ("numbers", "stream", "batch sampler")),
+    ("shuffled", {"use_seedable_sampler": True}),
 ]
 
 
-def both_ways(kind: str, options: dict[str, Any]) -> list[Any]:
-    found = []
+@pytest.mark.parametrize(("kind", "options"), CASES)
+@on_ranks(2)
+def test_batches_are_those_that_each_rank_would_read(kind: str, options: dict[str, Any]) -> None:
     for n in (1, 4, 5, 8, 11, 12):
         ways = []
         for dispatch in (False, True):
@@ -98,16 +97,8 @@ def both_ways(kind: str, options: dict[str, Any]) -> list[Any]:
             assert isinstance(shard, DataLoaderDispatcher) == dispatch
             length = None if "stream" in kind or kind == "dropping" else len(shard)
             ways.append((length, [read(shard, state) for _ in range(2)]))
-        found.append(ways)
-    return found
-
-
-@pytest.mark.parametrize(("kind", "options"), CASES)
-def test_batches_are_those_that_each_rank_would_read(two_ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
-    for by_length in two_ranks.run(both_ways, kind, options):
-        assert len(by_length) == 6
-        for sharded, dispatched in by_length:
-            assert dispatched == sharded
+        sharded, dispatched = ways
+        assert dispatched == sharded
 
 
 WORKERS: dict[str, Any] = {
@@ -159,11 +150,10 @@ def test_what_rank_0_cannot_read_is_told_to_all(two_ranks: Ranks) -> None:
     assert two_ranks.run(gather_epochs, "own", {})[0][0] == list(range(7))
 
 
-def stop_early() -> list[Any]:
+@on_ranks(2)
+def test_break() -> None:
     shard, state = share(DataLoader(Stream(20), batch_size=2))
-    first = next(iter(shard)).tolist()
-    return [first, state.in_dataloader, read(shard, state)[-1]]
-
-
-def test_break(two_ranks: Ranks) -> None:
-    assert two_ranks.run(stop_early) == [[[0, 1], False, ([16, 17], True)], [[2, 3], False, ([18, 19], True)]]
+    rank = process_group.current().place.rank
+    assert next(iter(shard)).tolist() == [[0, 1], [2, 3]][rank]
+    assert not state.in_dataloader
+    assert read(shard, state)[-1] == ([[16, 17], [18, 19]][rank], True)

@@ -13,10 +13,10 @@ import pytest
 from tests.training import killed_savers, ranks
 
 
-def run(mode: str, folder: pathlib.Path, naming: str, **kind: bool) -> Any:
+def run(folder: pathlib.Path, naming: str, **kind: bool) -> Any:
     meeting = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     with contextlib.closing(ranks.Ranks([meeting])) as parent:
-        (result,) = parent.run(killed_savers.run, mode, str(folder), naming, kind, deadline_s=110)
+        (result,) = parent.run(killed_savers.run, str(folder), naming, kind, deadline_s=110)
     return result
 
 
@@ -26,7 +26,7 @@ def run(mode: str, folder: pathlib.Path, naming: str, **kind: bool) -> Any:
     pytest.param("numbered", True, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_at_every_change_that_saving_makes(tmp_path: pathlib.Path, naming: str, is_async: bool) -> None:
-    result = run("changes", tmp_path, naming, is_async=is_async)
+    result = run(tmp_path, naming, is_async=is_async)
     found = result["found"]
     assert result["kills"] >= 20
     assert len(found) == result["kills"] + 1
@@ -37,15 +37,3 @@ def test_at_every_change_that_saving_makes(tmp_path: pathlib.Path, naming: str, 
     left = os.listdir(tmp_path / "checkpoints" if naming == "numbered" else tmp_path)
     assert not [name for name in left if name.startswith(".")]
     assert len(left) == (2 if naming == "numbered" else 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("naming", "kind"), [("one name", {"is_async": True}), ("numbered", {"sharded": True})])
-def test_at_random_moments_on_two_ranks(tmp_path: pathlib.Path, naming: str, kind: dict[str, bool]) -> None:
-    result = run("moments", tmp_path, naming, **kind)
-    found = result["found"]
-    assert result["kills"] == len(found) == 12
-    assert all(first == second for first, second in found)
-    numbers = [first for first, _ in found]
-    assert numbers == sorted(numbers)
-    assert numbers[-1] > 2

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, MemoryEstimate, estimate_memory
 from notebook_accel.errors import ConfigError
-from tests.training.ranks import Ranks, caught_warnings
+from tests.training.ranks import Ranks, caught_warnings, on_ranks
 
 
 class Blocks(torch.nn.Module):
@@ -35,8 +34,9 @@ def held_bytes(tensor: torch.Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def measure(sharded: bool) -> list[int]:
-    """Return the bytes of parameters, gradients and optimizer state after a step."""
+@pytest.mark.parametrize("sharded", [False, True])
+@on_ranks(2)
+def test_it_is_what_ranks_hold(sharded: bool) -> None:
     accelerator = Accelerator(cpu=True)
     model = Blocks()
     if sharded:
@@ -50,17 +50,9 @@ def measure(sharded: bool) -> list[int]:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     found = [sum(map(held_bytes, tensors)) for tensors in (model.parameters(), gradients, state)]
     accelerator.end_training()
-    assert not dist.is_initialized()
-    return found
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_it_is_what_ranks_hold(two_ranks: Ranks, sharded: bool) -> None:
     estimate = estimate_memory(Blocks, num_processes=2, sharded=sharded)
     gradient_bytes = estimate.gradient_bytes // (1 if sharded else 2)  # without DDP there are no buckets
-    expected = [estimate.parameter_bytes, gradient_bytes, estimate.optimizer_bytes]
-    for measured in two_ranks.run(measure, sharded):
-        assert measured == pytest.approx(expected, rel=0.02)
+    assert found == pytest.approx([estimate.parameter_bytes, gradient_bytes, estimate.optimizer_bytes], rel=0.02)
 
 
 def test_what_moves_the_estimate() -> None:

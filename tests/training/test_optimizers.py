@@ -131,16 +131,6 @@ def test_calls_of_an_unfinished_window_are_part_of_the_schedules_state() -> None
     assert again.last_epoch == 0
 
 
-def test_one_cycle_ends_where_it_ends() -> None:
-    _, optimizer, state = make()
-    inner = lr_scheduler.OneCycleLR(optimizer.optimizer, max_lr=1.0, total_steps=7)
-    scheduler = schedule(optimizer, state, inner, ranks=2)
-    for _ in range(6):
-        optimizer.step()
-        scheduler.step()
-    assert scheduler.last_epoch == 7
-
-
 @pytest.mark.parametrize("kind", ["sequence", "chain", "chain in a sequence"])
 def test_one_cycle_within_another_schedule_ends_where_it_ends(kind: str) -> None:
     _, optimizer, state = make()
