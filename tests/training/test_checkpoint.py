@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from notebook_accel import (
     Accelerator,
@@ -34,8 +34,9 @@ from notebook_accel.training.checkpoint_folders import MANIFEST
 from notebook_accel.training.handlers import GradScalerKwargs
 from notebook_accel.training.precision import LossScaler
 from tests import processes
-from tests.training import ranks
+from tests.training import ranks, sharded_programs
 from tests.training.ranks import Ranks, caught_warnings, on_ranks
+from tests.training.sharded_programs import Case
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
@@ -594,41 +595,14 @@ def test_a_rank_that_is_late_is_waited_for(two_ranks: Ranks, tmp_path: pathlib.P
     assert json.loads((tmp_path / "state" / MANIFEST).read_text())["world_size"] == 2
 
 
-def train_while_rank_0_saves(folder: str, resumes: bool) -> tuple[list[float], list[int]]:
-    """Train like a training script of diffusers, whose rank 0 saves alone; return losses and samples of all ranks."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    torch.manual_seed(0)
-    model = torch.nn.Linear(1, 1)
-    data = TensorDataset(torch.arange(48.0)[:, None])
-    net, optimizer, loader = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=0.1), DataLoader(data, batch_size=2, shuffle=True)
-    )
-    if resumes:
-        accelerator.load_state(folder)
-    losses, samples = [], []
-    for _ in range(loader.epoch, 2):
-        for step, (x,) in enumerate(loader):
-            samples += [int(number) for number in accelerator.gather(x)]
-            with accelerator.accumulate(net):
-                loss = net(x / 48).square().mean()
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(float(accelerator.gather(loss.detach()).mean()))
-            if not resumes and step == 7 and len(samples) < 48 and accelerator.is_main_process:
-                accelerator.save_state(folder)
-    return losses, samples
-
-
-def test_a_program_whose_rank_0_saves_alone_resumes(one_rank: Ranks, two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    folder = str(tmp_path / "state")
-    losses, samples = two_ranks.run(train_while_rank_0_saves, folder, False)[0]
-    assert sorted(samples[:48]) == [*range(48)]
-    resumed_losses, resumed_samples = two_ranks.run(train_while_rank_0_saves, folder, True)[0]
-    assert resumed_losses == pytest.approx(losses[8:], rel=1e-5)
-    assert resumed_samples == samples[32:]
-    [(_, by_one)] = one_rank.run(train_while_rank_0_saves, folder, True)
-    assert by_one[:16] == samples[32:48]
+def test_a_program_whose_rank_0_saves_alone_resumes(groups: dict[int, Ranks], tmp_path: pathlib.Path) -> None:
+    """Training scripts of diffusers save so. The checkpoint has the position of all ranks in their samples."""
+    folder, case = str(tmp_path / "state"), Case(sharded=False, alone=True)
+    (expected, losses), *_ = groups[2].run(sharded_programs.saved, folder, case)
+    for number in (2, 1):
+        (state, resumed), *_ = groups[number].run(sharded_programs.loaded, folder, case)
+        assert state == expected
+        assert resumed == pytest.approx(losses, rel=0, abs=1e-6)
 
 
 def fail_before_save(folder: str, told: str) -> None:

@@ -16,7 +16,7 @@ from notebook_accel.training.accumulation import GradientAccumulationPlugin, Gra
 from notebook_accel.training.data import DataLoaderConfiguration, shard_dataloader
 from notebook_accel.training.loaders import DataLoaderDispatcher, DataLoaderShard
 from tests.training.datasets import Numbers, Stream
-from tests.training.ranks import Ranks, on_ranks
+from tests.training.ranks import on_ranks
 
 
 class Failing(Numbers):
@@ -108,46 +108,39 @@ WORKERS: dict[str, Any] = {
 }
 
 
-def gather_epochs(kind: str, options: dict[str, Any]) -> list[list[int]]:
-    """Return the samples that the ranks gathered in each of two epochs."""
-    backend = process_group.join(cpu=True)
-    shard, state = share(WORKERS[kind](), **options)
-    epochs = []
-    for _ in range(2):
-        gathered: list[int] = []
-        for batch in shard:
-            gathered += collectives.gather_for_metrics(backend, batch, state.tail).tolist()
-        epochs.append(gathered)
-    return epochs
+def gather_epoch(shard: DataLoaderShard, state: GradientState) -> list[int]:
+    backend = process_group.current()
+    return [n for batch in shard for n in collectives.gather_for_metrics(backend, batch, state.tail).tolist()]
 
 
 @pytest.mark.parametrize("kind", ["own", "persistent"])
-def test_streams_are_dispatched_unless_told_otherwise(two_ranks: Ranks, kind: str) -> None:
-    assert two_ranks.run(gather_epochs, kind, {}) == [[list(range(7))] * 2] * 2
+@on_ranks(2)
+def test_streams_are_dispatched_unless_told_otherwise(kind: str) -> None:
+    shard, state = share(WORKERS[kind]())
+    for _ in range(2):
+        assert gather_epoch(shard, state) == list(range(7))
 
 
-def test_a_stream_that_each_rank_reads_for_itself(two_ranks: Ranks) -> None:
-    first, _ = two_ranks.run(gather_epochs, "own", {"dispatch_batches": False})
-    assert first[0] == [0, 1, 102, 103, 4, 5, 106]
+@on_ranks(2)
+def test_a_stream_that_each_rank_reads_for_itself() -> None:
+    assert gather_epoch(*share(WORKERS["own"](), dispatch_batches=False)) == [0, 1, 102, 103, 4, 5, 106]
 
 
 @pytest.mark.parametrize("even", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_each_sample_once_where_workers_share_a_stream(two_ranks: Ranks, even: bool) -> None:
-    for epochs in two_ranks.run(gather_epochs, "shared", {"even_batches": even}):
-        assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 2
+@on_ranks(2)
+def test_each_sample_once_where_workers_share_a_stream(even: bool) -> None:
+    shard, state = share(WORKERS["shared"](), even_batches=even)
+    for _ in range(2):
+        assert sorted(gather_epoch(shard, state)) == list(range(10))
 
 
-def fail() -> None:
+@on_ranks(2)
+def test_what_rank_0_cannot_read_is_told_to_all() -> None:
     shard, state = share(DataLoader(Failing(12), batch_size=2), dispatch_batches=True)
-    read(shard, state)
-
-
-def test_what_rank_0_cannot_read_is_told_to_all(two_ranks: Ranks) -> None:
-    first, second = two_ranks.replies(fail)
-    assert isinstance(first, ValueError)
-    assert isinstance(second, TrainingError)
-    assert "ValueError: no number 9" in str(second)
-    assert two_ranks.run(gather_epochs, "own", {})[0][0] == list(range(7))
+    kind = ValueError if process_group.current().place.rank == 0 else TrainingError
+    with pytest.raises(kind, match="no number 9"):
+        read(shard, state)
+    assert gather_epoch(*share(WORKERS["own"]())) == list(range(7))
 
 
 @on_ranks(2)

@@ -35,7 +35,8 @@ def _accelerator(left_s: float, **options: Any) -> Accelerator:
         del os.environ[time_limit.TIME_LIMIT], os.environ[time_limit.END_MARGIN]
 
 
-def _steps_together() -> tuple[int, bool]:
+@on_ranks(2)
+def test_all_ranks_stop_at_the_same_step() -> None:
     """Train in step with the other ranks, for which the end comes at other times."""
     left_s = 0.6 + 0.3 * int(os.environ["RANK"])
     end_s, steps = time.time() + 0.6, 0
@@ -44,38 +45,28 @@ def _steps_together() -> tuple[int, bool]:
         accelerator.reduce(torch.ones(1))
         steps += 1
         time.sleep(0.001)
-    is_in_time = time.time() >= end_s
-    accelerator.reduce(torch.ones(1))  # hangs if a rank has taken another number of steps
-    stays = accelerator.should_stop
+    assert time.time() >= end_s, "the ranks have stopped before the time"
+    by_rank = accelerator.gather(torch.tensor([steps])).tolist()  # hangs if a rank has made another number of calls
+    assert steps > 0
+    assert by_rank == [steps, steps]
+    assert accelerator.should_stop
     accelerator.end_training()
-    return steps, is_in_time and stays
 
 
-def test_all_ranks_stop_at_the_same_step(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(_steps_together)
-    assert first[0] > 0
-    assert first[1], "the ranks have stopped before the time"
-    assert second == first
-
-
-def _leave_early(mark: str) -> list[bool]:
+@on_ranks(2)
+def test_a_rank_that_has_left_its_loop_keeps_no_other_waiting(tmp_path: pathlib.Path) -> None:
     """Ask five times on rank 1, which then leaves its loop, and afterwards on rank 0 until the answer is yes."""
-    accelerator = _accelerator(3600.0)
+    accelerator, mark = _accelerator(3600.0), tmp_path / "has left"
     answers: list[bool] = []
     if accelerator.process_index == 1:
         answers = [accelerator.should_stop for _ in range(5)]
-        pathlib.Path(mark).touch()
+        mark.touch()
     else:
-        wait_until(pathlib.Path(mark).exists, "rank 1 has left its loop")
+        wait_until(mark.exists, "rank 1 has left its loop")
     accelerator._stopping.agree()  # the time has come
     while accelerator.process_index == 0 and True not in answers:
         answers.append(accelerator.should_stop)
-    return answers
-
-
-def test_a_rank_that_has_left_its_loop_keeps_no_other_waiting(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    no = [False] * 5
-    assert two_ranks.run(_leave_early, str(tmp_path / "has left")) == [[*no, True], no]
+    assert answers == [*[False] * 5, *[True] * accelerator.is_main_process]
 
 
 @on_ranks(1)

@@ -23,12 +23,15 @@ class Flow(IterableDataset[Any]):
         return (self.data[index] for index in range(len(self.data)))
 
 
-def prepared(samples: int, *, flow: bool = False, steps: int = 1, **options: Any) -> Any:
+def prepared(samples: int, *, flow: bool = False, steps: int = 1, compiles: bool = False, **options: Any) -> Any:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     data: Any = TensorDataset(torch.randn(samples, 3))
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=steps, dataloader_config=DataLoaderConfiguration(**options)
+        cpu=True,
+        gradient_accumulation_steps=steps,
+        dataloader_config=DataLoaderConfiguration(**options),
+        dynamo_backend="eager" if compiles else "no",
     )
     net, optimizer, loader = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Flow(data) if flow else data, batch_size=2)
@@ -112,7 +115,7 @@ ROUNDS = [[slice(0, 2), slice(2, 4)], [slice(4, 6), slice(6, 8)], [slice(8, 10),
     (4, [ROUNDS[:3], ROUNDS[3:]]),
 ])  # fmt: skip
 @pytest.mark.parametrize("options", [
-    {}, {"flow": True}, {"flow": True, "dispatch_batches": False}, {"dispatch_batches": True}
+    {}, {"flow": True}, {"flow": True, "dispatch_batches": False}, {"dispatch_batches": True}, {"compiles": True},
 ])  # fmt: skip
 def test_joined_ranks_train_to_the_end(
     two_ranks: Ranks, steps: int, windows: list[list[list[slice]]], options: dict[str, Any]
