@@ -55,16 +55,6 @@ def test_alone_it_yields_what_the_loader_yields() -> None:
     assert len(shard) == 4
 
 
-def test_break_leaves_nothing_active() -> None:
-    shard, state = prepare(DataLoader(Numbers(2), batch_size=2))
-    for _ in shard:
-        assert state.end_of_dataloader
-        break
-    assert not state.end_of_dataloader
-    next(iter(shard))
-    assert not state.end_of_dataloader
-
-
 def test_steps_are_counted_as_they_come_out() -> None:
     shard, _ = prepare(DataLoader(Numbers(7), batch_size=3))
     counter = shard.counter

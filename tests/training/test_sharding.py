@@ -112,14 +112,6 @@ class Buckets:
         return 3
 
 
-def test_batches_of_unknown_size_are_left_as_they_are() -> None:
-    first, second = (BatchSamplerShard(Buckets(), 2, rank) for rank in range(2))
-    assert list(first) == [[0, 1, 2], [4, 5]]
-    assert list(second) == [[3], [0, 1, 2]]
-    assert first.tails == second.tails == {0: Tail((3, 1), (3, 1)), 1: Tail((2, 0), (2, 3))}
-    assert len(first) == len(second) == 2
-
-
 def test_split_batches_needs_a_batch_size_that_divides() -> None:
     with pytest.raises(ConfigError, match="a batch of 5 into 2 equal parts"):
         shards(10, 5, 2, split_batches=True)
@@ -180,15 +172,6 @@ def test_skipping_batches_that_have_no_end() -> None:
 
 def seedable(seed: int) -> DataLoader[Any]:
     return DataLoader(range(8), batch_size=4, sampler=SeedableRandomSampler(range(8), data_seed=seed))
-
-
-@pytest.mark.parametrize("options", [{}, {"use_seedable_sampler": True}])
-def test_a_seedable_sampler_keeps_its_order(options: dict[str, Any]) -> None:
-    config = DataLoaderConfiguration(**options)
-    prepared = Accelerator(cpu=True, dataloader_config=config).prepare(seedable(7))
-    plain = seedable(7)
-    for _ in range(3):
-        assert [batch.tolist() for batch in prepared] == [batch.tolist() for batch in plain]
 
 
 @pytest.mark.parametrize("use_seedable_sampler", [True, False])
