@@ -32,7 +32,7 @@ from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_l
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard
 from tests.training.datasets import Numbers, Stream
-from tests.training.ranks import Ranks, on_ranks
+from tests.training.ranks import on_ranks
 
 
 def prepare(
@@ -186,8 +186,9 @@ def test_loader_with_an_iterator_of_its_own() -> None:
         prepare_data_loader(Stateful(Numbers(4)), num_processes=2, process_index=0)
 
 
-def own_samplers(kind: str) -> Any:
-    """Return the batches that this rank reads in each of three epochs."""
+@pytest.mark.parametrize("kind", ["generator", "stream"])
+@on_ranks(2)
+def test_shuffling_agrees_although_the_ranks_seeds_differ(kind: str) -> None:
     backend = process_group.join(cpu=True)
     torch.manual_seed(backend.place.rank)
     data, generator = Numbers(24), torch.Generator().manual_seed(backend.place.rank)
@@ -196,17 +197,11 @@ def own_samplers(kind: str) -> Any:
         "stream": lambda: DataLoader(Stream(24, generator), batch_size=2),
     }
     shard, _ = prepare(loaders[kind](), backend, dispatch_batches=False)
-    return [[batch.tolist() for batch in shard] for _ in range(3)]
-
-
-@pytest.mark.parametrize("kind", ["generator", "stream"])
-def test_shuffling_agrees_although_the_ranks_seeds_differ(two_ranks: Ranks, kind: str) -> None:
-    by_rank = two_ranks.run(own_samplers, kind)
-    for epoch in range(3):
-        read = [sample for rank in by_rank for batch in rank[epoch] for sample in batch]
-        assert sorted(read) == list(range(24))
-        assert len(by_rank[0][epoch]) == len(by_rank[1][epoch]) == 6
-    assert by_rank[0][0] != by_rank[0][1] != by_rank[0][2]
+    epochs = [[batch.tolist() for batch in shard] for _ in range(3)]
+    for of_all in zip(*collectives.gather_object(backend, [epochs]), strict=True):
+        assert sorted(n for epoch in of_all for batch in epoch for n in batch) == list(range(24))
+        assert [len(epoch) for epoch in of_all] == [6, 6]
+    assert epochs[0] != epochs[1] != epochs[2]
 
 
 @pytest.mark.parametrize("message", ["DistributedSampler", "in_order=True"])
@@ -313,8 +308,9 @@ class Drawing(IterableDataset[int]):
             yield 100 * number + int(torch.randint(100, (), generator=self.generator))
 
 
-def persistent_streams() -> list[Any]:
-    """Return the samples of three epochs, the second of them left early."""
+@on_ranks(2)
+def test_persistent_workers_streams_stay_in_step() -> None:
+    """The second of three epochs is left early."""
     backend = process_group.join(cpu=True)
     generator = torch.Generator().manual_seed(backend.place.rank)
     loader = DataLoader(Drawing(generator), batch_size=2, num_workers=1, persistent_workers=True)
@@ -327,11 +323,7 @@ def persistent_streams() -> list[Any]:
             epochs[-1] += everybodys
             if epoch == 1:
                 break
-    return epochs
-
-
-def test_persistent_workers_streams_stay_in_step(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(persistent_streams)
+    first, second = collectives.gather_object(backend, [epochs])
     assert first == second
     assert [[sample // 100 for sample in epoch] for epoch in first] == [list(range(12)), [0, 1, 2, 3], list(range(12))]
     assert first[0] != first[2]

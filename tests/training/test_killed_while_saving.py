@@ -72,6 +72,7 @@ def load_and_save(folder: str, told: pathlib.Path, numbered: bool, is_async: boo
     pytest.param("numbered", True, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_at_every_change_that_saving_makes(tmp_path: pathlib.Path, naming: str, is_async: bool) -> None:
+    """It takes some seconds: a rank is killed at each of more than twenty changes."""
     folder, told, numbered = tmp_path / "saved", tmp_path / "number", naming == "numbered"
     found = []
     for change in itertools.chain([_NEVER] * 3, itertools.count()):

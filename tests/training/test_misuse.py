@@ -227,6 +227,7 @@ model, optimizer, loader = Accelerator(cpu=True).prepare(model, torch.optim.SGD(
 """
 
 
+@pytest.mark.slow
 def test_cell_with_objects_that_only_the_notebook_has_prepared_is_warned_of(notebook: kernels.Kernel) -> None:
     said = "Warning: Prepared in the notebook: `loader`, `optimizer`. The ranks get the unprepared objects."
     assert notebook.run(_PREPARED_IN_THE_NOTEBOOK, 60).status == "ok"
