@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,17 @@ from tests.training import ranks
 def pytest_runtest_setup() -> None:
     """Before the fixtures, one of which records the processes that are there."""
     ranks.Ranks.replace_late()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the body of a test with the mark ``on_ranks`` in the ranks of that fixture."""
+    mark = pyfuncitem.get_closest_marker("on_ranks")
+    if mark is None:
+        return None
+    arguments = [pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters]
+    pyfuncitem.funcargs[mark.args[0]].run(pyfuncitem.obj, *arguments)
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,11 +5,10 @@ Each returns its results in a form that can be compared.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
+import os
 import pathlib
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
@@ -76,17 +75,6 @@ def metrics(api: str, kind: str, **options: Any) -> list[Any]:
     return found
 
 
-def rest(api: str, kind: str, **options: Any) -> list[Any]:
-    """Return the rest of an epoch without its first batches, and the whole epoch after it."""
-    skip_first_batches = importlib.import_module(api).skip_first_batches
-    found = []
-    for skipped in (0, 1, 2):
-        loader = accelerator_of(api, **options).prepare(loader_of(kind, 22, 4))
-        found.append([batch.tolist() for batch in skip_first_batches(loader, skipped)])
-        found.append([batch.tolist() for batch in loader])
-    return found
-
-
 def materials() -> Any:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
@@ -128,52 +116,6 @@ def training(api: str, n: int, kind: str, schedule: str, **options: Any) -> Any:
     return seen, weights_of(accelerator.unwrap_model(net))
 
 
-def without_end(api: str, **options: Any) -> Any:
-    """Count steps instead of epochs, and change the number of micro-batches on the way."""
-    accelerator = accelerator_of(api, num_steps=2, **options)
-    model, x, y = materials()
-    net, optimizer, loader = accelerator.prepare(
-        model, torch.optim.Adam(model.parameters(), lr=0.01), loader_of("numbers", 22, 4)
-    )
-
-    def forever() -> Iterator[Any]:
-        while True:
-            yield from loader
-
-    batches, synced = forever(), []
-    for step in range(9):
-        if step == 4:
-            accelerator.gradient_accumulation_steps = 3
-        rows = next(batches)
-        with accelerator.accumulate(net):
-            accelerator.backward(F.cross_entropy(net(x[rows]), y[rows]))
-            optimizer.step()
-            optimizer.zero_grad()
-        synced.append(accelerator.sync_gradients)
-    batches.close()
-    return synced, weights_of(accelerator.unwrap_model(net))
-
-
-def by_hand(api: str) -> Any:
-    """Accumulate gradients with ``no_sync``, weighted by the number of samples in a whole window."""
-    accelerator = accelerator_of(api, num_steps=2)
-    model, x, y = materials()
-    net, optimizer, loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), loader_of("numbers", 20, 4)
-    )
-    batches = iter(loader)
-    for window in range(-(-len(loader) // 2)):
-        rows_of = [next(batches) for _ in range(min(2, len(loader) - 2 * window))]
-        count = int(accelerator.gather(torch.tensor([sum(map(len, rows_of))])).sum())
-        for rows in rows_of:
-            with accelerator.no_sync(net) if rows is not rows_of[-1] else contextlib.nullcontext():
-                loss = F.cross_entropy(net(x[rows]), y[rows], reduction="sum")
-                accelerator.backward(loss * 2 * accelerator.num_processes / count)
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights_of(accelerator.unwrap_model(net))
-
-
 def late_sync(api: str) -> Any:
     """Run two forward passes in ``no_sync``, and sync in the backward pass of the second."""
     accelerator = accelerator_of(api)
@@ -187,80 +129,6 @@ def late_sync(api: str) -> Any:
     with accelerator.trigger_sync_in_backward(net):
         accelerator.backward(losses[1])
     return before, [parameter.grad.tolist() for parameter in model.parameters()]
-
-
-def local_sgd(api: str, *, enabled: bool) -> Any:
-    accelerator = accelerator_of(api, num_steps=2)
-    model, x, y = materials()
-    net, optimizer, loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.5), loader_of("numbers", 40, 3)
-    )
-    seen = []
-    kind = importlib.import_module(f"{api}.local_sgd").LocalSGD
-    with kind(accelerator=accelerator, model=net, local_sgd_steps=3, enabled=enabled) as local:
-        for rows in loader:
-            with accelerator.accumulate(net):
-                accelerator.backward(F.cross_entropy(net(x[rows]), y[rows]))
-                optimizer.step()
-                optimizer.zero_grad()
-                local.step()
-            seen.append(weights_of(model))
-    return seen, weights_of(model)
-
-
-def tutorial(api: str, **options: Any) -> Any:
-    """Run the notebook tutorial's loop: a frozen layer, one cycle, an evaluation after each epoch."""
-    importlib.import_module(f"{api}.utils").set_seed(42)
-    accelerator = accelerator_of(api, **options)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
-    model[0].requires_grad_(False)
-    x, y = torch.randn(40, 4), torch.randint(0, 3, (40,))
-    training_loader, test_loader = loader_of("numbers", 40, 5), loader_of("numbers", 13, 4)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-2 / 25)
-    scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=3e-2, epochs=2, steps_per_epoch=len(training_loader))
-    model, optimizer, training_loader, test_loader, scheduler = accelerator.prepare(
-        model, optimizer, training_loader, test_loader, scheduler
-    )
-    found = []
-    for _ in range(2):
-        model.train()
-        for rows in training_loader:
-            accelerator.backward(F.cross_entropy(model(x[rows]), y[rows]))
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        model.eval()
-        for rows in test_loader:
-            with torch.no_grad():
-                outputs = model(x[rows])
-            found.append([part.tolist() for part in accelerator.gather_for_metrics((outputs, y[rows]))])
-    return found, scheduler.get_last_lr()
-
-
-def checkpoints(api: str, folder: str) -> Any:
-    """Run the checkpoint tutorial: save a state in the middle of an epoch, and train from it again."""
-    accelerator = accelerator_of(api)
-    path = pathlib.Path(folder, api)
-    model, x, y = materials()
-    scheduled = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = SCHEDULES["StepLR"](scheduled)
-    net, optimizer, loader = accelerator.prepare(model, scheduled, loader_of("numbers", 40, 4))
-    accelerator.register_for_checkpointing(scheduler)
-
-    def train(batches: Any, *, saves: bool = False) -> Any:
-        for step, rows in enumerate(batches):
-            optimizer.zero_grad()
-            accelerator.backward(F.cross_entropy(net(x[rows]), y[rows]))
-            optimizer.step()
-            if saves and step == 1:
-                accelerator.save_state(str(path))
-        scheduler.step()
-        return weights_of(model), scheduler.get_last_lr()
-
-    without_pause = train(loader, saves=True)
-    accelerator.load_state(str(path))
-    again = train(accelerator.skip_first_batches(loader, 2))
-    return without_pause, again
 
 
 def checkpoint_of_changed_lists(api: str, folder: str) -> Any:
@@ -294,84 +162,185 @@ def checkpoint_of_changed_lists(api: str, folder: str) -> Any:
     return [*found, accelerator._models, accelerator._optimizers, accelerator._dataloaders]
 
 
-class Blocks(torch.nn.Module):
-    """A model with repeated blocks between two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(4, 6)
-        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(3))
-        self.last = torch.nn.Linear(6, 3)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(rows)
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits: torch.Tensor = self.last(hidden)
-        return logits
+class Pair(NamedTuple):
+    left: Any
+    right: Any
 
 
-def compiled(api: str, given: Any, **options: Any) -> Any:
-    """Train a model that ``prepare`` compiles, with accumulation, and evaluate it.
+def collectives(api: str) -> Any:
+    utils = importlib.import_module(f"{api}.utils")
+    accelerator = accelerator_of(api)
+    rank = accelerator.process_index
+    own = torch.tensor([[float(rank), 2.0]])
+    objects = [rank, {"rank": rank}]
+    found: list[Any] = [
+        utils.listify(accelerator.gather({"pair": Pair(own, [own * 2]), "scalar": torch.tensor(rank)})),
+        utils.listify(accelerator.reduce((own, [own + 1]), "sum")),
+        utils.listify(accelerator.reduce(own.clone(), "mean")),
+        utils.listify(utils.reduce(own.clone())),
+        utils.listify(accelerator.reduce(own.clone(), "max")),
+        utils.listify(utils.reduce(own.clone(), "none")),
+        utils.listify(utils.broadcast({"own": own.clone()}, from_process=0)),
+        utils.gather_object([f"rank {rank}"]),
+        utils.broadcast_object_list(objects, from_process=0),
+    ]
+    for options in ({}, {"pad_index": 7}, {"dim": 1, "pad_first": True}):
+        longer = torch.ones((2, 1 + rank) if options.get("dim") else (1 + rank, 2))
+        found.append(accelerator.pad_across_processes(longer, **options).tolist())
+    for inputs in (["a", "b", "c"], torch.arange(5), {"ids": [1, 2, 3], "texts": ["a", "b", "c"]}):
+        with accelerator.split_between_processes(inputs) as part:
+            found.append(utils.listify(part))
+    with accelerator.split_between_processes(["a", "b", "c"], apply_padding=True) as part:
+        found.append(part)
+    if rank == accelerator.num_processes - 1:
+        accelerator.set_trigger()
+    found += [bool(accelerator.check_trigger()), bool(accelerator.check_trigger())]
+    return found
 
-    Args:
-        api: The library's name.
-        given: The arguments of ``TorchDynamoPlugin``, or the name of a backend.
-        options: The options of ``accelerator_of``.
-    """
-    library, utils = importlib.import_module(api), importlib.import_module(f"{api}.utils")
-    torch._dynamo.reset()
-    if api == "accelerate":
-        importlib.import_module("accelerate.state").AcceleratorState._reset_state()
-    said = {"dynamo_backend": given} if isinstance(given, str) else {"dynamo_plugin": utils.TorchDynamoPlugin(**given)}
-    accelerator = library.Accelerator(cpu=True, gradient_accumulation_steps=2, **said, **options)
-    torch.manual_seed(1)
-    model, x, y = Blocks(), torch.randn(24, 4), torch.randint(0, 3, (24,))
-    net, optimizer, loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loader_of("numbers", 24, 4)
+
+def trees(api: str) -> Any:
+    """Use the functions of nested tensors that need one rank only."""
+    utils = importlib.import_module(f"{api}.utils")
+    tree = {"pair": Pair(torch.tensor([[1.0, 2.0]]), [torch.tensor([3.0])]), "text": "a"}
+    tensors = {"a": (torch.arange(3), [torch.arange(4.0)])}
+    assert utils.concatenate(["a batch of text"]) == "a batch of text"
+    joined = utils.concatenate([tensors, tensors])
+    half = utils.convert_to_fp32({"a": torch.ones(1).half(), "b": torch.ones(1).double()})
+    return [
+        utils.listify(tree),
+        type(utils.listify(tree)["pair"]).__name__,
+        utils.listify(joined),
+        type(joined["a"]).__name__,
+        utils.concatenate([torch.ones(1, 1), torch.zeros(1, 2)], dim=1).tolist(),
+        utils.listify(utils.recursively_apply(lambda tensor, by: tensor * by, tree, 3)),
+        utils.recursively_apply(lambda n, more=0: n + more, [1, ("a", 2)], test_type=lambda n: n == 2, more=5),
+        utils.listify(utils.slice_tensors(tensors, slice(1, 3))),
+        utils.find_batch_size(tensors),
+        str(utils.find_device({"text": "a", "tensor": torch.ones(1)})),
+        utils.find_device(["a"]),
+        utils.honor_type(Pair(1, 2), iter([3, 4])),
+        utils.honor_type((1,), iter([2, 3])),
+        [utils.is_torch_tensor(item) for item in (torch.ones(1), [1])],
+        [str(half[name].dtype) for name in half],
+        str(utils.convert_outputs_to_fp32(lambda x: x.bfloat16())(torch.ones(1)).dtype),
+        utils.release_memory(1, 2),
+    ]
+
+
+def surroundings(api: str) -> Any:
+    """Environment variables, packages and versions."""
+    utils = importlib.import_module(f"{api}.utils")
+    found: list[Any] = []
+    with utils.patch_environment(notebook_accel_test=3, other="yes"):
+        found += [os.environ["NOTEBOOK_ACCEL_TEST"], utils.parse_flag_from_env("OTHER")]
+        found += [utils.get_int_from_env(["NOT_SET", "NOTEBOOK_ACCEL_TEST"], 1), utils.parse_choice_from_env("OTHER")]
+        with utils.clear_environment():
+            found += [len(os.environ), utils.parse_flag_from_env("OTHER", True), utils.get_int_from_env(["OTHER"], 1)]
+        found.append(os.environ["OTHER"])
+    found += ["OTHER" in os.environ, utils.str_to_bool("On"), utils.str_to_bool("n", to_bool=True)]
+    packages = "cuda bf16 mps npu xpu torch_xla tensorboard wandb pandas bnb peft aim clearml dvclive swanlab trackio "
+    packages += "amdsmi bitsandbytes_multi_backend import_timer "
+    packages += "hpu mlu musa neuron sdaa rocm timm torchvision triton boto3 pynvml weights_only lomo schedulefree"
+    for package in packages.split():
+        found.append(bool(getattr(utils, f"is_{package}_available")()))
+    found += [utils.is_torch_version(">=", "2.9"), utils.is_torch_version("<", "2.9")]
+    found += [utils.compare_versions("numpy", ">", "1.0"), utils.compare_versions("numpy", "==", "1.0")]
+    return found
+
+
+def settings(api: str) -> Any:
+    accelerator = accelerator_of(api, split_batches=True, even_batches=False, non_blocking=True)
+    names = (
+        "split_batches dispatch_batches even_batches use_seedable_sampler non_blocking use_stateful_dataloader "
+        "multi_device should_save_model deepspeed_plugin is_fsdp2 parallelism_config is_composable_parallelism_enabled "
+        "mixed_precision gradient_accumulation_steps num_processes process_index is_main_process is_last_process "
+        "is_local_main_process use_distributed sync_gradients save_iteration optimizer_step_was_skipped"
     )
-    for _ in range(2):
-        for rows in loader:
-            with accelerator.accumulate(net):
-                accelerator.backward(F.cross_entropy(net(x[rows]), y[rows]))
-                optimizer.step()
-                optimizer.zero_grad()
-    net.eval()
-    with torch.no_grad():
-        logits = accelerator.gather(net(x[:4])).tolist()
-    plugin = accelerator.state.dynamo_plugin
-    return [weights_of(model), logits, plugin.to_kwargs(), plugin.to_dict(), utils.is_compiled_module(net)]
+    return {name: getattr(accelerator, name) for name in names.split()} | {"device": accelerator.device.type}
 
 
-def tracking(api: str) -> Any:
-    """Run the tracking tutorial with its custom tracker."""
-    module = importlib.import_module(f"{api}.tracking")
-    said: list[Any] = []
+def names(api: str) -> Any:
+    """Use what programs reach for beside the documented methods: positional arguments, lists, states, the window."""
+    state = importlib.import_module(f"{api}.state")
+    accelerator_of(api, precision="bf16")  # Accelerate would refuse the next one after another precision
+    accelerator = importlib.import_module(api).Accelerator(True, False, "bf16", 2, True)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    loader = torch.utils.data.DataLoader(range(6), batch_size=1)
+    net, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    gradients = accelerator.gradient_state
+    found: list[Any] = [
+        accelerator.mixed_precision,
+        accelerator.native_amp,
+        accelerator.scaler is None,
+        [
+            [accelerator.unwrap_model(item) is model for item in accelerator._models],
+            accelerator._optimizers == [optimizer],
+        ],
+        [accelerator._schedulers == [scheduler], accelerator._dataloaders == [loader]],
+        state.is_initialized(),
+        [state.PartialState().initialized, accelerator.state.initialized, gradients.initialized],
+        state.PartialState().backend == ("gloo" if accelerator.num_processes > 1 else None),
+        str(state.PartialState().default_device),
+    ]
+    found.append([gradients.active_dataloader is loader for _ in loader])
+    found.append(gradients.active_dataloader)
+    before = model.weight.detach().clone()
+    for sync in (False, True):
+        accelerator.sync_gradients = sync
+        accelerator.backward(net(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((before - model.weight.detach()).tolist())
+    state.AcceleratorState._reset_state()
+    state.GradientState._reset_state()
+    found.append(accelerator_of(api).mixed_precision)
+    return found
 
-    class Tracker(module.GeneralTracker):  # type: ignore[name-defined,misc]  # of either library
-        name = "mine"
-        requires_logging_directory = False
 
-        @module.on_main_process  # type: ignore[untyped-decorator]
-        def __init__(self, run_name: str) -> None:
-            super().__init__()
-            said.append(run_name)
+def settings_that_change(api: str) -> Any:
+    """Change settings after they were made, as Accelerate's can be."""
+    library, utils = importlib.import_module(api), importlib.import_module(f"{api}.utils")
+    accelerator_of(api)
+    loading, plugin = utils.DataLoaderConfiguration(), utils.GradientAccumulationPlugin(num_steps=2)
+    autocast, parallel = utils.AutocastKwargs(), utils.DistributedDataParallelKwargs()
+    loading.split_batches, plugin.num_steps, autocast.enabled = True, 3, False
+    parallel.find_unused_parameters = True
+    accelerator = library.Accelerator(
+        cpu=True, dataloader_config=loading, gradient_accumulation_plugin=plugin, kwargs_handlers=[autocast, parallel]
+    )
+    return [
+        accelerator.split_batches,
+        accelerator.gradient_accumulation_steps,
+        [autocast.to_kwargs(), parallel.to_kwargs(), autocast.to_dict()],
+        isinstance(autocast, utils.KwargsHandler),
+    ]
 
-        @property
-        def tracker(self) -> Any:
-            return said
 
-        @module.on_main_process  # type: ignore[untyped-decorator]
-        def store_init_configuration(self, values: dict[str, Any]) -> None:
-            said.append(values)
-
-        @module.on_main_process  # type: ignore[untyped-decorator]
-        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-            said.append((values, step, kwargs))
-
-    accelerator = importlib.import_module(api).Accelerator(cpu=True, log_with=Tracker("some_run"))
-    accelerator.init_trackers("my_project", config={"num_iterations": 5, "learning_rate": 1e-2})
-    accelerator.log({"train_loss": 1.12, "valid_loss": 0.8}, step=1, log_kwargs={"mine": {"more": 2}})
-    if accelerator.is_main_process:
-        accelerator.get_tracker("mine", unwrap=True).append("by hand")
-    return said
+def helpers(api: str) -> Any:
+    """Use the small functions of ``utils`` that need no Accelerator of their own."""
+    utils = importlib.import_module(f"{api}.utils")
+    deep = {name: importlib.import_module(f"{api}.utils.{name}") for name in ("other", "memory", "operations")}
+    rank = accelerator_of(api).process_index
+    own = torch.arange(3.0) if rank == 0 else None
+    structure = utils.get_data_structure({"a": torch.ones(2, 3), "b": [torch.ones(1).half()]})
+    made = utils.initialize_tensors(structure)
+    return [
+        deep["operations"].copy_tensor_to_devices(own).tolist(),
+        [tuple(made["a"].shape), str(made["b"][0].dtype), utils.is_tensor_information(structure["a"])],
+        [utils.ignorant_find_batch_size([torch.ones(2, 1)]), utils.ignorant_find_batch_size(["a"])],
+        [utils.is_namedtuple(Pair(1, 2)), utils.is_namedtuple((1, 2))],
+        [utils.convert_bytes(size) for size in (0, 1023, 1536, 3 * 2**30, 2**50)],
+        [utils.get_pretty_name(item) for item in (Pair, Pair(1, 2), helpers)],
+        utils.merge_dicts({"a": {"b": 1}, "c": 2}, {"a": {"d": 3}, "c": 4}),
+        utils.recursive_getattr(torch.nn.Sequential(torch.nn.Linear(2, 1)), "0.weight.shape"),
+        [utils.is_port_in_use(1), 0 < deep["other"].get_free_port() < 65536],  # nobody listens on port 1
+        [deep["memory"].should_reduce_batch_size(RuntimeError(text)) for text in ("CUDA out of memory.", "shape")],
+        deep["memory"].clear_device_cache(garbage_collection=True),
+        utils.are_libraries_initialized("torch", "no_such_library"),
+        [utils.convert_file_size_to_int(size) for size in (5, "5GB", "1.5GiB", "10 KB")],
+        utils.get_max_memory({"cpu": "1GiB", 0: "2GB"}),
+        bool(utils.is_peft_model(torch.nn.Linear(1, 1))),
+        utils.WEIGHTS_NAME + utils.SAFE_WEIGHTS_INDEX_NAME + utils.SAFE_WEIGHTS_PATTERN_NAME,
+    ]

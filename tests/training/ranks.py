@@ -22,11 +22,15 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+
+import pytest
 
 _DEADLINE_S = 90.0
 _START_DEADLINE_S = 60.0
 _REQUEST_BYTES = 1 << 20
+_FIXTURES = {1: "one_rank", 2: "two_ranks", 3: "three_ranks", 4: "four_ranks"}
+_Test = TypeVar("_Test", bound=Callable[..., None])
 _BY_CHANCE = random.SystemRandom()  # Hypothesis seeds the usual numbers, in all processes of a test run alike
 
 
@@ -211,6 +215,15 @@ def running(size: int, **variables: str) -> Iterator[Ranks]:
         ranks.close()
 
 
+def on_ranks(number: int) -> Callable[[_Test], _Test]:
+    """Mark a test whose body runs in each of so many ranks that stay, with the arguments that the test gets.
+
+    Pytest doesn't explain the assertions there, so the printed traceback of one that fails shows the variables.
+    """
+    fixture = _FIXTURES[number]
+    return lambda test: pytest.mark.usefixtures(fixture)(pytest.mark.on_ranks(fixture)(test))
+
+
 @contextlib.contextmanager
 def caught_warnings() -> Iterator[list[warnings.WarningMessage]]:
     """Return the warnings of the body, each as often as it comes."""
@@ -249,7 +262,6 @@ def _nurse(requests: socket.socket) -> None:
 def _import_what_ranks_need() -> None:
     import hypothesis  # noqa: F401  tests import it, and ranks import tests
     import numpy  # noqa: F401
-    import pytest  # noqa: F401
     import torch
     import torch._dynamo  # the first optimizer imports it
     import torch.distributed.checkpoint
@@ -290,7 +302,10 @@ def _serve(connection: Connection) -> None:
         try:
             _send(connection, function(*args))
         except Exception as error:  # noqa: BLE001  the test gets any exception
-            error.in_rank = traceback.format_exc()  # type: ignore[attr-defined]  # tracebacks don't pickle
+            explained = traceback.TracebackException.from_exception(
+                error, capture_locals=isinstance(error, AssertionError)
+            )
+            error.in_rank = "".join(explained.format())  # type: ignore[attr-defined]  # tracebacks don't pickle
             _send(connection, error)
         if sys.version_info < (3, 11):
             gc.collect()  # leaving a loop early leaves a cycle from contextlib, which holds a loader's workers

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from notebook_accel.utils import set_seed
+from notebook_accel.utils import TorchDynamoPlugin, set_seed
 
 SHADES = 17
 LENGTH = 16
@@ -88,6 +88,8 @@ class Case:
         seed: The seed of the model.
         parallel: The arguments of ``ParallelismConfig``; with ``tp_size`` the blocks are cut into parts.
         cpu: Train on CPUs even where there are GPUs.
+        dynamo: The arguments of ``TorchDynamoPlugin``, for a model that ``prepare`` compiles.
+        alone: Rank 0 saves checkpoints alone.
     """
 
     sharded: bool = True
@@ -100,6 +102,8 @@ class Case:
     seed: int = 3
     parallel: dict[str, int] = dataclasses.field(default_factory=dict)
     cpu: bool = True
+    dynamo: dict[str, Any] = dataclasses.field(default_factory=dict)
+    alone: bool = False
 
 
 def cut_into_parts(model: Writer, mesh: Any) -> None:
@@ -121,6 +125,7 @@ class Program:
             gradient_accumulation_steps=case.window,
             fsdp_plugin=FullyShardedDataParallelPlugin(**case.plugin) if is_sharded else None,
             parallelism_config=parallel if case.parallel else None,
+            dynamo_plugin=TorchDynamoPlugin(**case.dynamo) if case.dynamo else None,
         )
         self.model: Any = Writer()
         if parallel.tp_enabled:
@@ -228,7 +233,8 @@ def saved(folder: str, case: Case) -> Any:
     """Return the state at a checkpoint, and the losses of training that goes on undisturbed."""
     program = Program(case)
     program.train(SAVED_AFTER)
-    program.accelerator.save_state(folder)
+    if program.accelerator.is_main_process or not case.alone:
+        program.accelerator.save_state(folder)
     state = program.weights(), optimizer_state(program), program.schedule.state_dict()
     return state, program.train(SAVED_AFTER + RESUMED_STEPS)[SAVED_AFTER:]
 

@@ -76,21 +76,6 @@ def test_windows_can_go_on_over_the_end_of_the_loader() -> None:
     assert [gradient for syncs, gradient in seen if syncs] == [1.0] * 3
 
 
-def test_two_losses_in_the_last_micro_batch_of_a_short_window() -> None:
-    accumulating = state(4, scale_last_window=True)
-    parameter = torch.zeros(1, requires_grad=True)
-    with ACTIVE_ITERATIONS.iterating(Counter(), None) as current:
-        for is_last in (False, True):
-            current.is_last = current.ends_window = is_last
-            ACTIVE_ITERATIONS.hand_out(current)
-            with accumulating.accumulate([], lambda: [parameter]):
-                for _ in range(1 + is_last):
-                    accumulating.divide(parameter.sum()).backward()
-    assert accumulating.sync_gradients
-    assert parameter.grad is not None
-    assert parameter.grad.item() == pytest.approx(1.5)
-
-
 def test_without_accumulate_the_loss_is_divided_and_every_step_counts() -> None:
     plain = state(4)
     assert plain.divide(torch.tensor(8.0)).item() == 2
@@ -126,16 +111,6 @@ def test_models_sync_at_the_end_of_a_window(options: dict[str, Any], local: int)
     assert [model.local for model in models] == [local, local]
 
 
-def test_inner_loader_is_the_one_that_counts() -> None:
-    accumulating = state(1)
-    with ACTIVE_ITERATIONS.iterating(Counter(), 1) as outer:
-        outer.is_last = True
-        with ACTIVE_ITERATIONS.iterating(Counter(), 2) as inner:
-            ACTIVE_ITERATIONS.hand_out(inner)
-            assert not accumulating.end_of_dataloader
-        assert accumulating.end_of_dataloader
-
-
 @pytest.mark.parametrize("steps", [0, -1, 1.5, "two", True])
 def test_steps_that_cannot_be(steps: Any) -> None:
     with pytest.raises(ConfigError, match="whole number from 1"):
@@ -167,17 +142,6 @@ def test_the_number_can_change_within_a_window(options: dict[str, Any], gradient
     assert synced == [False, False, True]
     assert parameter.grad is not None
     assert parameter.grad.item() == pytest.approx(gradient)
-
-
-def test_which_batch_is_out_is_known_to_every_state() -> None:
-    first, second = state(4), state(2)
-    with ACTIVE_ITERATIONS.iterating(Counter(), 1) as current:
-        current.is_last = current.ends_window = True
-        ACTIVE_ITERATIONS.hand_out(current)
-        assert first.end_of_dataloader
-        assert second.end_of_dataloader
-        with first.accumulate([]):
-            assert first.sync_gradients
 
 
 def test_a_pass_that_was_abandoned_says_nothing_about_the_next() -> None:

@@ -2,8 +2,7 @@
 
 The environment has ``NOTEBOOK_ACCEL_COMPAT=accelerate``. The programs avoid cases in which Accelerate is wrong or has
 another order: ``adjust_scheduler`` and ``reduce(scale=...)``, which do nothing there; metrics of samples that were
-dropped, or read by each rank for itself; the epoch after ``skip_first_batches`` with a seedable sampler; state dicts of
-compiled models, which have other names there; and, with several ranks, the order of ``shuffle=True`` without a seedable
+dropped, or read by each rank for itself; and, with several ranks, the order of ``shuffle=True`` without a seedable
 sampler, which here is that of one process in plain PyTorch.
 """
 
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.training import programs, ranks, utility_programs
+from tests.training import programs, ranks
 
 SPLIT, UNEVEN, DISPATCHED = {"split_batches": True}, {"even_batches": False}, {"dispatch_batches": True}
 SEEDABLE = {"use_seedable_sampler": True}
@@ -33,8 +32,6 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("metrics", ("numbers",), DISPATCHED),
     ("metrics", ("shuffled",), SEEDABLE),
     ("metrics", ("stream",), {}),
-    *(("rest", ("numbers",), options) for options in OPTIONS),
-    ("rest", ("stream",), {}),
     ("training", (24, "numbers", "StepLR"), {}),
     ("training", (24, "numbers", "StepLR"), {"num_steps": 3}),
     ("training", (23, "numbers", "OneCycleLR"), {"num_steps": 4}),
@@ -46,24 +43,11 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("training", (23, "shuffled", "StepLR"), {"num_steps": 2, **SEEDABLE}),
     ("training", (13, "stream", "LambdaLR"), {"num_steps": 2}),
     ("training", (24, "numbers", "StepLR"), {"num_steps": 2, "precision": "bf16"}),
-    ("compiled", ("eager",), {}),
-    ("compiled", ("aot_eager",), {"mixed_precision": "bf16"}),
-    ("compiled", ({"backend": "eager", "use_regional_compilation": True},), {}),
-    ("compiled", ("no",), {}),
-    ("without_end", (), {}),
-    ("by_hand", (), {}),
     ("late_sync", (), {}),
-    ("local_sgd", (), {"enabled": True}),
-    ("local_sgd", (), {"enabled": False}),
-    ("tutorial", (), {}),
-    ("tutorial", (), {"precision": "bf16"}),
-    ("checkpoints", (), {}),
     ("checkpoint_of_changed_lists", (), {}),
-    ("tracking", (), {}),
     ("collectives", (), {}),
     ("trees", (), {}),
     ("surroundings", (), {}),
-    ("models", (), {}),
     ("settings", (), {}),
     ("names", (), {}),
     ("settings_that_change", (), {}),
@@ -83,8 +67,7 @@ def side_by_side(number: int, folder: str) -> tuple[Any, Any]:
 
 def outcome(api: str, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     try:
-        module = programs if hasattr(programs, name) else utility_programs
-        return getattr(module, name)(api, *args, **options)
+        return getattr(programs, name)(api, *args, **options)
     except Exception as error:  # noqa: BLE001  the test compares it
         return error
 
@@ -113,8 +96,7 @@ def difference(theirs: Any, ours: Any, path: str = "") -> str:
 @pytest.mark.parametrize(("number", "world"), [
     pytest.param(number, world, id=f"{'-'.join(map(str, case))}-{world}", marks=marks)
     for number, case in enumerate(CASES)
-    for world in ([2] if case[0] == "compiled" else [1, 2])
-    for marks in ([pytest.mark.slow] if case[0] == "compiled" or world == 1 else [],)
+    for world, marks in ((1, pytest.mark.slow), (2, ()))
 ])  # fmt: skip
 def test_numbers_are_the_same(groups: dict[int, ranks.Ranks], tmp_path: pathlib.Path, world: int, number: int) -> None:
     results = groups[world].run(side_by_side, number, str(tmp_path), deadline_s=100)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from notebook_accel import (
     Accelerator,
@@ -34,8 +34,9 @@ from notebook_accel.training.checkpoint_folders import MANIFEST
 from notebook_accel.training.handlers import GradScalerKwargs
 from notebook_accel.training.precision import LossScaler
 from tests import processes
-from tests.training import ranks
-from tests.training.ranks import Ranks, caught_warnings
+from tests.training import ranks, sharded_programs
+from tests.training.ranks import Ranks, caught_warnings, on_ranks
+from tests.training.sharded_programs import Case
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
@@ -151,9 +152,14 @@ class Refusing(Register):
         raise KeyError("epoch")
 
 
-def load_another(folder: str, fault: str) -> tuple[str, list[str]]:
-    """Return the error of loading a checkpoint that doesn't fit, and the parts of the state that it has changed."""
-
+@pytest.mark.parametrize(("fault", "text"), [
+    ("kind", "The saved state is of another optimizer than SGD: it has no momentum, dampening"),
+    ("group", "Rank 0 could not load a checkpoint: ValueError: loaded state dict contains a parameter group"),
+    ("object", "Rank 1 could not load a checkpoint: KeyError: 'epoch'"),
+    ("shape", "weight: (2, 3) in the checkpoint, (2, 5) in the model"),
+])  # fmt: skip
+@on_ranks(2)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: pathlib.Path, fault: str, text: str) -> None:
     def trained(fault: str, lr: float) -> tuple[Accelerator, dict[str, Any]]:
         accelerator = Accelerator(cpu=True)
         torch.manual_seed(int(lr))
@@ -177,27 +183,12 @@ def load_another(folder: str, fault: str) -> tuple[str, list[str]]:
     def states(parts: dict[str, Any]) -> dict[str, str]:
         return {name: repr(part.state_dict()) for name, part in parts.items()}
 
-    trained("", 1.0)[0].save_state(folder)
+    trained("", 1.0)[0].save_state(tmp_path / "state")
     accelerator, parts = trained(fault, 2.0)
     before = states(parts)
-    with pytest.raises(CheckpointError) as raised:
-        accelerator.load_state(folder, strict=fault != "shape")
-    after = states(parts)
-    return str(raised.value), [name for name in parts if after[name] != before[name]]
-
-
-@pytest.mark.parametrize(("fault", "text"), [
-    ("kind", "The saved state is of another optimizer than SGD: it has no momentum, dampening"),
-    ("group", "Rank 0 could not load a checkpoint: ValueError: loaded state dict contains a parameter group"),
-    ("object", "Rank 1 could not load a checkpoint: KeyError: 'epoch'"),
-    ("shape", "weight: (2, 3) in the checkpoint, (2, 5) in the model"),
-])  # fmt: skip
-def test_a_checkpoint_that_does_not_fit_changes_nothing(
-    two_ranks: Ranks, tmp_path: pathlib.Path, fault: str, text: str
-) -> None:
-    for error, changed in two_ranks.run(load_another, str(tmp_path / "state"), fault):
-        assert text in error
-        assert changed == []
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        accelerator.load_state(tmp_path / "state", strict=fault != "shape")
+    assert states(parts) == before
 
 
 class _Around(torch.optim.Optimizer):
@@ -449,17 +440,6 @@ def spoil(folder: pathlib.Path, how: str) -> None:
         file.unlink()
 
 
-def load_spoilt(folder: str, how: str) -> Any:
-    """Return the error of this rank, and the result of a later collective."""
-    accelerator, net, _ = prepared(5 if how == "another model" else 3)
-    before = accelerator.get_state_dict(net)["weight"].clone()
-    with pytest.raises(CheckpointError) as raised:
-        accelerator.load_state(folder)
-    still = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
-    assert torch.equal(accelerator.get_state_dict(net)["weight"], before)
-    return str(raised.value), still
-
-
 @pytest.mark.parametrize(("how", "text"), [
     ("truncated", "model.safetensors has"),
     ("optimizer", "optimizer.bin is missing"),
@@ -467,20 +447,29 @@ def load_spoilt(folder: str, how: str) -> Any:
     ("no manifest", "isn't a checkpoint"),
     ("half a manifest", "isn't a checkpoint"),
     ("other bytes", "can't be read"),
-    ("another place", "use another one of {folder}: other"),
+    ("another place", "use another one of "),
     ("another model", "weight: (2, 3) in the checkpoint, (2, 5) in the model"),
 ])  # fmt: skip
-def test_spoilt_checkpoint_is_an_error_on_every_rank(
-    two_ranks: Ranks, tmp_path: pathlib.Path, how: str, text: str
-) -> None:
+@on_ranks(2)
+def test_spoilt_checkpoint_is_an_error_on_every_rank(tmp_path: pathlib.Path, how: str, text: str) -> None:
     prepared()[0].save_state(tmp_path / "state")
-    spoil(tmp_path / "state", how)
-    for message, still in two_ranks.run(load_spoilt, str(tmp_path / "state"), how):
-        assert text.format(folder=tmp_path) in message
-        assert still == [0, 1]
+    accelerator, net, _ = prepared(5 if how == "another model" else 3)
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            spoil(tmp_path / "state", how)
+    before = accelerator.get_state_dict(net)["weight"].clone()
+    with pytest.raises(CheckpointError) as raised:
+        accelerator.load_state(tmp_path / "state")
+    assert text in str(raised.value)
+    if how == "another place":
+        assert f"{tmp_path}: other" in str(raised.value)
+    assert accelerator.gather(torch.tensor([accelerator.process_index])).tolist() == [0, 1]
+    assert torch.equal(accelerator.get_state_dict(net)["weight"], before)
 
 
-def save_with_a_failing_rank(folder: str) -> Any:
+@on_ranks(2)
+def test_a_rank_that_can_not_write(tmp_path: pathlib.Path) -> None:
+    folder = str(tmp_path / "state")
     accelerator, _, _ = prepared()
     accelerator.save_state(folder)
 
@@ -489,32 +478,23 @@ def save_with_a_failing_rank(folder: str) -> Any:
             raise OSError("no space left")
 
     accelerator.register_save_state_pre_hook(fail)
-    try:
+    said = "Rank 1 could not write its part of a checkpoint: OSError: no space left"
+    with pytest.raises(CheckpointError, match=said):
         accelerator.save_state(folder)
-    except CheckpointError as error:
-        return str(error), accelerator.load_state(folder) == folder, os.listdir(os.path.dirname(folder))
+    assert accelerator.load_state(folder) == folder
+    assert os.listdir(tmp_path) == ["state"]
 
 
-def test_a_rank_that_can_not_write(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    for message, loads, left in two_ranks.run(save_with_a_failing_rank, str(tmp_path / "state")):
-        assert "Rank 1 could not write its part of a checkpoint: OSError: no space left" in message
-        assert loads
-        assert left == ["state"]
-
-
-def load_what_another_saves(folder: str) -> str:
+@on_ranks(2)
+def test_one_rank_loads_what_another_saves(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "state"
     accelerator, _, _ = prepared()
     accelerator.save_state(folder)
     with pytest.raises(CollectiveError) as raised:
         accelerator.save_state(folder) if accelerator.process_index else accelerator.load_state(folder)
     accelerator.wait_for_everyone()
-    return str(raised.value)
-
-
-def test_one_rank_loads_what_another_saves(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    for text in two_ranks.run(load_what_another_saves, str(tmp_path / "state")):
-        assert "rank 0: find a checkpoint at " in text
-        assert "rank 1: begin a checkpoint at " in text
+    assert "rank 0: find a checkpoint at " in str(raised.value)
+    assert "rank 1: begin a checkpoint at " in str(raised.value)
 
 
 def test_loading_before_anything_was_prepared(tmp_path: pathlib.Path) -> None:
@@ -571,34 +551,23 @@ def test_ranks_besides_rank_0_save_nothing_when_it_saves_alone(three_ranks: Rank
     assert [following for _, _, following in by_rank] == [3, 3, 3]
 
 
-def call_on_one(folder: str, call: str, caller: int, sharded: bool) -> str:
-    """Save on all ranks, then call a method on one rank; return its error."""
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None)
-    model = torch.nn.Linear(3, 2)
-    net, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.save_state(folder)
-    text = ""
-    if accelerator.process_index == caller:
-        with pytest.raises(CheckpointError) as raised:
-            getattr(accelerator, call)(folder)
-        text = str(raised.value)
-    accelerator.backward(net(torch.ones(1, 3)).sum())
-    accelerator.wait_for_everyone()
-    return text
-
-
 @pytest.mark.parametrize(("call", "caller", "sharded", "text"), [
     ("save_state", 0, True, "save_state wasn't called on rank 1.\nEach rank writes its share"),
     slow("save_state", 1, False, "save_state wasn't called on rank 0.\nRank 0 writes"),
     slow("load_state", 0, False, "load_state wasn't called on rank 1.\nOtherwise the ranks would train different"),
 ])  # fmt: skip
-def test_a_rank_alone_cannot(
-    two_ranks: Ranks, tmp_path: pathlib.Path, call: str, caller: int, sharded: bool, text: str
-) -> None:
-    errors = two_ranks.run(call_on_one, str(tmp_path / "state"), call, caller, sharded)
-    assert errors[caller].startswith(text)
-    assert "not under `if accelerator.is_main_process:`" in errors[caller]
-    assert errors[1 - caller] == ""
+@on_ranks(2)
+def test_a_rank_alone_cannot(tmp_path: pathlib.Path, call: str, caller: int, sharded: bool, text: str) -> None:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin() if sharded else None)
+    model = torch.nn.Linear(3, 2)
+    net, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.save_state(tmp_path / "state")
+    if accelerator.process_index == caller:
+        with pytest.raises(CheckpointError, match=text) as raised:
+            getattr(accelerator, call)(tmp_path / "state")
+        assert "not under `if accelerator.is_main_process:`" in str(raised.value)
+    accelerator.backward(net(torch.ones(1, 3)).sum())
+    accelerator.wait_for_everyone()
 
 
 def save_late(folder: str) -> list[str]:
@@ -627,41 +596,14 @@ def test_a_rank_that_is_late_is_waited_for(two_ranks: Ranks, tmp_path: pathlib.P
     assert json.loads((tmp_path / "state" / MANIFEST).read_text())["world_size"] == 2
 
 
-def train_while_rank_0_saves(folder: str, resumes: bool) -> tuple[list[float], list[int]]:
-    """Train like a training script of diffusers, whose rank 0 saves alone; return losses and samples of all ranks."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    torch.manual_seed(0)
-    model = torch.nn.Linear(1, 1)
-    data = TensorDataset(torch.arange(48.0)[:, None])
-    net, optimizer, loader = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=0.1), DataLoader(data, batch_size=2, shuffle=True)
-    )
-    if resumes:
-        accelerator.load_state(folder)
-    losses, samples = [], []
-    for _ in range(loader.epoch, 2):
-        for step, (x,) in enumerate(loader):
-            samples += [int(number) for number in accelerator.gather(x)]
-            with accelerator.accumulate(net):
-                loss = net(x / 48).square().mean()
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(float(accelerator.gather(loss.detach()).mean()))
-            if not resumes and step == 7 and len(samples) < 48 and accelerator.is_main_process:
-                accelerator.save_state(folder)
-    return losses, samples
-
-
-def test_a_program_whose_rank_0_saves_alone_resumes(one_rank: Ranks, two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    folder = str(tmp_path / "state")
-    losses, samples = two_ranks.run(train_while_rank_0_saves, folder, False)[0]
-    assert sorted(samples[:48]) == [*range(48)]
-    resumed_losses, resumed_samples = two_ranks.run(train_while_rank_0_saves, folder, True)[0]
-    assert resumed_losses == pytest.approx(losses[8:], rel=1e-5)
-    assert resumed_samples == samples[32:]
-    [(_, by_one)] = one_rank.run(train_while_rank_0_saves, folder, True)
-    assert by_one[:16] == samples[32:48]
+def test_a_program_whose_rank_0_saves_alone_resumes(groups: dict[int, Ranks], tmp_path: pathlib.Path) -> None:
+    """Training scripts of diffusers save so. The checkpoint has the position of all ranks in their samples."""
+    folder, case = str(tmp_path / "state"), Case(sharded=False, alone=True)
+    (expected, losses), *_ = groups[2].run(sharded_programs.saved, folder, case)
+    for number in (2, 1):
+        (state, resumed), *_ = groups[number].run(sharded_programs.loaded, folder, case)
+        assert state == expected
+        assert resumed == pytest.approx(losses, rel=0, abs=1e-6)
 
 
 def fail_before_save(folder: str, told: str) -> None:

@@ -8,12 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from notebook_accel import Accelerator, ConfigError, environment, utils
 from notebook_accel.training.compiling import DynamoBackend, TorchDynamoPlugin, compile_regions
-from tests.training.programs import Blocks
-from tests.training.ranks import Ranks, running
+from tests.training.ranks import on_ranks
+
+
+class Blocks(torch.nn.Module):
+    """A model with repeated blocks between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 6)
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh()) for _ in range(3))
+        self.last = torch.nn.Linear(6, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(rows)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: torch.Tensor = self.last(hidden)
+        return logits
 
 
 @pytest.fixture(autouse=True)
@@ -72,20 +87,19 @@ def test_a_model_that_was_compiled_before_stays_as_it_is() -> None:
     assert accelerator.prepare(in_place) is in_place
 
 
-def unwrapped_with_a_compiled_part() -> list[bool]:
+@on_ranks(2)
+def test_a_model_with_a_compiled_part_unwraps() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     part: Any = torch.compile(torch.nn.Linear(2, 2), backend="eager")
     model = torch.nn.Sequential(part, torch.nn.Linear(2, 1))
     net = accelerator.prepare(model)
     accelerator.backward(net(torch.ones(1, 2)).sum())
     plain = accelerator.unwrap_model(net, keep_fp32_wrapper=False)
-    found = [accelerator.unwrap_model(net, keep_torch_compile=keep) is model for keep in (True, False)]
+    for keep in (True, False):
+        assert accelerator.unwrap_model(net, keep_torch_compile=keep) is model
+    assert type(plain) is torch.nn.Sequential
+    assert plain[0] is part
     accelerator.end_training()
-    return [*found, type(plain) is torch.nn.Sequential, plain[0] is part]
-
-
-def test_a_model_with_a_compiled_part_unwraps(two_ranks: Ranks) -> None:
-    assert two_ranks.run(unwrapped_with_a_compiled_part) == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -142,68 +156,3 @@ def test_what_is_refused() -> None:
     assert "'inductor'" in raised.value.fix
     with pytest.raises(ConfigError, match="both dynamo_backend and dynamo_plugin"):
         Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin())
-
-
-def train_uneven() -> Any:
-    torch._dynamo.reset()
-    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
-    torch.manual_seed(0)
-    model = torch.nn.Linear(1, 1)
-    net, optimizer, loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(torch.arange(6.0).view(6, 1), batch_size=2)
-    )
-    steps = 0
-    with accelerator.join_uneven_inputs([net], even_batches=False):
-        for rows in loader:
-            accelerator.backward(net(rows).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            steps += 1
-    accelerator.wait_for_everyone()
-    return steps, model.weight.item(), accelerator.unwrap_model(net) is model
-
-
-def test_uneven_inputs(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(train_uneven)
-    assert (first[0], second[0]) == (2, 1)
-    assert first[1:] == (second[1], True)
-
-
-def train_sharded(folder: str, backend: str, regional: bool) -> Any:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    accelerator = Accelerator(
-        cpu=True,
-        gradient_accumulation_steps=2,
-        fsdp_plugin=utils.FullyShardedDataParallelPlugin(fsdp_version=2),
-        dynamo_plugin=TorchDynamoPlugin(backend=backend, use_regional_compilation=regional),
-    )
-    model = Blocks()
-    net, optimizer, loader = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=0.1), DataLoader(torch.randn(24, 4), batch_size=3)
-    )
-    for rows in loader:
-        with accelerator.accumulate(net):
-            accelerator.backward(net(rows).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    path = pathlib.Path(folder, f"{backend} {regional}")
-    accelerator.save_state(path)
-    trained = {name: value.tolist() for name, value in accelerator.get_state_dict(net).items()}
-    accelerator.load_state(path)
-    loaded = {name: value.tolist() for name, value in accelerator.get_state_dict(net).items()}
-    accelerator.end_training()
-    return trained, loaded == trained
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("regional", [False, True])
-def test_sharded_models(tmp_path: pathlib.Path, regional: bool) -> None:
-    with running(2) as own_ranks:
-        plain = own_ranks.run(train_sharded, str(tmp_path), "no", regional)
-        compiled = own_ranks.run(train_sharded, str(tmp_path), "aot_eager", regional)
-    for (expected, _), (trained, is_loaded) in zip(plain, compiled, strict=True):
-        assert is_loaded
-        assert [*trained] == [*expected]
-        for name, value in expected.items():
-            torch.testing.assert_close(torch.tensor(trained[name]), torch.tensor(value))

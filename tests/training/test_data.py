@@ -32,7 +32,7 @@ from notebook_accel.training.data import DataLoaderConfiguration, prepare_data_l
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import DataLoaderShard
 from tests.training.datasets import Numbers, Stream
-from tests.training.ranks import Ranks
+from tests.training.ranks import on_ranks
 
 
 def prepare(
@@ -53,16 +53,6 @@ def test_alone_it_yields_what_the_loader_yields() -> None:
     assert [batch.tolist() for _ in range(2) for batch in shard] == expected
     assert isinstance(shard, DataLoader)
     assert len(shard) == 4
-
-
-def test_break_leaves_nothing_active() -> None:
-    shard, state = prepare(DataLoader(Numbers(2), batch_size=2))
-    for _ in shard:
-        assert state.end_of_dataloader
-        break
-    assert not state.end_of_dataloader
-    next(iter(shard))
-    assert not state.end_of_dataloader
 
 
 def test_steps_are_counted_as_they_come_out() -> None:
@@ -196,8 +186,9 @@ def test_loader_with_an_iterator_of_its_own() -> None:
         prepare_data_loader(Stateful(Numbers(4)), num_processes=2, process_index=0)
 
 
-def own_samplers(kind: str) -> Any:
-    """Return the batches that this rank reads in each of three epochs."""
+@pytest.mark.parametrize("kind", ["generator", "stream"])
+@on_ranks(2)
+def test_shuffling_agrees_although_the_ranks_seeds_differ(kind: str) -> None:
     backend = process_group.join(cpu=True)
     torch.manual_seed(backend.place.rank)
     data, generator = Numbers(24), torch.Generator().manual_seed(backend.place.rank)
@@ -206,34 +197,24 @@ def own_samplers(kind: str) -> Any:
         "stream": lambda: DataLoader(Stream(24, generator), batch_size=2),
     }
     shard, _ = prepare(loaders[kind](), backend, dispatch_batches=False)
-    return [[batch.tolist() for batch in shard] for _ in range(3)]
+    epochs = [[batch.tolist() for batch in shard] for _ in range(3)]
+    for of_all in zip(*collectives.gather_object(backend, [epochs]), strict=True):
+        assert sorted(n for epoch in of_all for batch in epoch for n in batch) == list(range(24))
+        assert [len(epoch) for epoch in of_all] == [6, 6]
+    assert epochs[0] != epochs[1] != epochs[2]
 
 
-@pytest.mark.parametrize("kind", ["generator", "stream"])
-def test_shuffling_agrees_although_the_ranks_seeds_differ(two_ranks: Ranks, kind: str) -> None:
-    by_rank = two_ranks.run(own_samplers, kind)
-    for epoch in range(3):
-        read = [sample for rank in by_rank for batch in rank[epoch] for sample in batch]
-        assert sorted(read) == list(range(24))
-        assert len(by_rank[0][epoch]) == len(by_rank[1][epoch]) == 6
-    assert by_rank[0][0] != by_rank[0][1] != by_rank[0][2]
-
-
-def prepare_refused(message: str, dispatches: bool) -> None:
+@pytest.mark.parametrize("message", ["DistributedSampler", "in_order=True"])
+@pytest.mark.parametrize("dispatches", [False, True])
+@on_ranks(2)
+def test_loaders_that_several_ranks_refuse(message: str, dispatches: bool) -> None:
     backend = process_group.join(cpu=True)
     loaders: dict[str, Any] = {
         "DistributedSampler": lambda: DataLoader(Numbers(8), batch_size=2, sampler=DistributedSampler(Numbers(8))),
         "in_order=True": lambda: DataLoader(Numbers(4), batch_size=2, in_order=False),
     }
-    prepare(loaders[message](), backend, split_batches=True, dispatch_batches=dispatches)
-
-
-@pytest.mark.parametrize("message", ["DistributedSampler", "in_order=True"])
-def test_loaders_that_several_ranks_refuse(two_ranks: Ranks, message: str) -> None:
-    for dispatches in (False, True):
-        for error in two_ranks.replies(prepare_refused, message, dispatches):
-            assert isinstance(error, ConfigError)
-            assert message in str(error)
+    with pytest.raises(ConfigError, match=message):
+        prepare(loaders[message](), backend, split_batches=True, dispatch_batches=dispatches)
 
 
 def test_data_seed() -> None:
@@ -327,8 +308,9 @@ class Drawing(IterableDataset[int]):
             yield 100 * number + int(torch.randint(100, (), generator=self.generator))
 
 
-def persistent_streams() -> list[Any]:
-    """Return the samples of three epochs, the second of them left early."""
+@on_ranks(2)
+def test_persistent_workers_streams_stay_in_step() -> None:
+    """The second of three epochs is left early."""
     backend = process_group.join(cpu=True)
     generator = torch.Generator().manual_seed(backend.place.rank)
     loader = DataLoader(Drawing(generator), batch_size=2, num_workers=1, persistent_workers=True)
@@ -341,11 +323,7 @@ def persistent_streams() -> list[Any]:
             epochs[-1] += everybodys
             if epoch == 1:
                 break
-    return epochs
-
-
-def test_persistent_workers_streams_stay_in_step(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(persistent_streams)
+    first, second = collectives.gather_object(backend, [epochs])
     assert first == second
     assert [[sample // 100 for sample in epoch] for epoch in first] == [list(range(12)), [0, 1, 2, 3], list(range(12))]
     assert first[0] != first[2]
@@ -366,13 +344,11 @@ def tell(worker: int) -> None:
     dataset.start, dataset.end = [(dataset.start, middle), (middle, dataset.end)][worker]
 
 
-def workers_halves(dispatch: bool) -> list[int]:
+@pytest.mark.parametrize("dispatch", [True, False])
+@on_ranks(2)
+def test_workers_are_told_what_to_read(dispatch: bool) -> None:
     backend = process_group.join(cpu=True)
     loader = DataLoader(Halves(), batch_size=2, num_workers=2, worker_init_fn=tell)
     shard, state = prepare(loader, backend, dispatch_batches=dispatch)
-    return [sample for batch in shard for sample in collectives.gather_for_metrics(backend, batch, state.tail).tolist()]
-
-
-@pytest.mark.parametrize("dispatch", [True, False])
-def test_workers_are_told_what_to_read(two_ranks: Ranks, dispatch: bool) -> None:
-    assert [sorted(found) for found in two_ranks.run(workers_halves, dispatch)] == [list(range(8))] * 2
+    read = [n for batch in shard for n in collectives.gather_for_metrics(backend, batch, state.tail).tolist()]
+    assert sorted(read) == list(range(8))

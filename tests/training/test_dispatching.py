@@ -16,7 +16,7 @@ from notebook_accel.training.accumulation import GradientAccumulationPlugin, Gra
 from notebook_accel.training.data import DataLoaderConfiguration, shard_dataloader
 from notebook_accel.training.loaders import DataLoaderDispatcher, DataLoaderShard
 from tests.training.datasets import Numbers, Stream
-from tests.training.ranks import Ranks
+from tests.training.ranks import on_ranks
 
 
 class Failing(Numbers):
@@ -72,7 +72,6 @@ def loader_of(kind: str, n: int, size: int) -> DataLoader[Any]:
         "batch sampler": lambda: DataLoader(Numbers(n), batch_sampler=batches),
         "single": lambda: DataLoader(Numbers(n), batch_size=None),
         "single stream": lambda: DataLoader(Stream(n), batch_size=None),
-        "workers": lambda: DataLoader(Numbers(n), batch_size=size, num_workers=1),
         "objects": lambda: DataLoader(Numbers(n), batch_size=size, collate_fn=lambda samples: {"is": str(samples)}),
     }
     loader: DataLoader[Any] = kinds[kind]()
@@ -80,16 +79,16 @@ def loader_of(kind: str, n: int, size: int) -> DataLoader[Any]:
 
 
 KINDS = ["numbers", "many", "shuffled", "stream", "dropping", "batch sampler", "single", "single stream", "objects"]
-SPLIT, UNEVEN, SEEDABLE = {"split_batches": True}, {"even_batches": False}, {"use_seedable_sampler": True}
 CASES = [
-    *((kind, options) for kind in KINDS for options in ({}, UNEVEN)),
-    *((kind, SPLIT) for kind in ("numbers", "stream", "batch sampler")),
-    ("shuffled", SEEDABLE),
+    *((kind, options) for kind in KINDS for options in ({}, {"even_batches": False})),
+    *((kind, {"split_batches": True}) for kind in ("numbers", "stream", "batch sampler")),
+    ("shuffled", {"use_seedable_sampler": True}),
 ]
 
 
-def both_ways(kind: str, options: dict[str, Any]) -> list[Any]:
-    found = []
+@pytest.mark.parametrize(("kind", "options"), CASES)
+@on_ranks(2)
+def test_batches_are_those_that_each_rank_would_read(kind: str, options: dict[str, Any]) -> None:
     for n in (1, 4, 5, 8, 11, 12):
         ways = []
         for dispatch in (False, True):
@@ -98,16 +97,8 @@ def both_ways(kind: str, options: dict[str, Any]) -> list[Any]:
             assert isinstance(shard, DataLoaderDispatcher) == dispatch
             length = None if "stream" in kind or kind == "dropping" else len(shard)
             ways.append((length, [read(shard, state) for _ in range(2)]))
-        found.append(ways)
-    return found
-
-
-@pytest.mark.parametrize(("kind", "options"), CASES)
-def test_batches_are_those_that_each_rank_would_read(two_ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
-    for by_length in two_ranks.run(both_ways, kind, options):
-        assert len(by_length) == 6
-        for sharded, dispatched in by_length:
-            assert dispatched == sharded
+        sharded, dispatched = ways
+        assert dispatched == sharded
 
 
 WORKERS: dict[str, Any] = {
@@ -117,53 +108,45 @@ WORKERS: dict[str, Any] = {
 }
 
 
-def gather_epochs(kind: str, options: dict[str, Any]) -> list[list[int]]:
-    """Return the samples that the ranks gathered in each of two epochs."""
-    backend = process_group.join(cpu=True)
-    shard, state = share(WORKERS[kind](), **options)
-    epochs = []
-    for _ in range(2):
-        gathered: list[int] = []
-        for batch in shard:
-            gathered += collectives.gather_for_metrics(backend, batch, state.tail).tolist()
-        epochs.append(gathered)
-    return epochs
+def gather_epoch(shard: DataLoaderShard, state: GradientState) -> list[int]:
+    backend = process_group.current()
+    return [n for batch in shard for n in collectives.gather_for_metrics(backend, batch, state.tail).tolist()]
 
 
 @pytest.mark.parametrize("kind", ["own", "persistent"])
-def test_streams_are_dispatched_unless_told_otherwise(two_ranks: Ranks, kind: str) -> None:
-    assert two_ranks.run(gather_epochs, kind, {}) == [[list(range(7))] * 2] * 2
+@on_ranks(2)
+def test_streams_are_dispatched_unless_told_otherwise(kind: str) -> None:
+    shard, state = share(WORKERS[kind]())
+    for _ in range(2):
+        assert gather_epoch(shard, state) == list(range(7))
 
 
-def test_a_stream_that_each_rank_reads_for_itself(two_ranks: Ranks) -> None:
-    first, _ = two_ranks.run(gather_epochs, "own", {"dispatch_batches": False})
-    assert first[0] == [0, 1, 102, 103, 4, 5, 106]
+@on_ranks(2)
+def test_a_stream_that_each_rank_reads_for_itself() -> None:
+    assert gather_epoch(*share(WORKERS["own"](), dispatch_batches=False)) == [0, 1, 102, 103, 4, 5, 106]
 
 
 @pytest.mark.parametrize("even", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_each_sample_once_where_workers_share_a_stream(two_ranks: Ranks, even: bool) -> None:
-    for epochs in two_ranks.run(gather_epochs, "shared", {"even_batches": even}):
-        assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 2
+@on_ranks(2)
+def test_each_sample_once_where_workers_share_a_stream(even: bool) -> None:
+    shard, state = share(WORKERS["shared"](), even_batches=even)
+    for _ in range(2):
+        assert sorted(gather_epoch(shard, state)) == list(range(10))
 
 
-def fail() -> None:
+@on_ranks(2)
+def test_what_rank_0_cannot_read_is_told_to_all() -> None:
     shard, state = share(DataLoader(Failing(12), batch_size=2), dispatch_batches=True)
-    read(shard, state)
+    kind = ValueError if process_group.current().place.rank == 0 else TrainingError
+    with pytest.raises(kind, match="no number 9"):
+        read(shard, state)
+    assert gather_epoch(*share(WORKERS["own"]())) == list(range(7))
 
 
-def test_what_rank_0_cannot_read_is_told_to_all(two_ranks: Ranks) -> None:
-    first, second = two_ranks.replies(fail)
-    assert isinstance(first, ValueError)
-    assert isinstance(second, TrainingError)
-    assert "ValueError: no number 9" in str(second)
-    assert two_ranks.run(gather_epochs, "own", {})[0][0] == list(range(7))
-
-
-def stop_early() -> list[Any]:
+@on_ranks(2)
+def test_break() -> None:
     shard, state = share(DataLoader(Stream(20), batch_size=2))
-    first = next(iter(shard)).tolist()
-    return [first, state.in_dataloader, read(shard, state)[-1]]
-
-
-def test_break(two_ranks: Ranks) -> None:
-    assert two_ranks.run(stop_early) == [[[0, 1], False, ([16, 17], True)], [[2, 3], False, ([18, 19], True)]]
+    rank = process_group.current().place.rank
+    assert next(iter(shard)).tolist() == [[0, 1], [2, 3]][rank]
+    assert not state.in_dataloader
+    assert read(shard, state)[-1] == ([[16, 17], [18, 19]][rank], True)

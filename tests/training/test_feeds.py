@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,63 +16,6 @@ from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.data import DataLoaderConfiguration, shard_dataloader
 from notebook_accel.training.loader_position import ACTIVE_ITERATIONS
 from notebook_accel.training.loaders import UploadingFeed
-
-
-class Doubler:
-    """An uploader that doubles the tensors."""
-
-    def __init__(self) -> None:
-        self.waiting: collections.deque[list[torch.Tensor]] = collections.deque()
-        self.done: list[str] = []
-
-    def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.done.append("send")
-        self.waiting.append([tensor * 2 for tensor in tensors])
-
-    def begin(self) -> None:
-        self.done.append("begin")
-
-    def take(self) -> Sequence[torch.Tensor]:
-        self.done.append("take")
-        return self.waiting.popleft()
-
-    def close(self) -> None:
-        self.done.append("close")
-
-
-class OnMeta(SingleProcess):
-    """A rank on the meta device, where no batch is yet."""
-
-    def __init__(self) -> None:
-        super().__init__(RankPlace(), torch.device("meta"))
-        self.uploaders: list[Doubler] = []
-
-    def uploader(self, *, non_blocking: bool) -> Doubler:  # type: ignore[override]
-        self.uploaders.append(Doubler())
-        return self.uploaders[-1]
-
-
-def test_tensors_come_back_to_their_places() -> None:
-    doubler = Doubler()
-    feed = UploadingFeed(doubler, torch.device("cpu"))
-    held = feed.send({"x": (torch.ones(2), "a name"), "y": torch.tensor(3)})
-    taken = feed.take(held)
-    assert taken["x"][0].tolist() == [2.0, 2.0] and taken["x"][1] == "a name" and int(taken["y"]) == 6
-
-
-def test_a_pass_has_one_batch_on_its_way_and_ends_with_a_break_too() -> None:
-    backend = OnMeta()
-    loader = shard_dataloader(
-        DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2),
-        backend=backend,
-        config=DataLoaderConfiguration(),
-        device=backend.device,
-    )
-    assert [batch.tolist() for [batch] in loader] == [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]
-    assert backend.uploaders[0].done == ["send", *["take", "send"] * 2, "take", "close"]
-    for _ in loader:
-        break
-    assert backend.uploaders[1].done == ["send", "take", "send", "close"]
 
 
 class Cuda:
@@ -104,11 +46,16 @@ class Cuda:
         self.done.append(f"wait for {event}")
 
 
-class OnCudaUploader(OnMeta):
-    """A rank whose batches are copied to the meta device by the uploader for GPUs."""
+class OnMeta(SingleProcess):
+    """A rank whose batches are copied to the meta device, where no batch is yet, by the uploader for GPUs."""
 
-    def uploader(self, *, non_blocking: bool) -> CudaUploader:  # type: ignore[override]
-        return CudaUploader(self.device, non_blocking=non_blocking)
+    def __init__(self) -> None:
+        super().__init__(RankPlace(), torch.device("meta"))
+        self.uploaders: list[CudaUploader] = []
+
+    def uploader(self, *, non_blocking: bool) -> CudaUploader:
+        self.uploaders.append(CudaUploader(self.device, non_blocking=non_blocking))
+        return self.uploaders[-1]
 
 
 @pytest.fixture
@@ -116,9 +63,17 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return Cuda(monkeypatch)
 
 
+def test_tensors_come_back_to_their_places(cuda: Cuda) -> None:
+    feed = UploadingFeed(CudaUploader(torch.device("meta"), non_blocking=True), torch.device("cpu"))
+    held = feed.send({"x": (torch.ones(2), "a name"), "y": torch.tensor(3)})
+    taken = feed.take(held)
+    assert [taken["x"][0].shape, taken["x"][1], taken["y"].shape] == [(2,), "a name", ()]
+    assert {taken["x"][0].device.type, taken["y"].device.type} == {"meta"}
+
+
 def test_batch_is_copied_beside_the_step_before_it_and_two_at_most_are_there(cuda: Cuda) -> None:
     """No GPU is needed: streams are replaced, and batches are copied to the meta device."""
-    backend = OnCudaUploader()
+    backend = OnMeta()
     loader = shard_dataloader(
         DataLoader(TensorDataset(torch.arange(10.0)), batch_size=2),
         backend=backend,
@@ -138,6 +93,11 @@ def test_batch_is_copied_beside_the_step_before_it_and_two_at_most_are_there(cud
     for _ in loader:  # an evaluation: a batch is copied when it is taken, while the GPU still has to compute
         cuda.done.append("step")
     assert cuda.done == ["copy", "wait for event", "step"] * 5
+    cuda.done.clear()
+    for _ in loader:
+        break
+    backend.uploaders[-1].begin()  # a break leaves no batch that could be copied
+    assert cuda.done == ["copy", "wait for event"]
 
 
 def test_nothing_is_copied_while_a_graph_is_captured(cuda: Cuda) -> None:

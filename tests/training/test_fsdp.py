@@ -29,26 +29,16 @@ from notebook_accel.errors import CollectiveError, TrainingError
 from notebook_accel.local_sgd import LocalSGD
 from notebook_accel.training import fsdp
 from tests.training import sharded_programs
-from tests.training.ranks import Ranks, caught_warnings
+from tests.training.ranks import Ranks, on_ranks
 from tests.training.sharded_programs import Block, Case, Writer
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-def assert_close(ours: list[Any], expected: list[Any]) -> None:
+def assert_close(ours: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert len(ours) > 0
     for one, other in zip(ours, expected, strict=True):
-        assert torch.allclose(torch.tensor(one), torch.tensor(other), atol=1e-6)
-
-
-def test_losses_are_those_of_whole_models(two_ranks: Ranks) -> None:
-    """With accumulation, clipping, a schedule, groups of parameters, frozen ones and tied ones."""
-    steps = 36  # an epoch has 32
-    whole = two_ranks.run(sharded_programs.losses, Case(sharded=False, window=2, groups=True), steps)
-    sharded = two_ranks.run(sharded_programs.losses, Case(window=2, groups=True), steps)
-    assert len(sharded[0]) == steps
-    assert sharded[0] == pytest.approx(whole[0], rel=0, abs=1e-6)
-    assert whole[0][-1] < 0.8 * whole[0][0]
+        assert torch.allclose(one, other, atol=1e-6)
 
 
 @pytest.mark.parametrize(("ranks", "at_most"), [(2, 0.55), slow(4, 0.30)])
@@ -70,7 +60,9 @@ def test_a_rank_holds_its_share(groups: dict[int, Ranks], ranks: int, at_most: f
     Case(plugin={"transformer_cls_names_to_wrap": ["Block"], "activation_checkpointing": True}),
     Case(plugin={"ignored_modules": r"blocks\.1|norm"}, window=3),
     slow(Case(plugin={"sync_module_states": False})),
-], ids=lambda case: f'{case.calls} {case.plugin}')  # fmt: skip
+    slow(Case(dynamo={"backend": "aot_eager"}, window=2)),
+    slow(Case(dynamo={"backend": "aot_eager", "use_regional_compilation": True}, window=2)),
+], ids=lambda case: f'{case.calls} {case.plugin} {case.dynamo}')  # fmt: skip
 def test_settings_change_no_number(two_ranks: Ranks, case: Case) -> None:
     whole = Case(sharded=False, window=case.window, groups=case.groups)
     expected, weights = two_ranks.run(sharded_programs.trained, whole, 9)[0]
@@ -113,14 +105,16 @@ def small_parts_trained(sharded: bool, norm_type: float) -> tuple[list[float], l
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_parts_that_are_smaller_than_the_number_of_ranks(two_ranks: Ranks, norm_type: float) -> None:
-    expected = two_ranks.run(small_parts_trained, False, norm_type)[0]
-    (norms, weights), (norms_of_1, _) = two_ranks.run(small_parts_trained, True, norm_type)
-    assert norms == norms_of_1 == pytest.approx(expected[0], abs=1e-6)
-    assert weights == pytest.approx(expected[1], abs=1e-6)
+@on_ranks(2)
+def test_parts_that_are_smaller_than_the_number_of_ranks(norm_type: float) -> None:
+    expected, of_whole = small_parts_trained(False, norm_type)
+    norms, weights = small_parts_trained(True, norm_type)
+    assert norms == pytest.approx(expected, abs=1e-6)
+    assert weights == pytest.approx(of_whole if os.environ["RANK"] == "0" else [], abs=1e-6)
 
 
-def written_after_an_evaluation() -> list[float]:
+@on_ranks(2)
+def test_weights_that_are_written_after_an_evaluation_stay() -> None:
     sharding = FullyShardedDataParallelPlugin(reshard_after_forward=False)
     accelerator = Accelerator(cpu=True, fsdp_plugin=sharding)
     net = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
@@ -129,11 +123,8 @@ def written_after_an_evaluation() -> list[float]:
         for parameter in net.parameters():
             parameter.fill_(3.0)
     net(torch.ones(1, 2)).sum().backward()
-    return [float(value.flatten()[0]) for value in accelerator.get_state_dict(net).values()]
-
-
-def test_weights_that_are_written_after_an_evaluation_stay(two_ranks: Ranks) -> None:
-    assert two_ranks.run(written_after_an_evaluation) == [[3.0] * 4, []]
+    written = [float(value.flatten()[0]) for value in accelerator.get_state_dict(net).values()]
+    assert written == ([3.0] * 4 if accelerator.is_main_process else [])
 
 
 def test_bf16_is_as_near_as_whole_models_are(two_ranks: Ranks) -> None:
@@ -175,32 +166,29 @@ def train_adapter(sharded: bool) -> list[float]:
     return losses
 
 
-def test_adapters_of_a_frozen_model(two_ranks: Ranks) -> None:
-    expected = two_ranks.run(train_adapter, False)
-    for losses, of_whole in zip(two_ranks.run(train_adapter, True), expected, strict=True):
-        assert losses == pytest.approx(of_whole, rel=0, abs=1e-5)
-        assert losses[-1] < losses[0]
+@on_ranks(2)
+def test_adapters_of_a_frozen_model() -> None:
+    losses = train_adapter(sharded=True)
+    assert losses == pytest.approx(train_adapter(sharded=False), rel=0, abs=1e-5)
+    assert losses[-1] < losses[0]
 
 
-def train_norms_in_bf16() -> list[list[torch.dtype]]:
+@on_ranks(2)
+def test_batch_norms_that_are_units_or_the_model_itself() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=FullyShardedDataParallelPlugin())
-    computed_in = []
     for norms in (torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4)), torch.nn.BatchNorm1d(4)):
         net, optimizer = accelerator.prepare(norms, torch.optim.SGD(norms.parameters(), lr=0.1))
         outputs = net(torch.randn(6, 4))
         accelerator.backward(outputs.square().mean())
         optimizer.step()
-        computed_in.append([outputs.dtype, *{p.grad.dtype for p in net.parameters() if p.grad is not None}])
-    return computed_in
+        assert {outputs.dtype, *(parameter.grad.dtype for parameter in net.parameters())} == {torch.float32}
 
 
-def test_batch_norms_that_are_units_or_the_model_itself(two_ranks: Ranks) -> None:
-    assert two_ranks.run(train_norms_in_bf16)[0] == [[torch.float32, torch.float32]] * 2
-
-
-def gradients_dropped(folder: str, by: str) -> list[Any]:
-    """Return the weights of a whole model after a step, and of a sharded one that dropped a micro-batch before."""
-    weights = []
+@pytest.mark.parametrize("by", ["optimizer", slow("model"), slow("compiled model"), "checkpoint"])
+@on_ranks(2)
+def test_gradients_that_a_program_drops_are_gone(tmp_path: pathlib.Path, by: str) -> None:
+    """A whole model takes a step, and a sharded one that has dropped a micro-batch before."""
+    folder, weights = tmp_path / "state", []
     for plugin in (None, FullyShardedDataParallelPlugin()):
         torch.manual_seed(0)
         backend = "eager" if by == "compiled model" else "no"
@@ -216,19 +204,17 @@ def gradients_dropped(folder: str, by: str) -> list[Any]:
             drop.get(by, net.zero_grad)()
         accelerator.backward(net(x).square().mean())
         optimizer.step()
-        weights.append([value.tolist() for value in accelerator.get_state_dict(net).values()])
+        weights.append([*accelerator.get_state_dict(net).values()])
+        is_main = accelerator.is_main_process
         accelerator.end_training()
-    return weights
+    whole, sharded = weights
+    if is_main:  # which gets the whole weights
+        assert_close(sharded, whole)
 
 
-@pytest.mark.parametrize("by", ["optimizer", slow("model"), slow("compiled model"), "checkpoint"])
-def test_gradients_that_a_program_drops_are_gone(two_ranks: Ranks, tmp_path: pathlib.Path, by: str) -> None:
-    whole, sharded = two_ranks.run(gradients_dropped, str(tmp_path / "state"), by)[0]
-    assert_close(sharded, whole)
-
-
-def steps_without_averaging(folder: str) -> Any:
-    """Return weights after backward passes in ``no_sync`` alone, and after passes that average, of two models each."""
+@on_ranks(2)
+def test_a_step_in_no_sync_averages_shares(tmp_path: pathlib.Path) -> None:
+    """Two models have backward passes in ``no_sync`` alone, and two others have passes that average."""
     weights = []
     for is_local in (True, False):
         accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
@@ -244,60 +230,52 @@ def steps_without_averaging(folder: str) -> Any:
                 accelerator.backward(net(x).square().mean())
             accelerator.clip_grad_norm_(nets[0].parameters(), 0.1)
             optimizer.step()
-        weights.append([value.tolist() for net in nets for value in accelerator.get_state_dict(net).values()])
-        accelerator.save_state(folder)  # no gradient is left of one rank
+        weights.append([value for net in nets for value in accelerator.get_state_dict(net).values()])
+        accelerator.save_state(tmp_path / "state")  # no gradient is left of one rank
+        is_main = accelerator.is_main_process
         accelerator.end_training()
-    return weights
+    local, averaged = weights
+    if is_main:
+        assert_close(local, averaged)
 
 
-def test_a_step_in_no_sync_averages_shares(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    local, averaged = two_ranks.run(steps_without_averaging, str(tmp_path / "state"))[0]
-    assert_close(local, averaged)
-
-
-def saved_model(folder: str) -> Any:
-    """Save a sharded model in small files, and return its weights as they were before it was sharded."""
+@on_ranks(2)
+def test_weights_are_saved_in_files_that_others_read(tmp_path: pathlib.Path) -> None:
+    """A sharded model is saved in small files, with its weights as they were before it was sharded."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    torch.manual_seed(0)
     model = Writer()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     net = accelerator.prepare(model)
     assert accelerator.unwrap_model(net) is net is model
-    accelerator.save_model(net, folder, max_shard_size="20KB")
+    accelerator.save_model(net, tmp_path, max_shard_size="20KB")
     state = accelerator.get_state_dict(net)
+    accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         assert all(torch.equal(state[name], value) for name, value in before.items())
         assert state["head.weight"] is state["embedding.weight"]
-    return {name: value.tolist() for name, value in before.items()}
-
-
-def test_weights_are_saved_in_files_that_others_read(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    before, _ = two_ranks.run(saved_model, str(tmp_path))
     files = sorted(path.name for path in tmp_path.iterdir())
     assert len(files) > 2
     assert files[-1] == "model.safetensors.index.json"
     saved = {name: value for file in files[:-1] for name, value in load_file(tmp_path / file).items()}
-    assert "head.weight" not in saved  # it is the embedding's
+    assert saved.keys() == before.keys() - {"head.weight"}  # it is the embedding's
     for name, value in saved.items():
-        assert value.tolist() == before[name]
+        assert torch.equal(value, before[name])
 
 
-def get_weights_on_rank_0_alone() -> str:
+@on_ranks(2)
+def test_weights_on_rank_0_alone_are_an_error_everywhere() -> None:
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
     net = accelerator.prepare(torch.nn.Linear(4, 4))
     with pytest.raises(CollectiveError) as raised:
         accelerator.get_state_dict(net) if accelerator.is_main_process else accelerator.wait_for_everyone()
     accelerator.wait_for_everyone()
-    return str(raised.value)
+    assert "rank 0: get_state_dict of a sharded FSDPLinear at " in str(raised.value)
+    assert "rank 1: wait for everyone at " in str(raised.value)
 
 
-def test_weights_on_rank_0_alone_are_an_error_everywhere(two_ranks: Ranks) -> None:
-    for text in two_ranks.run(get_weights_on_rank_0_alone):
-        assert "rank 0: get_state_dict of a sharded FSDPLinear at " in text
-        assert "rank 1: wait for everyone at " in text
-
-
-def refusals() -> list[str]:
-    """Return the errors of what a sharded model can't do."""
+@on_ranks(2)
+def test_what_can_not_be_is_refused() -> None:
     plugin = FullyShardedDataParallelPlugin()
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
     assert accelerator.distributed_type is DistributedType.FSDP
@@ -305,69 +283,45 @@ def refusals() -> list[str]:
     assert accelerator.state.fsdp_plugin is not None
     net = accelerator.prepare(torch.nn.Linear(4, 4))
     assert accelerator.prepare(net) is net
-    attempts = [
-        lambda: LocalSGD(accelerator, net, 2),
-        lambda: accelerator.join_uneven_inputs([net]),
-        lambda: accelerator.trigger_sync_in_backward(net),
-        lambda: accelerator.gather(net.weight),
-        lambda: accelerator.reduce(net.weight),
-        lambda: Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=True)).prepare(
-            torch.nn.Linear(2, 2)
-        ),
-    ]
+    attempts = {
+        "LocalSGD can't be used with FSDPLinear": lambda: LocalSGD(accelerator, net, 2),
+        "join_uneven_inputs can't be used": lambda: accelerator.join_uneven_inputs([net]),
+        "trigger_sync_in_backward can't be used": lambda: accelerator.trigger_sync_in_backward(net),
+        "gather takes tensors that each rank has whole": lambda: accelerator.gather(net.weight),
+        "reduce takes tensors": lambda: accelerator.reduce(net.weight),
+        "cpu_offload needs a GPU": lambda: Accelerator(
+            cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(cpu_offload=True)
+        ).prepare(torch.nn.Linear(2, 2)),
+    }
     with accelerator.accumulate(net):
         accelerator.backward(net(torch.ones(1, 4)).sum())
-        texts = []
-        for attempt in attempts:
-            with pytest.raises((TrainingError, ConfigError)) as raised:
+        for text, attempt in attempts.items():
+            with pytest.raises((TrainingError, ConfigError), match=text) as raised:
                 attempt()
             assert raised.value.fix
-            texts.append(str(raised.value))
     with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
         copy.deepcopy(net)
-    return texts
 
 
-def test_what_can_not_be_is_refused(two_ranks: Ranks) -> None:
-    texts = [
-        "LocalSGD can't be used with FSDPLinear",
-        "join_uneven_inputs can't be used",
-        "trigger_sync_in_backward can't be used",
-        "gather takes tensors that each rank has whole",
-        "reduce takes tensors",
-        "cpu_offload needs a GPU",
-    ]
-    for found in two_ranks.run(refusals):
-        for text, of_one in zip(texts, found, strict=True):
-            assert text in of_one
-
-
-def train_uneven() -> str:
+@on_ranks(2)
+def test_a_rank_without_a_batch_is_not_waited_for() -> None:
     accelerator = Accelerator(
         cpu=True,
         fsdp_plugin=FullyShardedDataParallelPlugin(),
         dataloader_config=DataLoaderConfiguration(even_batches=False),
     )
     net, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.ones(3, 1), batch_size=1))
-    try:
-        with torch.no_grad():
-            for x in loader:
-                net(x)
-    except TrainingError as error:
-        return str(error)
-    finally:
-        accelerator.wait_for_everyone()
-    return ""
+    said = "1 of the ranks have no batch, and this one would wait in vain for their shares of the model"
+    has_more = accelerator.is_main_process
+    with torch.no_grad(), pytest.raises(TrainingError, match=said) if has_more else contextlib.nullcontext():
+        for x in loader:
+            net(x)
+    accelerator.wait_for_everyone()
 
 
-def test_a_rank_without_a_batch_is_not_waited_for(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(train_uneven)
-    assert "1 of the ranks have no batch, and this one would wait in vain for their shares of the model" in first
-    assert second == ""
-
-
-def train_models_of_the_user() -> Any:
-    """Train a model that was sharded before prepare, and return its weights with those of a whole one."""
+@on_ranks(2)
+def test_a_model_that_was_sharded_before_is_taken_as_it_is() -> None:
+    """A model that was sharded before prepare trains as a whole one does."""
     trained = []
     for sharded in (True, False):
         torch.manual_seed(0)
@@ -383,26 +337,18 @@ def train_models_of_the_user() -> Any:
                 accelerator.backward(net(torch.full((1, 4), 1.0 + accelerator.process_index)).square().sum())
                 optimizer.step()
                 optimizer.zero_grad()
-        trained.append([value.tolist() for value in accelerator.get_state_dict(net).values()])
-    return trained
+        trained.append([*accelerator.get_state_dict(net).values()])
+    if accelerator.is_main_process:
+        assert_close(*trained)
 
 
-def test_a_model_that_was_sharded_before_is_taken_as_it_is(two_ranks: Ranks) -> None:
-    sharded, whole = two_ranks.run(train_models_of_the_user)[0]
-    assert_close(sharded, whole)
-
-
-def prepare_model_with_its_own_policy() -> str:
+@on_ranks(2)
+def test_a_model_that_was_sharded_before_keeps_its_precision() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")  # joins the group
     policed = fully_shard(torch.nn.Linear(2, 2))
-    with caught_warnings() as caught:
+    said = "was sharded before prepare: it computes in the precision of its own policy, not in bf16"
+    with pytest.warns(UserWarning, match=said):
         accelerator.prepare(policed)
-    return str(caught[0].message)
-
-
-def test_a_model_that_was_sharded_before_keeps_its_precision(two_ranks: Ranks) -> None:
-    for warning in two_ranks.run(prepare_model_with_its_own_policy):
-        assert "was sharded before prepare: it computes in the precision of its own policy, not in bf16" in warning
 
 
 def prepare_empty_model(seed: int) -> Any:
@@ -438,46 +384,12 @@ def test_weights_that_only_rank_0_has(two_ranks: Ranks) -> None:
     assert first[2] < first[1] < first[0]
 
 
-def empty_everywhere() -> str:
+@on_ranks(2)
+def test_weights_that_no_rank_has() -> None:
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
     with pytest.raises(TrainingError, match="has no weights on rank 0") as raised:
         accelerator.prepare(torch.nn.Linear(2, 2, device="meta"))
-    return raised.value.fix or ""
-
-
-def test_weights_that_no_rank_has(two_ranks: Ranks) -> None:
-    assert all("load the weights on rank 0" in fix for fix in two_ranks.run(empty_everywhere))
-
-
-def two_models() -> Any:
-    """Train a sharded model with an average of its weights beside it, in a second sharded one."""
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
-    torch.manual_seed(0)
-    model = Writer()
-    average = copy.deepcopy(model).requires_grad_(False)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    # Only the pass through a compiled model is compiled: its weights and names are the model's.
-    net, average, optimizer = accelerator.prepare(torch.compile(model, backend="eager"), average, optimizer)
-    x = sharded_programs.digits()[:4]
-    for _ in range(2):
-        accelerator.backward(F.cross_entropy(net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()))
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
-                mean.lerp_(parameter, 0.5)
-    states = [accelerator.get_state_dict(item) for item in (net, average)]
-    names = [sorted(state) for state in states]
-    accelerator.free_memory()
-    return names, [float(state["embedding.weight"].norm()) for state in states if state]
-
-
-@pytest.mark.slow
-def test_two_models_one_of_them_compiled(two_ranks: Ranks) -> None:
-    (names, norms), _ = two_ranks.run(two_models, deadline_s=100)
-    assert names[0] == names[1]
-    assert "_orig_mod" not in names[0][0]
-    assert norms[0] != norms[1]
+    assert "load the weights on rank 0" in (raised.value.fix or "")
 
 
 def test_one_rank_shards_nothing() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from notebook_accel.training.handlers import (
     Handlers,
     InitProcessGroupKwargs,
 )
-from tests.training.ranks import Ranks, caught_warnings
+from tests.training.ranks import Ranks, caught_warnings, on_ranks
 
 
 def test_each_kind_finds_its_place() -> None:
@@ -88,29 +89,26 @@ def test_gradients_travel_as_told(two_ranks: Ranks) -> None:
     torch.testing.assert_close(power_sgd, exact)  # PowerSGD begins to compress later
 
 
-def sync_late() -> None:
+@on_ranks(2)
+def test_a_late_sync_needs_to_know_what_is_used() -> None:
     own = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
-    with own.trigger_sync_in_backward(own.prepare(Skips())):
+    net = own.prepare(Skips())
+    with pytest.raises(TrainingError, match="find_unused_parameters") as raised, own.trigger_sync_in_backward(net):
         pass
-
-
-def test_a_late_sync_needs_to_know_what_is_used(two_ranks: Ranks) -> None:
-    for error in two_ranks.replies(sync_late):
-        assert isinstance(error, TrainingError)
-        assert "find_unused_parameters" in error.what
-        assert "outside of no_sync" in error.fix
+    assert "outside of no_sync" in raised.value.fix
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch built for CUDA has the hook for every backend")
-def test_a_hook_that_the_backend_lacks(two_ranks: Ranks) -> None:
-    for error in two_ranks.replies(all_gradients, [DDPCommunicationHookType.BF16]):
-        assert isinstance(error, ConfigError)
-        assert "BF16" in error.what
-        assert "FP16" in error.fix
+@on_ranks(2)
+def test_a_hook_that_the_backend_lacks() -> None:
+    with pytest.raises(ConfigError, match="BF16") as raised:
+        all_gradients([DDPCommunicationHookType.BF16])
+    assert "FP16" in raised.value.fix
 
 
-def deadlines(seconds: list[int]) -> list[str]:
-    """Return the warnings of Accelerators with these deadlines, one after the other."""
+@pytest.mark.parametrize(("seconds", "warnings"), [([50, 5], 1), ([50, 50], 0)])
+@on_ranks(2)
+def test_a_deadline_that_comes_too_late_is_warned_of(seconds: list[int], warnings: int) -> None:
     if dist.is_initialized():  # from an earlier test
         dist.destroy_process_group()
     with caught_warnings() as caught:
@@ -119,32 +117,24 @@ def deadlines(seconds: list[int]) -> list[str]:
             accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    return [str(warning.message) for warning in caught]
+    assert len(caught) == warnings
+    for warning in caught:
+        assert re.search(r"has no effect.*end_training\(\)", str(warning.message), re.DOTALL)
 
 
-def test_a_deadline_that_comes_too_late_is_warned_of(two_ranks: Ranks) -> None:
-    for [message] in two_ranks.run(deadlines, [50, 5]):
-        assert "has no effect" in message
-        assert "end_training()" in message
-    assert two_ranks.run(deadlines, [50, 50]) == [[], []]
-
-
-def accumulating_with_a_static_graph() -> Any:
+def accumulate_with_a_static_graph(*, sync_each_batch: bool) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=sync_each_batch)
     settings = DistributedDataParallelKwargs(static_graph=True)
-    found = []
-    for each_batch in (True, False):
-        plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each_batch)
-        own = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, kwargs_handlers=[settings])
-        net = own.prepare(torch.nn.Linear(4, 2))
-        for _ in range(2):
-            with own.accumulate(net):
-                own.backward(net(torch.full((1, 4), float(own.process_index))).sum())
-        found.append(own.unwrap_model(net).weight.grad.tolist())
-    return found
+    own = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, kwargs_handlers=[settings])
+    net = own.prepare(torch.nn.Linear(4, 2))
+    for _ in range(2):
+        with own.accumulate(net):
+            own.backward(net(torch.full((1, 4), float(own.process_index))).sum())
 
 
-def test_a_static_graph_and_accumulation(two_ranks: Ranks) -> None:
-    for error in two_ranks.replies(accumulating_with_a_static_graph):
-        assert isinstance(error, TrainingError)
-        assert "static_graph" in error.what
-        assert "sync_each_batch=True" in error.fix
+@on_ranks(2)
+def test_a_static_graph_and_accumulation() -> None:
+    accumulate_with_a_static_graph(sync_each_batch=True)
+    with pytest.raises(TrainingError, match="static_graph") as raised:
+        accumulate_with_a_static_graph(sync_each_batch=False)
+    assert "sync_each_batch=True" in raised.value.fix

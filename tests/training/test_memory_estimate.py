@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, MemoryEstimate, estimate_memory
 from notebook_accel.errors import ConfigError
-from tests.training.ranks import Ranks, caught_warnings
+from tests.training.ranks import caught_warnings, on_ranks
 
 
 class Blocks(torch.nn.Module):
@@ -35,8 +34,9 @@ def held_bytes(tensor: torch.Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def measure(sharded: bool) -> list[int]:
-    """Return the bytes of parameters, gradients and optimizer state after a step."""
+@pytest.mark.parametrize("sharded", [False, True])
+@on_ranks(2)
+def test_it_is_what_ranks_hold(sharded: bool) -> None:
     accelerator = Accelerator(cpu=True)
     model = Blocks()
     if sharded:
@@ -50,17 +50,9 @@ def measure(sharded: bool) -> list[int]:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     found = [sum(map(held_bytes, tensors)) for tensors in (model.parameters(), gradients, state)]
     accelerator.end_training()
-    assert not dist.is_initialized()
-    return found
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_it_is_what_ranks_hold(two_ranks: Ranks, sharded: bool) -> None:
     estimate = estimate_memory(Blocks, num_processes=2, sharded=sharded)
     gradient_bytes = estimate.gradient_bytes // (1 if sharded else 2)  # without DDP there are no buckets
-    expected = [estimate.parameter_bytes, gradient_bytes, estimate.optimizer_bytes]
-    for measured in two_ranks.run(measure, sharded):
-        assert measured == pytest.approx(expected, rel=0.02)
+    assert found == pytest.approx([estimate.parameter_bytes, gradient_bytes, estimate.optimizer_bytes], rel=0.02)
 
 
 def test_what_moves_the_estimate() -> None:
@@ -131,25 +123,19 @@ def test_a_device_memory_that_is_no_size_is_refused() -> None:
         estimate_memory(Blocks, device_memory="plenty")
 
 
-def prepare_on_a_device_of(size_bytes: int, settings: dict[str, Any]) -> list[str]:
-    """Return the warnings of ``prepare`` on a device that has so much memory; a CPU doesn't say."""
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**settings))
+@pytest.mark.parametrize("missing_bytes", [0, 1000])
+@on_ranks(2)
+def test_a_model_that_will_not_fit_is_named_before_it_is_sharded(missing_bytes: int) -> None:
+    """A CPU doesn't say how much memory it has."""
+    needed = estimate_memory(Blocks, num_processes=2, sharded=True).total_bytes
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
     model = Blocks()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    backend: Any = accelerator._backend
-    backend.memory = lambda: lambda: (0, size_bytes)
-    try:
-        with caught_warnings() as caught:
-            accelerator.prepare(model, optimizer)
-    finally:
-        del backend.memory
-    return [str(warning.message) for warning in caught if "may not fit" in str(warning.message)]
-
-
-def test_a_model_that_will_not_fit_is_named_before_it_is_sharded(two_ranks: Ranks) -> None:
-    needed = estimate_memory(Blocks, num_processes=2, sharded=True).total_bytes
-    [text], of_rank_1 = two_ranks.run(prepare_on_a_device_of, needed - 1000, {})
-    assert text.startswith("Blocks may not fit: ")
-    assert "sharded over 2 ranks" in text and "it fits with cpu_offload=True, or on 4 ranks" in text
-    assert of_rank_1 == []
-    assert two_ranks.run(prepare_on_a_device_of, needed, {}) == [[], []]
+    with pytest.MonkeyPatch.context() as patch, caught_warnings() as caught:
+        patch.setattr(accelerator._backend, "memory", lambda: lambda: (0, needed - missing_bytes))
+        accelerator.prepare(model, optimizer)
+    said = [str(warning.message) for warning in caught if "may not fit" in str(warning.message)]
+    assert len(said) == (missing_bytes > 0 and accelerator.is_main_process)
+    for text in said:
+        assert text.startswith("Blocks may not fit: ")
+        assert "sharded over 2 ranks" in text and "it fits with cpu_offload=True, or on 4 ranks" in text

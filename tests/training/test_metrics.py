@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from notebook_accel import Accelerator, DataLoaderConfiguration, skip_first_batches
 from notebook_accel.training.sharding import BatchSamplerShard
 from tests.training.datasets import Numbers, Stream
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, on_ranks
 
 
 class Batches:
@@ -76,14 +76,11 @@ class DatasetOfBatches(Dataset[torch.Tensor]):
         return torch.tensor(self.batches[index])
 
 
-OWN_SIZES = [[4, 4, 3], [2, 1], [4, 1, 2, 3, 3]]
-
-
-def own_sizes(kind: str, dispatch: bool) -> Any:
-    return [epochs_of_own_size(kind, sizes, dispatch) for sizes in OWN_SIZES]
-
-
-def epochs_of_own_size(kind: str, sizes: list[int], dispatch: bool) -> Any:
+@pytest.mark.parametrize("sizes", [[4, 4, 3], [2, 1], [4, 1, 2, 3, 3]])
+@pytest.mark.parametrize("dispatch", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["stream", "dataset", "a size", "no size", "a worker"])
+@on_ranks(2)
+def test_batches_of_different_sizes(kind: str, dispatch: bool, sizes: list[int]) -> None:
     config = DataLoaderConfiguration(dispatch_batches=dispatch)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     workers = {"num_workers": 1} if kind == "a worker" else {}
@@ -96,15 +93,9 @@ def epochs_of_own_size(kind: str, sizes: list[int], dispatch: bool) -> Any:
         lambda: DataLoader(Numbers(sum(sizes)), batch_sampler=Batches(sizes, None), **workers)  # type: ignore[arg-type]
     )
     loader = accelerator.prepare(made())
-    return [gathered(accelerator, loader) for _ in range(2)]
-
-
-@pytest.mark.parametrize("dispatch", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["stream", "dataset", "a size", "no size", "a worker"])
-def test_batches_of_different_sizes(two_ranks: Ranks, kind: str, dispatch: bool) -> None:
-    samples = [list(range(sum(sizes))) for sizes in OWN_SIZES]
-    expected = [[(each, [str(sample) for sample in each])] * 2 for each in samples]
-    assert two_ranks.run(own_sizes, kind, dispatch) == [expected] * 2
+    samples = list(range(sum(sizes)))
+    for _ in range(2):
+        assert gathered(accelerator, loader) == (samples, [str(sample) for sample in samples])
 
 
 def prepared(kind: str, n: int, size: int, options: dict[str, Any]) -> Any:
@@ -189,12 +180,8 @@ def test_one_rank() -> None:
         assert_each_sample_once(epochs_of(kind, n, size, 1, {}), n, min(n, size))
 
 
-def loader_of_another(n: int) -> Any:
-    first = Accelerator(cpu=True)
-    loader = first.prepare(DataLoader(Numbers(n), batch_size=2))
+@on_ranks(2)
+def test_the_loader_of_another_accelerator() -> None:
+    loader = Accelerator(cpu=True).prepare(DataLoader(Numbers(5), batch_size=2))
     second = Accelerator(cpu=True)
-    return [row for batch in loader for row in second.gather_for_metrics(batch).tolist()]
-
-
-def test_the_loader_of_another_accelerator(two_ranks: Ranks) -> None:
-    assert two_ranks.run(loader_of_another, 5) == [list(range(5))] * 2
+    assert [row for batch in loader for row in second.gather_for_metrics(batch).tolist()] == list(range(5))

@@ -25,83 +25,67 @@ from notebook_accel.training.backends.watchdog import CollectiveWatchdog
 from notebook_accel.training.handlers import InitProcessGroupKwargs
 from notebook_accel.utils import gather_object
 from tests import kernels
+from tests.processes import wait_until
 from tests.training import ranks
+from tests.training.ranks import on_ranks
 
 # Long enough for a busy machine, short enough to wait for.
 DEADLINE_S = 4.0
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[ranks.Ranks]:
-    with ranks.running(2) as running:
-        yield running
-
-
 def accelerator() -> Accelerator:
+    """Return an accelerator of a group with that deadline, in place of the group that the ranks have."""
+    Accelerator(cpu=True).end_training()
     timeout = datetime.timedelta(seconds=DEADLINE_S)
     return Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
 
 
 @contextlib.contextmanager
-def told(accelerator: Accelerator) -> Iterator[dict[str, Any]]:
-    """Return a rank's error, and whether a new group of the same ranks works."""
-    found: dict[str, Any] = {"message": None}
-    try:
-        yield found
-    except CollectiveError as error:
-        found["message"] = str(error)
+def told(accelerator: Accelerator) -> Iterator[pytest.ExceptionInfo[CollectiveError]]:
+    """Return a rank's error, after which a new group of the same ranks works."""
+    with pytest.raises(CollectiveError) as raised:
+        yield raised
     accelerator.end_training()
     again = Accelerator(cpu=True)
-    found["sum"] = again.reduce(torch.ones(1)).item()
+    assert again.reduce(torch.ones(1)).item() == 2
     again.end_training()
 
 
-def leave_the_loop(steps: int) -> Any:
+# The one default test that waits for a deadline.
+@on_ranks(2)
+def test_a_rank_that_leaves_its_loop() -> None:
     own = accelerator()
     data = TensorDataset(torch.randn(40, 2))
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     net, optimizer, loader = own.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(data, batch_size=2))
-    with told(own) as found:
+    with told(own) as raised:
         for step, (x,) in enumerate(loader):
-            if own.process_index == 1 and step == steps:
+            if own.process_index == 1 and step == 3:
                 break
             own.backward(net(x).sum())
             optimizer.step()
             optimizer.zero_grad()
         own.wait_for_everyone()
-    return found
-
-
-# The one default test that waits for a deadline.
-def test_a_rank_that_leaves_its_loop(pair: ranks.Ranks) -> None:
-    both = pair.run(leave_the_loop, 3)
-    assert any(f"waited in vain until the deadline of {DEADLINE_S:g} s" in found["message"] for found in both)
-    for found in both:
-        first, second = [line for line in found["message"].splitlines() if line.startswith("  rank")]
-        assert first.startswith("  rank 0: the model's forward pass at ")
-        assert "test_misuse.py, line " in first
-        assert first.endswith("step 4 of 10, epoch 1")
-        assert second.startswith("  rank 1: wait_for_everyone at ")
-        assert second.endswith("step 4 of 10, epoch 1")
-        assert found["sum"] == 2
-
-
-def models_in_another_order() -> Any:
-    own = accelerator()
-    nets = own.prepare(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    with told(own) as found:
-        for net in reversed(nets) if own.process_index else nets:
-            own.backward(net(torch.ones(1, 2)).sum())
-    return found
+    message = str(raised.value)
+    assert f"waited in vain until the deadline of {DEADLINE_S:g} s" in message
+    first, second = [line for line in message.splitlines() if line.startswith("  rank")]
+    assert first.startswith("  rank 0: the model's forward pass at ")
+    assert "test_misuse.py, line " in first
+    assert first.endswith("step 4 of 10, epoch 1")
+    assert second.startswith("  rank 1: wait_for_everyone at ")
+    assert second.endswith("step 4 of 10, epoch 1")
 
 
 @pytest.mark.slow
-def test_gradients_of_one_model_never_meet_those_of_another(pair: ranks.Ranks) -> None:
-    for found in pair.run(models_in_another_order):
-        assert "rank 0: backward at " in found["message"]
-        assert "rank 1: backward at " in found["message"]
-        assert "end_training()" in found["message"]
-        assert found["sum"] == 2
+@on_ranks(2)
+def test_gradients_of_one_model_never_meet_those_of_another() -> None:
+    own = accelerator()
+    nets = own.prepare(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with told(own) as raised:
+        for net in reversed(nets) if own.process_index else nets:
+            own.backward(net(torch.ones(1, 2)).sum())
+    for text in ("rank 0: backward at ", "rank 1: backward at ", "end_training()"):
+        assert text in str(raised.value)
 
 
 def ended_early() -> None:
@@ -123,35 +107,21 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     assert second is None
 
 
-def busy(path: str) -> Any:
-    own = accelerator()
-    message = ""
-    if own.process_index == 0:
-        try:
-            own.reduce(torch.ones(1))
-        except CollectiveError as error:
-            message = str(error)
-        with open(path, "w") as file:
-            file.write("done")
-    else:
-        wait_for(path)
-    own.end_training()
-    return message
-
-
-def wait_for(path: str) -> None:
-    while True:
-        with contextlib.suppress(FileNotFoundError), open(path):
-            return
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
-def test_a_rank_that_is_busy_says_where(pair: ranks.Ranks, tmp_path: Any) -> None:
-    message, _ = pair.run(busy, str(tmp_path / "done"))
-    assert f"Rank 0 waited in vain until the deadline of {DEADLINE_S:g} s" in message
-    assert "rank 0: reduce at " in message
-    assert any(line.startswith("  rank 1: ") and "test_misuse.py, line " in line for line in message.splitlines())
+@on_ranks(2)
+def test_a_rank_that_is_busy_says_where(tmp_path: pathlib.Path) -> None:
+    own = accelerator()
+    if own.process_index == 0:
+        with pytest.raises(CollectiveError) as raised:
+            own.reduce(torch.ones(1))
+        message = str(raised.value)
+        assert f"Rank 0 waited in vain until the deadline of {DEADLINE_S:g} s" in message
+        assert "rank 0: reduce at " in message
+        assert re.search("^  rank 1: .*processes.py, line ", message, re.MULTILINE)  # where it waits
+        (tmp_path / "done").touch()
+    else:
+        wait_until((tmp_path / "done").exists, "rank 0 has been told", 60)
+    own.end_training()
 
 
 def accelerator_that_warns() -> Accelerator:
@@ -160,6 +130,7 @@ def accelerator_that_warns() -> Accelerator:
     def watched(*arguments: Any, **_: Any) -> CollectiveWatchdog:
         return CollectiveWatchdog(*arguments, warns_before_s=2.0)
 
+    Accelerator(cpu=True).end_training()  # the ranks have a group whose watchdog is made
     torch_group.CollectiveWatchdog, before = watched, torch_group.CollectiveWatchdog  # type: ignore[assignment, misc]
     try:
         return Accelerator(cpu=True)
@@ -167,47 +138,40 @@ def accelerator_that_warns() -> Accelerator:
         torch_group.CollectiveWatchdog = before  # type: ignore[misc]
 
 
-def works_together(own: Accelerator) -> Any:
+def work_together(own: Accelerator) -> None:
     """Check that gloo's connections are open with a collective, and end the training."""
     net = own.prepare(torch.nn.Linear(2, 2))
     own.backward(net(torch.ones(1, 2)).sum())
-    gathered = gather_object([own.process_index])
+    assert gather_object([own.process_index]) == [0, 1]
     own.end_training()
-    return gathered
 
 
-def call_for_long() -> Any:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_long_call_that_waits_for_nobody_is_not_warned_of_and_frees_nothing() -> None:
     own = accelerator_that_warns()
     with contextlib.redirect_stderr(io.StringIO()) as heard:
         time.sleep(5)  # like a library's long call, this stays at one place of the user's code
-    return heard.getvalue(), works_together(own)
+    assert heard.getvalue() == ""
+    work_together(own)
 
 
 @pytest.mark.slow
-def test_a_long_call_that_waits_for_nobody_is_not_warned_of_and_frees_nothing(pair: ranks.Ranks) -> None:
-    assert pair.run(call_for_long) == [("", [0, 1])] * 2
-
-
-def wait_until_warned(path: str) -> Any:
-    own = accelerator_that_warns()
+@on_ranks(2)
+def test_a_collective_that_takes_long_is_warned_of_and_goes_on(tmp_path: pathlib.Path) -> None:
+    own, warning = accelerator_that_warns(), tmp_path / "warning"
     if own.process_index == 0:
-        with open(path, "w", buffering=1) as file, contextlib.redirect_stderr(file):
+        with open(warning, "w", buffering=1) as file, contextlib.redirect_stderr(file):
             own.gather(torch.ones(1))
     else:
-        while not pathlib.Path(path).exists() or "\n  rank 1" not in pathlib.Path(path).read_text():
-            time.sleep(0.05)
+        wait_until(lambda: warning.exists() and "\n  rank 1" in warning.read_text(), "rank 0 has warned", 60)
         own.gather(torch.ones(1))
-    return works_together(own)
-
-
-@pytest.mark.slow
-def test_a_collective_that_takes_long_is_warned_of_and_goes_on(pair: ranks.Ranks, tmp_path: pathlib.Path) -> None:
-    assert pair.run(wait_until_warned, str(tmp_path / "warning")) == [[0, 1]] * 2
-    title, *doings = (tmp_path / "warning").read_text().splitlines()
+    work_together(own)
+    title, *doings = warning.read_text().splitlines()
     assert title == "Rank 0 has been standing still for long. The ranks are here:"
     assert len(doings) == 2
     assert doings[0].startswith("  rank 0: gather at ")
-    assert "test_misuse.py, line " in doings[1]
+    assert "processes.py, line " in doings[1]
 
 
 def test_what_nccl_has_not_completed_is_read_off_torchs_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,25 +184,22 @@ def test_what_nccl_has_not_completed_is_read_off_torchs_flight_recorder(monkeypa
     assert torch_internals.nccl_status() == {}
 
 
-def prepare_on_one_rank(other: str) -> Any:
-    own = accelerator()
+@pytest.mark.parametrize(("other", "text"), [
+    ("gather", "rank 1: gather float32 (1,) at "),
+    ("prepare", "with weight float32 (4, 2), bias float32 (4,)"),
+])  # fmt: skip
+@on_ranks(2)
+def test_a_model_prepared_on_one_rank_only(other: str, text: str) -> None:
+    own = Accelerator(cpu=True)
     with pytest.raises(CollectiveError) as raised:
         if own.process_index and other == "gather":
             own.gather(torch.ones(1))
         else:
             own.prepare(torch.nn.Linear(2, 3 + own.process_index))
-    return str(raised.value), own.gather(torch.ones(1)).tolist()
-
-
-@pytest.mark.parametrize(("other", "text"), [
-    ("gather", "rank 1: gather float32 (1,) at "),
-    ("prepare", "with weight float32 (4, 2), bias float32 (4,)"),
-])  # fmt: skip
-def test_a_model_prepared_on_one_rank_only(pair: ranks.Ranks, other: str, text: str) -> None:
-    for message, gathered in pair.run(prepare_on_one_rank, other):
-        assert "rank 0: prepare a Linear of 2 parameters, with weight float32 (3, 2), bias float32 (3,) at " in message
-        assert text in message
-        assert gathered == [1, 1]
+    first = "rank 0: prepare a Linear of 2 parameters, with weight float32 (3, 2), bias float32 (3,) at "
+    assert first in str(raised.value)
+    assert text in str(raised.value)
+    assert own.gather(torch.ones(1)).tolist() == [1, 1]
 
 
 CELL = """%%distributed --num_processes 2
@@ -266,6 +227,7 @@ model, optimizer, loader = Accelerator(cpu=True).prepare(model, torch.optim.SGD(
 """
 
 
+@pytest.mark.slow
 def test_cell_with_objects_that_only_the_notebook_has_prepared_is_warned_of(notebook: kernels.Kernel) -> None:
     said = "Warning: Prepared in the notebook: `loader`, `optimizer`. The ranks get the unprepared objects."
     assert notebook.run(_PREPARED_IN_THE_NOTEBOOK, 60).status == "ok"

@@ -19,7 +19,7 @@ from notebook_accel.training import process_group
 from notebook_accel.training.backends.single_process import SingleProcess
 from notebook_accel.training.models import DataParallelism, prepare_model, unwrap_model
 from notebook_accel.training.precision import Precision
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, on_ranks
 
 CPU = torch.device("cpu")
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -250,21 +250,21 @@ def test_ranks_share_weights_and_average_gradients(two_ranks: Ranks, precision: 
     assert first[2] == [[1.5] * 3] * 2
 
 
-def with_a_group_of_ones_own() -> Any:
+@on_ranks(2)
+def test_the_users_own_wrapper_is_kept() -> None:
     backend = process_group.join(cpu=True)
     own = DistributedDataParallel(torch.nn.Linear(3, 2), find_unused_parameters=True)
     plain = prepare_model(own, backend, Precision("no", backend.device, {}), DataParallelism())
     rounding: Any = prepare_model(own, backend, Precision("bf16", backend.device, {}), DataParallelism())
     with rounding.no_sync():
         assert not own.require_backward_grad_sync
-    return plain is own, rounding.find_unused_parameters, rounding(torch.ones(1, 3)).dtype
+    assert plain is own
+    assert rounding.find_unused_parameters
+    assert rounding(torch.ones(1, 3)).dtype is torch.float32
 
 
-def test_the_users_own_wrapper_is_kept(two_ranks: Ranks) -> None:
-    assert two_ranks.run(with_a_group_of_ones_own) == [(True, True, torch.float32)] * 2
-
-
-def after_the_end_of_its_group() -> Any:
+@on_ranks(2)
+def test_a_model_that_was_prepared_in_a_group_that_has_ended() -> None:
     torch.manual_seed(process_group.rank_place().rank)
     first = Accelerator(cpu=True)
     net = first.prepare(torch.nn.Linear(2, 1))
@@ -274,19 +274,14 @@ def after_the_end_of_its_group() -> Any:
     second.backward(again(torch.full((1, 2), float(second.process_index))).sum())
     gradient = second.unwrap_model(again).weight.grad
     second.end_training()
-    return again is net, gradient.tolist()
+    assert again is not net
+    assert gradient.tolist() == [[0.5, 0.5]]
 
 
-def test_a_model_that_was_prepared_in_a_group_that_has_ended(two_ranks: Ranks) -> None:
-    assert two_ranks.run(after_the_end_of_its_group) == [(False, [[0.5, 0.5]])] * 2
-
-
-def only_evaluated() -> bool:
-    return isinstance(Accelerator(cpu=True).prepare_model(torch.nn.Linear(1, 1), evaluation_mode=True), torch.nn.Linear)
-
-
-def test_a_model_that_is_only_evaluated(two_ranks: Ranks) -> None:
-    assert two_ranks.run(only_evaluated) == [True, True]
+@on_ranks(2)
+def test_a_model_that_is_only_evaluated() -> None:
+    model = torch.nn.Linear(1, 1)
+    assert Accelerator(cpu=True).prepare_model(model, evaluation_mode=True) is model
 
 
 class Placed(torch.nn.Linear):

@@ -134,6 +134,7 @@ def test_names_that_point_to_accelerate_exist_there() -> None:
     ("utils.modeling", "compute_module_sizes", "don't fit on one device"),
     ("utils.deepspeed", "HfDeepSpeedConfig", "by fully_shard"),
     ("utils", "convert_model", "8 bits"),
+    ("big_modeling", "init_empty_weights", "don't fit on one device"),
 ])  # fmt: skip
 def test_a_pointer_can_be_imported_and_raises_when_it_is_used(module: str, name: str, reason: str) -> None:
     pointer: Any = getattr(importlib.import_module(f"notebook_accel.{module}"), name)

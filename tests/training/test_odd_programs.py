@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from notebook_accel import Accelerator, GradientAccumulationPlugin
 from tests.training.datasets import Numbers
-from tests.training.ranks import Ranks
+from tests.training.ranks import on_ranks
 
 
 class Sentences(IterableDataset[str]):
@@ -24,35 +24,25 @@ def with_no_label(rows: list[str]) -> dict[str, Any]:
     return {"text": rows, "label": None, "length": torch.ones(len(rows)), "is_last": "g" in rows}
 
 
-def dispatched_sentences() -> list[Any]:
+@on_ranks(2)
+def test_dispatched_batches_of_strings_and_none() -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(Sentences(), batch_size=2, collate_fn=with_no_label))
-    return [
-        ({**batch, "length": len(batch["length"])}, accelerator.gather_for_metrics(batch["text"])) for batch in loader
-    ]
+    texts = (["ab", "ef"], ["cd", "ga"])[accelerator.process_index]
+    gathered = []
+    for batch, text in zip(loader, texts, strict=True):
+        assert {**batch, "length": len(batch["length"])} == {**with_no_label([*text]), "length": 2}
+        gathered += accelerator.gather_for_metrics(batch["text"])
+    assert gathered == [*"abcdefg"]
 
 
-def test_dispatched_batches_of_strings_and_none(two_ranks: Ranks) -> None:
-    for rank, epoch in enumerate(two_ranks.run(dispatched_sentences)):
-        texts = (["ab", "ef"], ["cd", "ga"])[rank]
-        assert [batch for batch, _ in epoch] == [
-            {"text": [*text], "label": None, "length": 2, "is_last": "g" in text} for text in texts
-        ]
-        assert [text for _, texts in epoch for text in texts] == [*"abcdefg"]
-
-
-def objects_of_some_ranks() -> list[Any]:
+@on_ranks(2)
+def test_a_rank_that_has_no_objects() -> None:
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
-    return [
-        accelerator.gather_for_metrics(["found"] * rank),
-        accelerator.gather_for_metrics([]),
-        accelerator.gather_for_metrics([torch.tensor([rank])] * rank, use_gather_object=True),
-    ]
-
-
-def test_a_rank_that_has_no_objects(two_ranks: Ranks) -> None:
-    assert two_ranks.run(objects_of_some_ranks) == [[["found"], [], [torch.tensor([1])]]] * 2
+    assert accelerator.gather_for_metrics(["found"] * rank) == ["found"]
+    assert accelerator.gather_for_metrics([]) == []
+    assert accelerator.gather_for_metrics([torch.tensor([rank])] * rank, use_gather_object=True) == [torch.tensor([1])]
 
 
 def model_of_ones() -> torch.nn.Linear:
@@ -61,7 +51,8 @@ def model_of_ones() -> torch.nn.Linear:
     return model
 
 
-def gradients_after_an_error() -> Any:
+@on_ranks(2)
+def test_an_error_inside_of_accumulate() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     net, loader = accelerator.prepare(model_of_ones(), DataLoader(Numbers(12)))
     weight = accelerator.unwrap_model(net).weight
@@ -74,35 +65,14 @@ def gradients_after_an_error() -> Any:
         seen.append((accelerator.sync_gradients, weight.grad.item()))
         if accelerator.sync_gradients:
             weight.grad = None
-    return seen
+    assert [syncs for syncs, _ in seen] == [False, True] * 3
+    assert [gradient for syncs, gradient in seen if syncs] == [1.5, 5.5, 9.5]
+    assert seen[0][1] == accelerator.process_index / 2
 
 
-def test_an_error_inside_of_accumulate(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(gradients_after_an_error)
-    assert [syncs for syncs, _ in first] == [False, True] * 3
-    assert [gradient for syncs, gradient in first if syncs] == [gradient for syncs, gradient in second if syncs]
-    assert [gradient for syncs, gradient in first if syncs] == [1.5, 5.5, 9.5]
-    assert (first[0][1], second[0][1]) == (0.0, 0.5)
-
-
-def prepare_again_and_again() -> list[float]:
-    accelerator = Accelerator(cpu=True)
-    model = model_of_ones()
-    found = []
-    for fold in range(3):
-        net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        accelerator.backward(net(torch.tensor([[float(accelerator.process_index + fold)]])).sum())
-        found.append(model.weight.grad.item())  # type: ignore[union-attr]
-        optimizer.zero_grad()
-        net, optimizer = accelerator.free_memory(net, optimizer)
-    return found
-
-
-def test_one_model_prepared_again_and_again(two_ranks: Ranks) -> None:
-    assert two_ranks.run(prepare_again_and_again) == [[fold + 0.5 for fold in range(3)]] * 2
-
-
-def compiled_gradients(first: bool) -> Any:
+@pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow), False])
+@on_ranks(2)
+def test_compiled_before_or_after_prepare(first: bool) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = model_of_ones()
     if first:
@@ -114,15 +84,11 @@ def compiled_gradients(first: bool) -> Any:
         with accelerator.accumulate(net):
             accelerator.backward(net(torch.tensor([[float(accelerator.process_index + step)]])).sum())
             seen.append(model.weight.grad.item())  # type: ignore[union-attr]
-    return seen
+    assert seen == [accelerator.process_index / 2, 1.0]
 
 
-@pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_compiled_before_or_after_prepare(two_ranks: Ranks, first: bool) -> None:
-    assert two_ranks.run(compiled_gradients, first) == [[0.0, 1.0], [0.5, 1.0]]
-
-
-def train_on_pairs() -> Any:
+@on_ranks(2)
+def test_several_loaders_at_once() -> None:
     """Iterate over two loaders at once, over a nested one, and abandon an iterator in the middle."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=4))
     net, one, other, test = accelerator.prepare(
@@ -140,11 +106,6 @@ def train_on_pairs() -> Any:
             for rows in test:
                 if accelerator.gather_for_metrics(rows).tolist() == [0, 1, 2, 3]:
                     break
-    return synced, tested, len(accelerator.gather_for_metrics(torch.ones(3)))
-
-
-def test_several_loaders_at_once(two_ranks: Ranks) -> None:
-    for synced, tested, rows in two_ranks.run(train_on_pairs):
-        assert synced == [False, False, False, True, False, True] * 2
-        assert tested == [list(range(5))] * 12
-        assert rows == 6
+    assert synced == [False, False, False, True, False, True] * 2
+    assert tested == [list(range(5))] * 12
+    assert len(accelerator.gather_for_metrics(torch.ones(3))) == 6

@@ -23,7 +23,7 @@ from notebook_accel.training.optimizers import (
     prepare_scheduler,
 )
 from notebook_accel.training.precision import LossScaler
-from tests.training.ranks import Ranks, caught_warnings
+from tests.training.ranks import caught_warnings, on_ranks
 
 
 def make(steps: int = 1, **options: Any) -> tuple[torch.nn.Parameter, AcceleratedOptimizer, GradientState]:
@@ -131,16 +131,6 @@ def test_calls_of_an_unfinished_window_are_part_of_the_schedules_state() -> None
     assert again.last_epoch == 0
 
 
-def test_one_cycle_ends_where_it_ends() -> None:
-    _, optimizer, state = make()
-    inner = lr_scheduler.OneCycleLR(optimizer.optimizer, max_lr=1.0, total_steps=7)
-    scheduler = schedule(optimizer, state, inner, ranks=2)
-    for _ in range(6):
-        optimizer.step()
-        scheduler.step()
-    assert scheduler.last_epoch == 7
-
-
 @pytest.mark.parametrize("kind", ["sequence", "chain", "chain in a sequence"])
 def test_one_cycle_within_another_schedule_ends_where_it_ends(kind: str) -> None:
     _, optimizer, state = make()
@@ -172,8 +162,9 @@ def test_a_sequence_whose_milestone_is_too_late_says_so() -> None:
         scheduler.step()
 
 
-def plateau(metric: str) -> tuple[list[float], list[tuple[str, str]]]:
-    """Train two epochs, and return the rank's learning rates and the warnings about its metric with their lines."""
+@pytest.mark.parametrize("metric", ["own", "mean", "rank 0's alone", "undefined"])
+@on_ranks(2)
+def test_ranks_that_pass_different_metrics_are_warned_of_once(metric: str) -> None:
     accelerator = Accelerator(cpu=True)
     net = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -191,23 +182,16 @@ def plateau(metric: str) -> tuple[list[float], list[tuple[str, str]]]:
             if metric != "rank 0's alone" or accelerator.is_main_process:
                 scheduler.step(loss if metric != "undefined" else math.nan)
             rates.append(optimizer.param_groups[0]["lr"])
+    by_rank = accelerator.gather_for_metrics([rates], use_gather_object=True)
+    is_told = metric == "own" and accelerator.is_main_process
     accelerator.end_training()
-    found = [(str(warning.message), linecache.getline(warning.filename, warning.lineno)) for warning in caught]
-    return rates, [(text, line) for text, line in found if "ReduceLROnPlateau" in text]
-
-
-@pytest.mark.parametrize("metric", ["own", "mean", "rank 0's alone", "undefined"])
-def test_ranks_that_pass_different_metrics_are_warned_of_once(two_ranks: Ranks, metric: str) -> None:
-    (rates, on_0), (others_rates, on_1) = two_ranks.run(plateau, metric)
-    assert on_1 == []
-    if metric != "own":
-        assert on_0 == []
-        return
-    assert rates != others_rates
-    [(text, line)] = on_0
-    assert "Rank 0 has passed -1 to ReduceLROnPlateau, rank 1 1:" in text
-    assert 'accelerator.reduce(loss, "mean")' in text
-    assert "scheduler.step(loss" in line
+    assert metric != "own" or by_rank[0] != by_rank[1]
+    said = [warning for warning in caught if "ReduceLROnPlateau" in str(warning.message)]
+    assert len(said) == is_told
+    for warning in said:
+        assert "Rank 0 has passed -1 to ReduceLROnPlateau, rank 1 1:" in str(warning.message)
+        assert 'accelerator.reduce(loss, "mean")' in str(warning.message)
+        assert "scheduler.step(loss" in linecache.getline(warning.filename, warning.lineno)
 
 
 @pytest.mark.parametrize("options", [{}, {"adjust_scheduler": True}])

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from notebook_accel import Accelerator, DataLoaderConfiguration, prepare_data_loader
 from notebook_accel.utils import set_seed
+from tests.training import sharded_programs
 from tests.training.ranks import Ranks, caught_warnings
+from tests.training.sharded_programs import Case
 
 
 class Stream(IterableDataset[int]):
@@ -162,64 +162,14 @@ def test_new_ranks_draw_numbers_of_their_own(groups: dict[int, Ranks], tmp_path:
     assert groups[3].run(numbers_after, folder, True) == by_rank
 
 
-def train(
-    batch_size: int, steps: int, load: str | None = None, save: str | None = None, stop_after: int | None = None
-) -> dict[str, Any]:
-    """Train two epochs, or from a checkpoint to their end, or save one after some micro-batches."""
-    set_seed(1)
-    x = torch.randn(48, 4)
-    data = TensorDataset(x, (x @ torch.randn(4, 3)).argmax(1))
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    # The schedule counts steps, however many ranks there are.
-    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 100)
-    net, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size, shuffle=True))
-    accelerator.register_for_checkpointing(scheduler)
-    if load is not None:
-        accelerator.load_state(load)
-    loaded = states_of(accelerator, net, optimizer, scheduler)
-    losses, number = [], 0
-    for _ in range(loader.epoch, 2):
-        for inputs, targets in loader:
-            with accelerator.accumulate(net):
-                loss = F.cross_entropy(net(inputs), targets)
-                accelerator.backward(loss)
-                accelerator.clip_grad_norm_(net.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-                if accelerator.sync_gradients:
-                    scheduler.step()
-            losses.append(accelerator.reduce(loss.detach(), "mean").item())
-            number += 1
-            if number == stop_after:
-                accelerator.save_state(save)
-                return {"losses": losses, "states": states_of(accelerator, net, optimizer, scheduler)}
-    return {"losses": losses, "states": loaded, "weights": states_of(accelerator, net, optimizer, scheduler)}
-
-
-def states_of(accelerator: Accelerator, net: Any, optimizer: Any, scheduler: Any) -> list[Any]:
-    moments = [
-        {name: value.tolist() for name, value in values.items()} for values in optimizer.state_dict()["state"].values()
-    ]
-    weights = {name: value.tolist() for name, value in accelerator.get_state_dict(net).items()}
-    return [weights, moments, scheduler.state_dict()]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "stop_after", "steps"), [((2, 1), 4, 3), pytest.param((3, 2), 4, 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("saving", "loading"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_training_goes_on_as_if_undisturbed(
-    groups: dict[int, Ranks], tmp_path: pathlib.Path, ranks: tuple[int, int], stop_after: int, steps: int
+    groups: dict[int, Ranks], tmp_path: pathlib.Path, saving: int, loading: int
 ) -> None:
-    """All ranks together take twelve samples at a time. It stops inside an accumulation window."""
-    folder = str(tmp_path / "state")
-    undisturbed = train(12, steps)
-    saved = groups[ranks[0]].run(train, 12 // ranks[0], steps, None, folder, stop_after)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        resumed = groups[ranks[1]].run(train, 12 // ranks[1], steps, folder)
-    assert all(of_rank["states"] == saved[0]["states"] for of_rank in resumed)
-    losses = saved[0]["losses"] + resumed[0]["losses"]
-    assert losses == pytest.approx(undisturbed["losses"], abs=1e-6)
-    assert len(losses) == 8
+    """It is saved inside an accumulation window."""
+    folder, case = str(tmp_path / "state"), Case(sharded=False, window=2)
+    (expected, losses), *_ = groups[saving].run(sharded_programs.saved, folder, case)
+    (state, resumed), *_ = groups[loading].run(sharded_programs.loaded, folder, case)
+    assert state == expected
+    assert resumed == pytest.approx(losses, rel=0, abs=1e-6)
+    assert len(losses) == sharded_programs.RESUMED_STEPS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import pathlib
 from typing import Any
 
@@ -16,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from notebook_accel import Accelerator, ConfigError, FullyShardedDataParallelPlugin, ParallelismConfig
+from notebook_accel import Accelerator, ConfigError, FullyShardedDataParallelPlugin, ParallelismConfig, environment
 from notebook_accel.errors import TrainingError
 from notebook_accel.utils import set_seed
 from tests.training import sharded_programs
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, on_ranks
 from tests.training.sharded_programs import Case, Writer
 
 # Four ranks of a busy machine take their time to import what they need.
@@ -159,51 +158,14 @@ def test_checkpoints_fit_any_division(
     assert len(losses) == sharded_programs.RESUMED_STEPS
 
 
-def save_whole_model(parallel: dict[str, int], folder: str) -> Any:
-    program = sharded_programs.Program(Case(parallel=parallel))
-    weights = program.weights()
-    program.accelerator.save_model(program.net, folder)
-    return weights
-
-
-@pytest.mark.parametrize(
-    ("ranks", "parallel"), [(2, _PARTS), slow(4, _SHARES_AND_PARTS), slow(4, _COPIES_AND_SHARES)], ids=str
-)
-def test_whole_weights_are_saved(
-    groups: dict[int, Ranks], tmp_path: pathlib.Path, ranks: int, parallel: dict[str, int]
-) -> None:
-    from safetensors.torch import load_file
-
-    weights, *others = groups[ranks].run(save_whole_model, parallel, str(tmp_path), deadline_s=_DEADLINE_S)
-    assert not any(others)
-    saved = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(saved["blocks.0.up.weight"], torch.tensor(weights["blocks.0.up.weight"]))
-
-
-def hybrid(variables: dict[str, str], strategy: str | None) -> Any:
-    os.environ.update(variables)
-    try:
-        set_seed(3)
-        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(sharding_strategy=strategy))
-        net = accelerator.prepare(Writer())
-        x = sharded_programs.digits()[accelerator.process_index :: 4][:8]
-        accelerator.backward(F.cross_entropy(net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()))
-        up: Any = net.blocks[0].up.weight
-        assert accelerator.parallelism_config is not None
-        sizes = accelerator.parallelism_config.sizes
-        return sizes, len(up.to_local()), len(up), up.grad.full_tensor().tolist(), accelerator.data_parallel_rank
-    finally:
-        for name in variables:
-            del os.environ[name]
-
-
-def whole_gradient() -> Any:
+def gradient(accelerator: Accelerator) -> tuple[Any, torch.Tensor]:
+    """Return a weight after a backward pass, and its whole gradient."""
     set_seed(3)
-    accelerator = Accelerator(cpu=True)
     net = accelerator.prepare(Writer())
     x = sharded_programs.digits()[accelerator.process_index :: 4][:8]
     accelerator.backward(F.cross_entropy(net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()))
-    return accelerator.unwrap_model(net).blocks[0].up.weight.grad.tolist()
+    up = accelerator.unwrap_model(net).blocks[0].up.weight
+    return up, getattr(up.grad, "full_tensor", lambda: up.grad)()
 
 
 @pytest.mark.parametrize(("variables", "strategy"), [
@@ -218,17 +180,18 @@ def whole_gradient() -> Any:
         None,
     ),
 ], ids=["strategy", "variable", "sizes"])  # fmt: skip
-def test_each_copy_is_sharded_over_some_ranks(
-    four_ranks: Ranks, variables: dict[str, str], strategy: str | None
-) -> None:
+@on_ranks(4)
+def test_each_copy_is_sharded_over_some_ranks(variables: dict[str, str], strategy: str | None) -> None:
     """Two nodes of two ranks have a copy each, or as many as variables say."""
-    by_rank = four_ranks.run(hybrid, variables, strategy, deadline_s=_DEADLINE_S)
-    expected = four_ranks.run(whole_gradient)[0]
-    for rank, (sizes, held, length, gradient, copy) in enumerate(by_rank):
-        assert sizes == {"dp_replicate": 2, "dp_shard": 2}
-        assert held == length / 2
-        assert copy == rank // 2
-        assert torch.allclose(torch.tensor(gradient), torch.tensor(expected), atol=1e-6)
+    _, expected = gradient(Accelerator(cpu=True))
+    with environment.patched(variables):
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(sharding_strategy=strategy))
+    up, found = gradient(accelerator)
+    assert accelerator.parallelism_config is not None
+    assert accelerator.parallelism_config.sizes == {"dp_replicate": 2, "dp_shard": 2}
+    assert len(up.to_local()) == len(up) / 2
+    assert accelerator.data_parallel_rank == accelerator.process_index // 2
+    assert torch.allclose(found, expected, atol=1e-6)
 
 
 def train_on_own_mesh(shape: tuple[int, ...], loader_first: bool = False) -> list[float]:
@@ -287,21 +250,18 @@ def test_a_model_with_parts_comes_before_its_loader(two_ranks: Ranks) -> None:
     assert "tp_size=2" in raised.value.fix
 
 
-def prepare_parts(names: tuple[str, str]) -> None:
+@pytest.mark.parametrize(("names", "message"), [
+    (("data", "parts"), "nobody averages their gradients"),
+    (("parts", "data"), "are on the ranks (0, 2|1, 3)"),
+], ids=["copies", "distant"])  # fmt: skip
+@on_ranks(4)
+def test_models_with_parts_that_nobody_averages(names: tuple[str, str], message: str) -> None:
     accelerator = Accelerator(cpu=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
     model = Writer()
     sharded_programs.cut_into_parts(model, mesh["parts"])
-    accelerator.prepare(model)
-
-
-@pytest.mark.parametrize(("names", "message"), [
-    (("data", "parts"), "nobody averages their gradients"),
-    (("parts", "data"), "are on the ranks 0, 2"),
-], ids=["copies", "distant"])  # fmt: skip
-def test_models_with_parts_that_nobody_averages(four_ranks: Ranks, names: tuple[str, str], message: str) -> None:
     with pytest.raises(TrainingError, match=message):
-        four_ranks.run(prepare_parts, names)
+        accelerator.prepare(model)
 
 
 def average_over_joint_dimensions(parallel: dict[str, int]) -> Any:
@@ -363,11 +323,9 @@ def test_what_is_not_there(arguments: dict[str, Any], message: str) -> None:
     assert raised.value.fix
 
 
-def test_sizes_that_do_not_fit(two_ranks: Ranks) -> None:
+def test_sizes_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match=r"is for 4 ranks \(tp_size=4\), and there is 1|for 4 ranks .* there are 1"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=4))
-    with pytest.raises(ConfigError, match="leaves no ranks for that"):
-        two_ranks.run(sharded_and_cut)
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig())
     assert accelerator.parallelism_config == ParallelismConfig(1, 1, 1)
     assert accelerator.torch_device_mesh is accelerator.state.device_mesh is None
@@ -375,6 +333,11 @@ def test_sizes_that_do_not_fit(two_ranks: Ranks) -> None:
         _ = accelerator.tensor_parallel_rank
 
 
-def sharded_and_cut() -> None:
-    plugin = FullyShardedDataParallelPlugin()
-    Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(tp_size=2))
+@on_ranks(2)
+def test_parts_that_leave_no_ranks_for_shares() -> None:
+    with pytest.raises(ConfigError, match="leaves no ranks for that"):
+        Accelerator(
+            cpu=True,
+            fsdp_plugin=FullyShardedDataParallelPlugin(),
+            parallelism_config=ParallelismConfig(tp_size=2),
+        )

@@ -30,14 +30,6 @@ def test_fp16_on_a_cpu_is_refused_with_the_reason() -> None:
     assert "bf16" in raised.value.fix
 
 
-def test_autocast_computes_in_the_precision() -> None:
-    x = torch.ones(2, 2)
-    with Precision("bf16", CPU, {}).autocast():
-        assert (x @ x).dtype is torch.bfloat16
-    with Precision("no", CPU, {}).autocast():
-        assert (x @ x).dtype is torch.float32
-
-
 def test_autocast_as_told() -> None:
     x = torch.ones(2, 2)
     told = Precision("bf16", CPU, {}, autocast=AutocastKwargs(enabled=False))

@@ -21,3 +21,21 @@ def test_rank_that_crashes_fails_its_test_only() -> None:
             two.run(crash, "1")
         ranks.Ranks.replace_late()
         assert two.run(crash, "none") == ["0", "1"]
+
+
+@ranks.on_ranks(2)
+def test_body_of_a_test_runs_in_ranks() -> None:
+    assert os.environ["WORLD_SIZE"] == "2"
+
+
+def fail(expected: int) -> None:
+    found = int(os.environ["WORLD_SIZE"])
+    assert found == expected
+
+
+def test_assertion_that_fails_in_a_rank_shows_its_variables(
+    two_ranks: ranks.Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(AssertionError):
+        two_ranks.run(fail, 3)
+    assert "found = 2" in capsys.readouterr().out

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from notebook_accel import Accelerator, DataLoaderConfiguration
 from notebook_accel.training.sharding import SeedableRandomSampler
 from notebook_accel.utils import set_seed
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, on_ranks
 
 _SAMPLES = 48
 
@@ -176,20 +176,19 @@ def save_and_finish(kind: str, folder: str) -> tuple[list[int], list[int]]:
 
 
 class Curriculum(Sampler[int]):
-    """A sampler that reads an attribute, and the epoch that the program sets."""
+    """A sampler that reads the epoch that the program sets."""
 
-    def __init__(self) -> None:
-        self.easiest, self.epoch = 24, 0
+    epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.easiest
+        return 24
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.epoch)
-        return iter(torch.randperm(self.easiest, generator=generator).tolist())
+        return iter(torch.randperm(24, generator=generator).tolist())
 
 
 class ByLength(BatchSampler):
@@ -218,16 +217,6 @@ def _subset_of_loader() -> tuple[dict[str, Any], Change]:
     )
 
 
-def _curriculum() -> tuple[dict[str, Any], Change]:
-    sampler = Curriculum()
-
-    def change(epoch: int, _: Any) -> None:
-        sampler.easiest = 12 + 6 * epoch
-        sampler.set_epoch(epoch)
-
-    return {"batch_size": 3, "sampler": sampler}, change
-
-
 def _own_epochs() -> tuple[dict[str, Any], Change]:
     sampler = Curriculum()
     return {"batch_size": 3, "sampler": sampler}, lambda epoch, _: sampler.set_epoch(3 + 2 * epoch)
@@ -250,7 +239,7 @@ def _data_source() -> tuple[dict[str, Any], Change]:
 
 
 _PROGRAMS = {
-    "weights": _weighted, "the loader's indices": _subset_of_loader, "an attribute": _curriculum, "epochs": _own_epochs,
+    "weights": _weighted, "the loader's indices": _subset_of_loader, "epochs": _own_epochs,
     "the loader's batch size": _batch_size_of_loader, "its sampler's data": _data_source,
     "its sampler": _another_sampler,
 }  # fmt: skip
@@ -307,53 +296,22 @@ def test_the_programs_own_epochs_at_a_resume(two_ranks: Ranks, tmp_path: pathlib
     assert two_ranks.run(own_epochs, str(tmp_path / "state"), True) == [whole[36:]] * 2
 
 
-def growing(is_prepared: bool) -> list[list[int]]:
+def assert_order_follows_data_that_grow() -> None:
     torch.manual_seed(4)
     data = list(range(8))
     config = DataLoaderConfiguration(use_seedable_sampler=True)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
-    loader: Any = DataLoader(data, batch_size=2, shuffle=True)  # type: ignore[arg-type]
-    if is_prepared:
-        loader = accelerator.prepare(loader)
-    epochs = []
+    loader = accelerator.prepare(DataLoader(data, batch_size=2, shuffle=True))  # type: ignore[arg-type]
     for epoch in range(3):
-        if not is_prepared:
-            loader = DataLoader(data, 2, sampler=SeedableRandomSampler(data, data_seed=4 + epoch))  # type: ignore[arg-type]
-        epochs.append([n for x in loader for n in accelerator.gather_for_metrics(x).tolist()])
+        order = list(SeedableRandomSampler(data, data_seed=4 + epoch))
+        assert [n for x in loader for n in accelerator.gather_for_metrics(x).tolist()] == order
         data += range(len(data), len(data) + 3)
-    return epochs
 
 
-def test_a_seedable_sampler_follows_data_that_grow(two_ranks: Ranks) -> None:
-    expected = growing(is_prepared=False)
-    assert [len(epoch) for epoch in expected] == [8, 11, 14]
-    assert two_ranks.run(growing, True) == [expected] * 2
-    assert growing(is_prepared=True) == expected
+def test_a_seedable_sampler_of_one_process_follows_data_that_grow() -> None:
+    assert_order_follows_data_that_grow()
 
 
-def searched() -> list[float]:
-    """Fit by LBFGS, whose line search decides by the loss how far it goes and how often it calls the model."""
-    set_seed(2)
-    accelerator = Accelerator(cpu=True, split_batches=True)
-    x = torch.randn(32, 5)
-    y = torch.randn(32, 1)
-    model: Any = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
-    optimizer: Any = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe", max_iter=8)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(x, y), batch_size=32))  # type: ignore[arg-type]
-    for xs, ys in loader:
-        for _ in range(3):
-
-            def closure(xs: torch.Tensor = xs, ys: torch.Tensor = ys) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = torch.nn.functional.mse_loss(model(xs), ys)
-                accelerator.backward(loss)
-                return loss
-
-            optimizer.step(closure)
-    return [parameter.sum().item() for parameter in accelerator.unwrap_model(model).parameters()]
-
-
-def test_line_search_decides_alike_on_all_ranks(one_rank: Ranks, two_ranks: Ranks) -> None:
-    [expected] = one_rank.run(searched)
-    first, second = two_ranks.run(searched)
-    assert first == second == pytest.approx(expected, abs=1e-3)
+@on_ranks(2)
+def test_a_seedable_sampler_of_ranks_follows_data_that_grow() -> None:
+    assert_order_follows_data_that_grow()

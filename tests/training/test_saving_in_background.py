@@ -21,7 +21,7 @@ from notebook_accel import Accelerator, ProjectConfiguration
 from notebook_accel.errors import CheckpointError
 from notebook_accel.training import checkpoint_folders, checkpoint_saving, model_files
 from tests.training import ranks
-from tests.training.ranks import Ranks
+from tests.training.ranks import on_ranks
 from tests.training.sharded_programs import Case, Program
 
 
@@ -44,33 +44,26 @@ class Held:
         self._may_go.set()
 
 
-def saved_as_of(folder: str, sharded: bool) -> tuple[bool, Any, Any, list[float]]:
-    """Save in the background while training goes on. Return whether the folder was there at once, and the states."""
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_the_state_is_that_of_the_call(tmp_path: pathlib.Path, sharded: bool) -> None:
+    folder = str(tmp_path / "state")
     with pytest.MonkeyPatch.context() as patches:
         held = Held(patches)
         program = Program(Case(sharded=sharded))
         program.train(3)
         before = program.weights()
-        returned = program.accelerator.save_state(folder, async_=True)
-        assert returned == folder
-        is_there = os.path.exists(folder)
+        assert program.accelerator.save_state(folder, async_=True) == folder
+        assert not os.path.exists(folder)
         losses = program.train(6)[3:]
         held.release()
         program.accelerator.end_training()
     again = Program(Case(sharded=sharded, seed=9))
     again.accelerator.load_state(folder)
-    state = again.weights()
+    assert again.weights() == before
     again.losses = [0.0] * 3
     assert again.train(6)[3:] == losses
-    return is_there, before, state, losses
-
-
-@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_state_is_that_of_the_call(two_ranks: Ranks, tmp_path: pathlib.Path, sharded: bool) -> None:
-    for is_there, before, state, losses in two_ranks.run(saved_as_of, str(tmp_path / "state"), sharded):
-        assert not is_there
-        assert state == before
-        assert len(losses) == 3
+    assert len(losses) == 3
 
 
 class Counts:
@@ -172,10 +165,11 @@ def _interrupted(_: checkpoint_saving.Saving) -> None:
     raise KeyboardInterrupt
 
 
-def failure_in_background(folder: str) -> tuple[str, list[str]]:
+@on_ranks(2)
+def test_a_failure_is_raised_when_it_is_waited_for(tmp_path: pathlib.Path) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(2, 2))
-    accelerator.save_state(f"{folder}/state")
+    accelerator.save_state(tmp_path / "state")
     with pytest.MonkeyPatch.context() as patches:
         if accelerator.process_index == 1:
 
@@ -183,21 +177,14 @@ def failure_in_background(folder: str) -> tuple[str, list[str]]:
                 raise OSError("no space left")
 
             patches.setattr("notebook_accel.training.model_files.write_object", fail)
-        accelerator.save_state(f"{folder}/state", async_=True)
-        with pytest.raises(CheckpointError) as raised:
+        accelerator.save_state(tmp_path / "state", async_=True)
+        with pytest.raises(CheckpointError, match=r"(?s)saved while training went on, failed: .*no space left"):
             accelerator.end_training()
     accelerator.end_training()
     again = Accelerator(cpu=True)
     again.prepare(torch.nn.Linear(2, 2))
-    again.load_state(f"{folder}/state")
-    return str(raised.value), os.listdir(folder)
-
-
-def test_a_failure_is_raised_when_it_is_waited_for(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    for text, left in two_ranks.run(failure_in_background, str(tmp_path)):
-        assert "which was saved while training went on, failed: " in text
-        assert "no space left" in text
-        assert left == ["state"]
+    again.load_state(tmp_path / "state")
+    assert os.listdir(tmp_path) == ["state"]
 
 
 _AT_EXIT = """

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -16,21 +17,10 @@ from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, Gradient
 from notebook_accel.errors import CheckpointError
 from notebook_accel.training.sharded_files import ShardedFiles
 from tests.training import sharded_programs
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, on_ranks
 from tests.training.sharded_programs import Case
 
 slow = pytest.mark.slow
-
-
-@slow
-def test_saved_on_four_ranks(groups: dict[int, Ranks], tmp_path: pathlib.Path) -> None:
-    case = Case(groups=True)
-    (expected, losses), *_ = groups[4].run(sharded_programs.saved, str(tmp_path / "state"), case)
-    assert len(losses) == sharded_programs.RESUMED_STEPS
-    for ranks in (4, 1):
-        (state, resumed), *_ = groups[ranks].run(sharded_programs.loaded, str(tmp_path / "state"), case)
-        assert state == expected, ranks
-        assert resumed == pytest.approx(losses, rel=0, abs=1e-6), ranks
 
 
 @pytest.mark.parametrize(("first", "second"), [
@@ -38,6 +28,7 @@ def test_saved_on_four_ranks(groups: dict[int, Ranks], tmp_path: pathlib.Path) -
     pytest.param(Case(), Case(sharded=False), id="sharded to whole"),
     pytest.param(Case(plugin={"state_dict_type": "full_state_dict"}), Case(), id="in whole files", marks=slow),
     pytest.param(Case(plugin={"ignored_modules": "blocks.1"}), Case(), id="ignored modules", marks=slow),
+    pytest.param(Case(dynamo={"backend": "aot_eager"}), Case(), id="compiled", marks=slow),
     pytest.param(
         Case(precision="bf16"), Case(plugin={"activation_checkpointing": True, "mixed_precision_policy": "bf16"}),
         id="other settings", marks=slow,
@@ -117,8 +108,9 @@ def test_within_an_accumulation_window(two_ranks: Ranks, tmp_path: pathlib.Path)
     assert "sync_each_batch=True" in (raised.value.fix or "")
 
 
-def saved_between_own_micro_batches(folder: str) -> list[bool]:
-    """Return whether each of three checkpoints was saved: before, after a backward pass in ``no_sync``, and after."""
+@on_ranks(2)
+def test_within_a_window_of_the_programs_own(tmp_path: pathlib.Path) -> None:
+    """Save three checkpoints: before, after a backward pass in ``no_sync``, and after one that averages."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
     model = sharded_programs.Writer()
     net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -126,7 +118,7 @@ def saved_between_own_micro_batches(folder: str) -> list[bool]:
 
     def is_saved() -> bool:
         try:
-            accelerator.save_state(folder)
+            accelerator.save_state(tmp_path / "state")
         except CheckpointError as error:
             assert "within an accumulation window of a sharded model" in str(error)  # noqa: PT017
             return False
@@ -138,47 +130,21 @@ def saved_between_own_micro_batches(folder: str) -> list[bool]:
             accelerator.backward(F.cross_entropy(net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()))
         saved.append(is_saved())
     optimizer.step()
-    return saved
+    assert saved == [True, False, True]
 
 
-def test_within_a_window_of_the_programs_own(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    assert two_ranks.run(saved_between_own_micro_batches, str(tmp_path / "state")) == [[True, False, True]] * 2
-
-
-def save_error(folder: str) -> tuple[str, list[str]]:
-    """Return this rank's error of a save, and the files that are left."""
+@on_ranks(2)
+def test_a_hook_that_removes_the_weights_on_one_rank_is_an_error_on_all(tmp_path: pathlib.Path) -> None:
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
     accelerator.prepare(sharded_programs.Writer())
     if accelerator.is_main_process:
         accelerator.register_save_state_pre_hook(lambda _models, weights, _folder: weights.clear())
-    with pytest.raises(CheckpointError) as raised:
-        accelerator.save_state(folder)
+    said = r"A hook has removed the weights of a sharded model on some ranks only\."
+    with pytest.raises(CheckpointError, match=said):
+        accelerator.save_state(tmp_path / "state")
     accelerator.wait_for_everyone()
-    left = os.listdir(os.path.dirname(folder))
+    assert os.listdir(tmp_path) == []
     accelerator.end_training()
-    return str(raised.value), left
-
-
-def test_a_hook_that_removes_the_weights_on_one_rank_is_an_error_on_all(
-    two_ranks: Ranks, tmp_path: pathlib.Path
-) -> None:
-    for error, left in two_ranks.run(save_error, str(tmp_path / "state")):
-        assert "A hook has removed the weights of a sharded model on some ranks only." in error
-        assert left == []
-
-
-def load_error(folder: str, width: int) -> tuple[str, bool]:
-    """Return this rank's error, and whether the weights are those from before."""
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
-    net = accelerator.prepare(sharded_programs.Writer(width))
-    accelerator.register_for_checkpointing(Registered(net))
-    before = accelerator.get_state_dict(net)
-    try:
-        accelerator.load_state(folder)
-    except CheckpointError as error:
-        after = accelerator.get_state_dict(net)
-        return str(error), all(torch.equal(before[name], value) for name, value in after.items())
-    return "", False
 
 
 class Malicious:
@@ -189,16 +155,26 @@ class Malicious:
         return pathlib.Path.touch, (self._path,)
 
 
-def test_spoilt_checkpoints(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    two_ranks.run(sharded_programs.saved, str(tmp_path / "state"), Case())
-    for text, is_unchanged in two_ranks.run(load_error, str(tmp_path / "state"), 8):
-        assert "blocks.0.down.bias: (24,) in the checkpoint, (8,) in the model" in text
-        assert is_unchanged
-    share = tmp_path / "state" / "sharded" / "__1_0.distcp"
-    share.write_bytes(share.read_bytes()[:-1])
-    for text, is_unchanged in two_ranks.run(load_error, str(tmp_path / "state"), 24):
-        assert "isn't whole: sharded/__1_0.distcp has" in text
-        assert is_unchanged
+@pytest.mark.parametrize(("width", "text"), [
+    (8, "blocks.0.down.bias: (24,) in the checkpoint, (8,) in the model"),
+    (24, "isn't whole: sharded/__1_0.distcp has"),
+])  # fmt: skip
+@on_ranks(2)
+def test_spoilt_checkpoints(tmp_path: pathlib.Path, width: int, text: str) -> None:
+    """A checkpoint of another model, and one whose files aren't whole, change nothing."""
+    folder = tmp_path / "state"
+    saving, accelerator = (Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()) for _ in range(2))
+    saving.prepare(sharded_programs.Writer())
+    saving.save_state(folder)
+    net = accelerator.prepare(sharded_programs.Writer(width))
+    if width == 24 and accelerator.is_main_process:
+        share = folder / "sharded" / "__1_0.distcp"
+        share.write_bytes(share.read_bytes()[:-1])
+    before = accelerator.get_state_dict(net)
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        accelerator.load_state(folder)
+    after = accelerator.get_state_dict(net)
+    assert all(torch.equal(before[name], value) for name, value in after.items())
 
 
 def test_the_index_can_not_run_code(tmp_path: pathlib.Path) -> None:

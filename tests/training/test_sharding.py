@@ -25,7 +25,7 @@ from notebook_accel.training.sharding import (
     dispatched_rounds,
 )
 from tests.training.datasets import Numbers, SizedStream
-from tests.training.ranks import Ranks
+from tests.training.ranks import on_ranks
 
 lengths = st.integers(0, 40)
 sizes = st.integers(1, 5)
@@ -85,15 +85,6 @@ def test_tail_says_which_samples_of_the_last_round_are_real(n: int, size: int, w
     assert kept == list(range(whole if n > whole else max(0, whole - size * world), n))
 
 
-def test_ragged_tail_is_told_where_every_rank_has_a_share() -> None:
-    by_rank = shards(7, 2, 2, even_batches=False)
-    assert [list(shard)[-1] for shard in by_rank] == [[4, 5], [6]]
-    assert [shard.tails for shard in by_rank] == [{1: Tail((2, 1), (2, 1))}] * 2
-    for shard in shards(5, 2, 2, even_batches=False):
-        list(shard)
-        assert shard.tails == {1: Tail((1, 0), (1, 0))}
-
-
 def test_a_last_round_that_is_dispatched_as_accelerate_does_it() -> None:
     (shard, *_), stream = shards(13, 4, 2), IterableDatasetShard(SizedStream(13), 4, num_processes=2)
     for dealt in (shard, stream):
@@ -119,14 +110,6 @@ class Buckets:
 
     def __len__(self) -> int:
         return 3
-
-
-def test_batches_of_unknown_size_are_left_as_they_are() -> None:
-    first, second = (BatchSamplerShard(Buckets(), 2, rank) for rank in range(2))
-    assert list(first) == [[0, 1, 2], [4, 5]]
-    assert list(second) == [[3], [0, 1, 2]]
-    assert first.tails == second.tails == {0: Tail((3, 1), (3, 1)), 1: Tail((2, 0), (2, 3))}
-    assert len(first) == len(second) == 2
 
 
 def test_split_batches_needs_a_batch_size_that_divides() -> None:
@@ -191,24 +174,13 @@ def seedable(seed: int) -> DataLoader[Any]:
     return DataLoader(range(8), batch_size=4, sampler=SeedableRandomSampler(range(8), data_seed=seed))
 
 
-@pytest.mark.parametrize("options", [{}, {"use_seedable_sampler": True}])
-def test_a_seedable_sampler_keeps_its_order(options: dict[str, Any]) -> None:
-    config = DataLoaderConfiguration(**options)
-    prepared = Accelerator(cpu=True, dataloader_config=config).prepare(seedable(7))
-    plain = seedable(7)
-    for _ in range(3):
-        assert [batch.tolist() for batch in prepared] == [batch.tolist() for batch in plain]
-
-
-def read_together(use_seedable_sampler: bool) -> list[Any]:
+@pytest.mark.parametrize("use_seedable_sampler", [True, False])
+@on_ranks(2)
+def test_a_seedable_sampler_keeps_its_order_on_several_ranks(use_seedable_sampler: bool) -> None:
     config = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=use_seedable_sampler)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     loader = accelerator.prepare(seedable(7 + accelerator.process_index))  # rank 0's counts
-    return [[accelerator.gather(batch).tolist() for batch in loader] for _ in range(3)]
-
-
-@pytest.mark.parametrize("use_seedable_sampler", [True, False])
-def test_a_seedable_sampler_keeps_its_order_on_several_ranks(two_ranks: Ranks, use_seedable_sampler: bool) -> None:
     plain = seedable(7)
-    expected = [[batch.tolist() for batch in plain] for _ in range(3)]
-    assert two_ranks.run(read_together, use_seedable_sampler) == [expected] * 2
+    for _ in range(3):
+        expected = [batch.tolist() for batch in plain]
+        assert [accelerator.gather(batch).tolist() for batch in loader] == expected

@@ -18,7 +18,7 @@ from notebook_accel.errors import PayloadError, TrainingError
 from notebook_accel.payload import serialization
 from notebook_accel.training import process_group
 from notebook_accel.training.states import PartialState
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, on_ranks
 
 
 def test_alone() -> None:
@@ -86,17 +86,19 @@ class AsksEachWorker(torch.utils.data.Dataset[bool]):
         return pickle.loads(pickle.dumps(self.state)) is self.state
 
 
-def in_workers() -> list[bool]:
+@on_ranks(2)
+def test_a_worker_of_a_data_loader_has_it_too() -> None:
     loader = torch.utils.data.DataLoader(AsksEachWorker(Accelerator(cpu=True)), num_workers=1)
-    return [bool(item) for batch in loader for item in batch]
+    assert [bool(item) for batch in loader for item in batch] == [True, True]
 
 
-def test_a_worker_of_a_data_loader_has_it_too(two_ranks: Ranks) -> None:
-    assert two_ranks.run(in_workers) == [[True, True]] * 2
+@pytest.mark.parametrize("kind", [Accelerator, PartialState])
+@on_ranks(2)
+def test_functions_that_run_on_some_ranks_only(kind: Callable[..., Any]) -> None:
+    control = kind(cpu=True)
 
-
-def decorated(control: Any) -> list[int | None]:
     def where() -> int:
+        """Say where."""
         return int(control.process_index)
 
     functions = [
@@ -108,35 +110,26 @@ def decorated(control: Any) -> list[int | None]:
         control.on_local_process(where, local_process_index=1),
         control.on_local_process(local_process_index=0)(where),
     ]
-    return [function() for function in functions]
+    expected = [[0, 0, None, None, 0, None, 0], [None, None, 1, 1, None, 1, None]]
+    assert [function() for function in functions] == expected[control.process_index]
+    assert functions[0].__doc__ == "Say where."
 
 
-def only_here() -> Any:
-    return [decorated(control) for control in (PartialState(cpu=True), Accelerator(cpu=True))]
-
-
-def test_functions_that_run_on_some_ranks_only(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(only_here)
-    assert first == [[0, 0, None, None, 0, None, 0]] * 2
-    assert second == [[None, None, 1, 1, None, 1, None]] * 2
-
-
-def one_group() -> Any:
+@on_ranks(2)
+def test_it_is_the_accelerators_rank() -> None:
     accelerator = Accelerator(cpu=True)
     state = PartialState()
     output = io.StringIO()
     with contextlib.redirect_stdout(output), state.main_process_first():
-        state.print("once")
+        accelerator.print("once", 1, sep="-")
     state.wait_for_everyone()
-    same = state._backend is accelerator._backend
+    assert state._backend is accelerator._backend
+    assert (output.getvalue(), state.is_last_process) == (("", True) if state.process_index else ("once-1\n", False))
     accelerator.end_training()
     again = PartialState(cpu=True)
     again.wait_for_everyone()
-    return output.getvalue(), same, state.is_last_process, again.num_processes, again._backend is state._backend
-
-
-def test_it_is_the_accelerators_rank(two_ranks: Ranks) -> None:
-    assert two_ranks.run(one_group) == [("once\n", True, False, 2, False), ("", True, True, 2, False)]
+    assert again.num_processes == 2
+    assert again._backend is not state._backend
 
 
 def test_who_has_left_is_not_the_current_one() -> None:

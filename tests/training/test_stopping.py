@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
+import threading
 import time
 from typing import Any
 
@@ -16,7 +17,7 @@ from notebook_accel import Accelerator, FullyShardedDataParallelPlugin, ProjectC
 from notebook_accel.errors import ConfigError
 from notebook_accel.utils import set_seed
 from tests.processes import wait_until
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, on_ranks
 
 _EPOCHS = 2
 _STEPS = 6  # of an epoch, on each of two ranks
@@ -34,7 +35,8 @@ def _accelerator(left_s: float, **options: Any) -> Accelerator:
         del os.environ[time_limit.TIME_LIMIT], os.environ[time_limit.END_MARGIN]
 
 
-def _steps_together() -> tuple[int, bool]:
+@on_ranks(2)
+def test_all_ranks_stop_at_the_same_step() -> None:
     """Train in step with the other ranks, for which the end comes at other times."""
     left_s = 0.6 + 0.3 * int(os.environ["RANK"])
     end_s, steps = time.time() + 0.6, 0
@@ -43,50 +45,35 @@ def _steps_together() -> tuple[int, bool]:
         accelerator.reduce(torch.ones(1))
         steps += 1
         time.sleep(0.001)
-    is_in_time = time.time() >= end_s
-    accelerator.reduce(torch.ones(1))  # hangs if a rank has taken another number of steps
-    stays = accelerator.should_stop
+    assert time.time() >= end_s, "the ranks have stopped before the time"
+    by_rank = accelerator.gather(torch.tensor([steps])).tolist()  # hangs if a rank has made another number of calls
+    assert steps > 0
+    assert by_rank == [steps, steps]
+    assert accelerator.should_stop
     accelerator.end_training()
-    return steps, is_in_time and stays
 
 
-def test_all_ranks_stop_at_the_same_step(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(_steps_together)
-    assert first[0] > 0
-    assert first[1], "the ranks have stopped before the time"
-    assert second == first
-
-
-def _leave_early(mark: str) -> list[bool]:
+@on_ranks(2)
+def test_a_rank_that_has_left_its_loop_keeps_no_other_waiting(tmp_path: pathlib.Path) -> None:
     """Ask five times on rank 1, which then leaves its loop, and afterwards on rank 0 until the answer is yes."""
-    accelerator = _accelerator(3600.0)
+    accelerator, mark = _accelerator(3600.0), tmp_path / "has left"
     answers: list[bool] = []
     if accelerator.process_index == 1:
         answers = [accelerator.should_stop for _ in range(5)]
-        pathlib.Path(mark).touch()
+        mark.touch()
     else:
-        wait_until(pathlib.Path(mark).exists, "rank 1 has left its loop")
+        wait_until(mark.exists, "rank 1 has left its loop")
     accelerator._stopping.agree()  # the time has come
     while accelerator.process_index == 0 and True not in answers:
         answers.append(accelerator.should_stop)
-    return answers
+    assert answers == [*[False] * 5, *[True] * accelerator.is_main_process]
 
 
-def test_a_rank_that_has_left_its_loop_keeps_no_other_waiting(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    no = [False] * 5
-    assert two_ranks.run(_leave_early, str(tmp_path / "has left")) == [[*no, True], no]
-
-
-def test_without_an_end_nothing_stops_and_no_thread_waits(one_rank: Ranks) -> None:
-    assert one_rank.run(_ask_without_end) == [(False, [])]
-
-
-def _ask_without_end() -> tuple[bool, list[str]]:
-    import threading
-
+@on_ranks(1)
+def test_without_an_end_nothing_stops_and_no_thread_waits() -> None:
     accelerator = Accelerator(cpu=True)
-    asked = [accelerator.should_stop for _ in range(100)]
-    return any(asked), [thread.name for thread in threading.enumerate() if thread.name == "notebook-accel-end"]
+    assert not any(accelerator.should_stop for _ in range(100))
+    assert "notebook-accel-end" not in [thread.name for thread in threading.enumerate()]
 
 
 def _train(folder: str, stops: bool) -> tuple[list[float], int]:
@@ -131,14 +118,15 @@ def test_a_prepared_loop_saves_and_ends_by_itself_and_resumes(two_ranks: Ranks, 
     assert [weights for weights, _ in resumed] == [weights for weights, _ in whole]
 
 
-def _train_sharded(folder: str) -> int:
-    """Train a sharded model in windows of three batches until the time comes after the first; return the batches."""
+@on_ranks(2)
+def test_a_window_of_a_sharded_model_is_finished_before_it_is_saved(tmp_path: pathlib.Path) -> None:
+    """Windows have three batches, and the time comes after the first."""
     options: dict[str, Any] = {"gradient_accumulation_steps": 3, "fsdp_plugin": FullyShardedDataParallelPlugin()}
-    accelerator = _accelerator(3600.0, save_on_end=folder, **options)
+    accelerator = _accelerator(3600.0, save_on_end=str(tmp_path / "state"), **options)
     model, loader = torch.nn.Linear(4, 4), DataLoader(torch.randn(36, 4), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     trained = 0
-    try:
+    with pytest.raises(SystemExit):
         for x in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(model(x).sum())
@@ -147,34 +135,9 @@ def _train_sharded(folder: str) -> int:
             trained += 1
             if trained == 1:
                 accelerator._stopping.agree()  # the time has come
-    except SystemExit:
-        trained = -trained
     accelerator.end_training()
-    return trained
-
-
-def test_a_window_of_a_sharded_model_is_finished_before_it_is_saved(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    assert two_ranks.run(_train_sharded, str(tmp_path / "state")) == [-3, -3]
+    assert trained == 3
     assert (tmp_path / "state" / "checkpoint.json").exists()
-
-
-def _train_without(missing: str, folder: str) -> list[str]:
-    """Train with ``save_on_end`` in a loop that can't stop by itself, past the time; the warnings."""
-    warned = _Warnings()
-    logging.getLogger("notebook_accel").addHandler(warned)
-    accelerator = _accelerator(3600.0, save_on_end=folder)
-    model, loader = torch.nn.Linear(3, 1), DataLoader(torch.randn(4, 3), batch_size=2)
-    model = accelerator.prepare(model)
-    if missing != "loader":
-        loader = accelerator.prepare(loader)
-    for x in loader:
-        loss = model(x).sum()
-        loss.backward() if missing == "backward" else accelerator.backward(loss)
-        if missing == "nothing, since it asks":
-            accelerator.should_stop  # noqa: B018
-    accelerator._stopping.agree()  # the time has come
-    accelerator.end_training()
-    return warned.texts
 
 
 class _Warnings(logging.Handler):
@@ -194,13 +157,26 @@ class _Warnings(logging.Handler):
         ("nothing, since it asks", ""),
     ],
 )
+@on_ranks(2)
 def test_a_loop_that_cannot_stop_by_itself_is_told_once_which_call_is_missing(
-    missing: str, fix: str, two_ranks: Ranks, tmp_path: pathlib.Path
+    missing: str, fix: str, tmp_path: pathlib.Path
 ) -> None:
-    first, second = two_ranks.run(_train_without, missing, str(tmp_path / "state"))
-    warned = [text for text in first if "save_on_end" in text]
-    assert [fix in text for text in warned] == ([True] if fix else [])
-    assert [text for text in second if "save_on_end" in text] == []
+    warned = _Warnings()
+    logging.getLogger("notebook_accel").addHandler(warned)
+    accelerator = _accelerator(3600.0, save_on_end=str(tmp_path / "state"))
+    model, loader = torch.nn.Linear(3, 1), DataLoader(torch.randn(4, 3), batch_size=2)
+    model = accelerator.prepare(model)
+    if missing != "loader":
+        loader = accelerator.prepare(loader)
+    for x in loader:
+        loss = model(x).sum()
+        loss.backward() if missing == "backward" else accelerator.backward(loss)
+        if missing == "nothing, since it asks":
+            accelerator.should_stop  # noqa: B018
+    accelerator._stopping.agree()  # the time has come
+    is_told = fix and accelerator.is_main_process
+    accelerator.end_training()
+    assert [fix in text for text in warned.texts if "save_on_end" in text] == ([True] if is_told else [])
 
 
 def test_a_folder_is_needed_to_save_at_the_end() -> None:

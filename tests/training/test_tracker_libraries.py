@@ -203,41 +203,6 @@ def test_one_run_has_what_was_logged(two_ranks: Ranks, tmp_path: pathlib.Path, n
     assert read(tmp_path) == (_LOSSES, (0.1, 2), True)
 
 
-_CELL = """
-%%distributed --num_processes 2
-import mlflow
-import torch
-import wandb
-from notebook_accel import Accelerator
-
-accelerator = Accelerator()
-if accelerator.is_main_process:
-    run = wandb.init(project="digits", config={"lr": 0.1, "layers": 2})
-    mlflow.set_experiment("digits")
-    mlflow.start_run()
-    mlflow.log_params({"lr": 0.1, "layers": 2})
-for step, loss in {1: 0.5, 2: 0.25}.items():
-    mean = accelerator.reduce(torch.tensor(loss, device=accelerator.device), "mean").item()
-    if accelerator.is_main_process:
-        run.log({"loss": mean}, step=step)
-        mlflow.log_metric("loss", mean, step=step)
-if accelerator.is_main_process:
-    run.finish()
-    mlflow.end_run()
-"done"
-"""
-
-
-def test_libraries_used_directly_in_a_cell_show_one_run(tmp_path: pathlib.Path) -> None:
-    with contextlib.closing(kernels.Kernel(tmp_path, offline(str(tmp_path)))) as notebook:
-        assert notebook.run("%load_ext notebook_accel", 60).status == "ok"
-        cell = notebook.run(_CELL, 200)
-    assert cell.status == "ok", cell.traceback
-    assert "'done', 'done'" in cell.result
-    assert read_wandb(tmp_path)[:2] == (_LOSSES, (0.1, 2))
-    assert read_mlflow(tmp_path)[:2] == (_LOSSES, (0.1, 2))
-
-
 _BEGIN = {
     "wandb": "import wandb\nrun = wandb.init(project='digits'{})\nwandb.log({{'loss': 1}})",
     "mlflow": "import mlflow\nrun = mlflow.start_run({})\nmlflow.log_metric('loss', 1)",

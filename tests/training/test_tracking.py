@@ -12,7 +12,7 @@ import torch
 from notebook_accel import Accelerator, ConfigError
 from notebook_accel.tracking import GeneralTracker, MLflowTracker, TensorBoardTracker
 from notebook_accel.training import tracking
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, on_ranks
 
 
 class Own:
@@ -56,45 +56,39 @@ def test_lines_of_json(tmp_path: pathlib.Path) -> None:
     assert json.loads((tmp_path / "digits" / "hparams.json").read_text()) == {"lr": 0.1, "path": str(tmp_path)}
 
 
-def track(folder: str) -> Any:
+@on_ranks(2)
+def test_only_rank_0_tracks(tmp_path: pathlib.Path) -> None:
     own = Own()
-    accelerator = Accelerator(cpu=True, log_with=[own, "jsonl"], project_dir=folder)
+    accelerator = Accelerator(cpu=True, log_with=[own, "jsonl"], project_dir=tmp_path)
     accelerator.init_trackers("run", {"a": 1})
     accelerator.log({"loss": 1.0}, step=2, log_kwargs={"own": {"more": True}})
     accelerator.get_tracker("own").log({"by hand": 1})
+    accelerator.wait_for_everyone()
+    rank = accelerator.process_index
     accelerator.end_training()
-    return own.said
-
-
-def test_only_rank_0_tracks(two_ranks: Ranks, tmp_path: pathlib.Path) -> None:
-    first, second = two_ranks.run(track, str(tmp_path))
-    assert first == [{"a": 1}, ({"loss": 1.0}, 2, {"more": True}), ({"by hand": 1}, None, {}), "finished"]
-    assert second == []
+    said = [{"a": 1}, ({"loss": 1.0}, 2, {"more": True}), ({"by hand": 1}, None, {}), "finished"]
+    assert own.said == (said if rank == 0 else [])
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def read_run() -> Any:
+@on_ranks(2)
+def test_a_run_that_is_read_on_another_rank() -> None:
     """Read the run as programs do that were written for one process."""
     accelerator = Accelerator(cpu=True, log_with=Own())
     accelerator.init_trackers("run")
-    found: Any = None
     if not accelerator.is_main_process:
         run = accelerator.get_tracker("own", unwrap=True)
         run.name = "first"
         with run.start_span("epoch") as span:
             span.config["lr"] = 0.1
         assert next(iter(run.tags), "none") == "none"  # the next line would take all memory otherwise
-        found = [run.name, [*run.tags], "lr" in run.config, dict(run.config), bool(run)]
+        assert (run.name, [*run.tags], dict(run.config), bool(run)) == ("first", [], {}, False)
+        assert "lr" not in run.config
         with pytest.raises(TypeError, match="NotOnThisRank"):
             json.dumps(run.active_run.to_dictionary())
         with pytest.raises(TypeError, match="NotOnThisRank"):
             pathlib.Path(run.dir)
     accelerator.end_training()
-    return found
-
-
-def test_a_run_that_is_read_on_another_rank(two_ranks: Ranks) -> None:
-    assert two_ranks.run(read_run) == [None, ["first", [], False, {}, False]]
 
 
 def test_what_is_refused(tmp_path: pathlib.Path) -> None:
@@ -162,7 +156,8 @@ class Registered(GeneralTracker):
         self.said.append((values, step))
 
 
-def track_registered() -> Any:
+@on_ranks(2)
+def test_a_class_that_was_registered() -> None:
     tracking.register_tracker_class(Registered)
     accelerator = Accelerator(cpu=True, log_with="registered")
     by_hand = Registered("by hand")
@@ -170,14 +165,9 @@ def track_registered() -> Any:
     accelerator.init_trackers("run")
     accelerator.log({"loss": 1.0}, step=2)
     found = [tracker.said for tracker in accelerator.trackers], vars(by_hand)
+    said = [["run", ({"loss": 1.0}, 2)]], {"said": ["by hand", ({"a": 1}, None)]}
+    assert found == (said if accelerator.is_main_process else ([], {}))
     accelerator.end_training()
-    return found
-
-
-def test_a_class_that_was_registered(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(track_registered)
-    assert first == ([["run", ({"loss": 1.0}, 2)]], {"said": ["by hand", ({"a": 1}, None)]})
-    assert second == ([], {})
     with pytest.raises(ConfigError, match="object isn't a tracker"):
         tracking.register_tracker_class(object)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from notebook_accel import Accelerator, DataLoaderConfiguration
 from notebook_accel.errors import ConfigError, TrainingError
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, on_ranks
 
 
 class Flow(IterableDataset[Any]):
@@ -21,12 +23,15 @@ class Flow(IterableDataset[Any]):
         return (self.data[index] for index in range(len(self.data)))
 
 
-def prepared(samples: int, *, flow: bool = False, steps: int = 1, **options: Any) -> Any:
+def prepared(samples: int, *, flow: bool = False, steps: int = 1, compiles: bool = False, **options: Any) -> Any:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     data: Any = TensorDataset(torch.randn(samples, 3))
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=steps, dataloader_config=DataLoaderConfiguration(**options)
+        cpu=True,
+        gradient_accumulation_steps=steps,
+        dataloader_config=DataLoaderConfiguration(**options),
+        dynamo_backend="eager" if compiles else "no",
     )
     net, optimizer, loader = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Flow(data) if flow else data, batch_size=2)
@@ -46,43 +51,36 @@ def epoch(accelerator: Any, net: Any, optimizer: Any, loader: Any) -> list[int]:
     return sizes
 
 
-def train_unjoined(options: dict[str, Any]) -> list[int]:
-    return epoch(*prepared(5, even_batches=False, **options))
+def raises_on_rank_0(*texts: str) -> contextlib.AbstractContextManager[object]:
+    """Return a context that expects an error with these texts on the rank that has a batch more."""
+    if os.environ["RANK"] != "0":
+        return contextlib.nullcontext()
+    return pytest.raises(TrainingError, match="(?s)" + ".*".join(texts))
 
 
 @pytest.mark.parametrize("flow", [False, True])
 @pytest.mark.parametrize("dispatch", [False, True])
-def test_training_in_a_round_that_others_do_not_have(two_ranks: Ranks, flow: bool, dispatch: bool) -> None:
-    first, second = two_ranks.replies(train_unjoined, {"flow": flow, "dispatch_batches": dispatch})
-    assert isinstance(first, TrainingError)
-    assert "1 of the ranks have no batch" in str(first)
-    assert "join_uneven_inputs" in str(first)
-    assert second == [2]
+@on_ranks(2)
+def test_training_in_a_round_that_others_do_not_have(flow: bool, dispatch: bool) -> None:
+    with raises_on_rank_0("1 of the ranks have no batch", "join_uneven_inputs"):
+        assert epoch(*prepared(5, even_batches=False, flow=flow, dispatch_batches=dispatch)) == [2]
 
 
-def evaluate() -> Any:
+@on_ranks(2)
+def test_evaluation_in_which_ranks_do_not_need_each_other() -> None:
     accelerator, net, _, loader = prepared(5, even_batches=False)
     net.eval()
     with torch.no_grad():
         sizes = [len(net(x)) for (x,) in loader]
-    return accelerator.gather_for_metrics([sizes], use_gather_object=True)
+    assert accelerator.gather_for_metrics([sizes], use_gather_object=True) == [[2, 1], [2]]
 
 
-def test_evaluation_in_which_ranks_do_not_need_each_other(two_ranks: Ranks) -> None:
-    assert two_ranks.run(evaluate) == [[[2, 1], [2]]] * 2
-
-
-def gather() -> None:
+@on_ranks(2)
+def test_metrics_of_a_round_that_others_do_not_have() -> None:
     accelerator, _, _, loader = prepared(5, even_batches=False)
-    for (x,) in loader:
-        accelerator.gather_for_metrics(x)
-
-
-def test_metrics_of_a_round_that_others_do_not_have(two_ranks: Ranks) -> None:
-    first, second = two_ranks.replies(gather)
-    assert isinstance(first, TrainingError)
-    assert "even_batches=True" in str(first)
-    assert second is None
+    with raises_on_rank_0("even_batches=True"):
+        for (x,) in loader:
+            accelerator.gather_for_metrics(x)
 
 
 def train_joined(samples: int, steps: int, options: dict[str, Any], even: bool | None) -> Any:
@@ -117,7 +115,7 @@ ROUNDS = [[slice(0, 2), slice(2, 4)], [slice(4, 6), slice(6, 8)], [slice(8, 10),
     (4, [ROUNDS[:3], ROUNDS[3:]]),
 ])  # fmt: skip
 @pytest.mark.parametrize("options", [
-    {}, {"flow": True}, {"flow": True, "dispatch_batches": False}, {"dispatch_batches": True}
+    {}, {"flow": True}, {"flow": True, "dispatch_batches": False}, {"dispatch_batches": True}, {"compiles": True},
 ])  # fmt: skip
 def test_joined_ranks_train_to_the_end(
     two_ranks: Ranks, steps: int, windows: list[list[list[slice]]], options: dict[str, Any]
@@ -129,27 +127,22 @@ def test_joined_ranks_train_to_the_end(
         torch.testing.assert_close(ours, reference(13, windows, steps), rtol=0, atol=1e-6)
 
 
-def test_even_batches_can_be_turned_off_for_a_while(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(train_joined, 5, 1, {}, False)
-    assert (first[0], second[0]) == ([2, 1], [2])
-    assert first[1] == second[1] == [2, 2]
+@pytest.mark.parametrize(("even", "sizes"), [(None, ([2, 2], [2, 2])), (False, ([2, 1], [2]))])
+@on_ranks(2)
+def test_even_batches_can_be_turned_off_for_a_while(even: bool | None, sizes: tuple[list[int], list[int]]) -> None:
+    joined, after, _ = train_joined(5, 1, {}, even)
+    assert joined == sizes[int(os.environ["RANK"])]
+    assert after == [2, 2]
 
 
-def test_even_batches_stay_on(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(train_joined, 5, 1, {}, None)
-    assert first[0] == second[0] == [2, 2]
-
-
-def join_wrongly() -> None:
+@on_ranks(2)
+def test_what_cannot_be_joined() -> None:
     accelerator, *_ = prepared(5)
-    with accelerator.join_uneven_inputs([torch.nn.Linear(1, 1)], even_batches=False):
+    with (
+        pytest.raises(ConfigError, match="not Linear"),
+        accelerator.join_uneven_inputs([torch.nn.Linear(1, 1)], even_batches=False),
+    ):
         pass
-
-
-def test_what_cannot_be_joined(two_ranks: Ranks) -> None:
-    for error in two_ranks.replies(join_wrongly):
-        assert isinstance(error, ConfigError)
-        assert "not Linear" in str(error)
 
 
 def test_alone_there_is_nothing_to_join() -> None:

@@ -30,7 +30,7 @@ from notebook_accel import (
 from notebook_accel.logging import get_logger
 from notebook_accel.state import GradientState, PartialState, is_initialized
 from notebook_accel.utils.operations import copy_tensor_to_devices
-from tests.training.ranks import Ranks
+from tests.training.ranks import Ranks, on_ranks
 
 
 def test_plugins_that_can_not_be_honoured() -> None:
@@ -58,18 +58,6 @@ def test_plugins_that_are_there_to_be_asked_about(name: str) -> None:
         plugin(zero_stage=2)
     assert raised.value.why
     assert raised.value.fix
-
-
-@pytest.mark.parametrize("name", [
-    "cpu_offload", "disk_offload", "dispatch_model", "infer_auto_device_map", "init_empty_weights", "init_on_device",
-    "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "prepare_pippy",
-])  # fmt: skip
-def test_large_models_are_no_subject_here(name: str) -> None:
-    function = getattr(notebook_accel, name)
-    assert function.__name__ == name
-    with pytest.raises(ConfigError, match=f"{name} isn't supported") as raised:
-        function(torch.nn.Linear(1, 1), device_map="auto")
-    assert raised.value.fix == f"from accelerate import {name}: that works in these ranks too"
 
 
 def test_settings_given_as_names() -> None:
@@ -140,11 +128,6 @@ def test_variables_are_put_back_after_an_error() -> None:
     assert dict(os.environ) == before
 
 
-def parts(inputs: Any, apply_padding: bool) -> Any:
-    with PartialState(cpu=True).split_between_processes(inputs, apply_padding=apply_padding) as part:
-        return part
-
-
 @pytest.mark.parametrize(("inputs", "plain", "padded"), [
     ([1, 2, 3, 4, 5], ([1, 2], [3, 4], [5]), ([1, 2], [3, 4], [5, 5])),
     ((1, 2), ((1,), (2,), ()), ((1,), (2,), (2,))),
@@ -152,28 +135,22 @@ def parts(inputs: Any, apply_padding: bool) -> Any:
     ({"a": [1, 2], "b": ["x", "y"]}, ({"a": [1], "b": ["x"]}, {"a": [2], "b": ["y"]}, {"a": [], "b": []}),
      ({"a": [1], "b": ["x"]}, {"a": [2], "b": ["y"]}, {"a": [2], "b": ["y"]})),
 ])  # fmt: skip
-def test_splitting(three_ranks: Ranks, inputs: Any, plain: Any, padded: Any) -> None:
-    assert tuple(three_ranks.run(parts, inputs, False)) == plain
-    assert tuple(three_ranks.run(parts, inputs, True)) == padded
+@on_ranks(3)
+def test_splitting(inputs: Any, plain: Any, padded: Any) -> None:
+    state = PartialState(cpu=True)
+    for apply_padding, by_rank in ((False, plain), (True, padded)):
+        with state.split_between_processes(inputs, apply_padding=apply_padding) as part:
+            assert part == by_rank[state.process_index]
 
 
-def split_others() -> Any:
+@on_ranks(2)
+def test_splitting_tensors_and_what_can_not_be_split() -> None:
     state = PartialState(cpu=True)
     with state.split_between_processes(torch.arange(3), apply_padding=True) as part:
-        tensor = part.tolist()
-    errors = []
-    for wrong in ("text", {"a": [1], "b": [1, 2]}):
-        with pytest.raises(TrainingError) as raised, state.split_between_processes(wrong):
+        assert part.tolist() == [[0, 1], [2, 2]][state.process_index]
+    for wrong, message in (("text", "can't cut str"), ({"a": [1], "b": [1, 2]}, "'a' has 1, 'b' has 2")):
+        with pytest.raises(TrainingError, match=message), state.split_between_processes(wrong):
             pass
-        errors.append(raised.value.what)
-    return tensor, errors
-
-
-def test_splitting_tensors_and_what_can_not_be_split(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(split_others)
-    assert (first[0], second[0]) == ([0, 1], [2, 2])
-    assert "can't cut str" in first[1][0]
-    assert "'a' has 1, 'b' has 2" in first[1][1]
 
 
 def seeds() -> Any:
@@ -204,13 +181,14 @@ def test_algorithms_that_give_the_same_each_time() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def log_lines() -> str:
+@on_ranks(2)
+def test_loggers() -> None:
     logger = get_logger("notebook_accel_test", log_level="INFO")
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s %(funcName)s"))
     logger.logger.addHandler(handler)
-    PartialState(cpu=True)
+    rank = PartialState(cpu=True).process_index
     logger.info("once %d", 1)
     logger.warning("each", main_process_only=False)
     logger.error("in order", main_process_only=False, in_order=True)
@@ -218,27 +196,18 @@ def log_lines() -> str:
         logger.warning_once("warned")
     logger.debug("not shown")
     logger.logger.removeHandler(handler)
-    return stream.getvalue()
+    on_each = "WARNING each test_loggers\nERROR in order test_loggers\n"
+    on_main = f"INFO once 1 test_loggers\n{on_each}WARNING warned warning_once\n"
+    assert stream.getvalue() == (on_each if rank else on_main)
 
 
-def test_loggers(two_ranks: Ranks) -> None:
-    assert two_ranks.run(log_lines) == [
-        "INFO once 1 log_lines\nWARNING each log_lines\nERROR in order log_lines\nWARNING warned warning_once\n",
-        "WARNING each log_lines\nERROR in order log_lines\n",
-    ]
-
-
-def bars() -> tuple[list[int], str]:
-    PartialState(cpu=True)
+@on_ranks(2)
+def test_bars_on_the_main_process_only() -> None:
+    rank = PartialState(cpu=True).process_index
     shown = io.StringIO()
-    return list(utils.tqdm(range(3), file=shown)), shown.getvalue()
-
-
-def test_bars_on_the_main_process_only(two_ranks: Ranks) -> None:
-    first, second = two_ranks.run(bars)
-    assert first[0] == second[0] == [0, 1, 2]
-    assert "3/3" in first[1]
-    assert second[1] == ""
+    assert list(utils.tqdm(range(3), file=shown)) == [0, 1, 2]
+    assert ("3/3" in shown.getvalue()) == (rank == 0)
+    assert (shown.getvalue() == "") == (rank == 1)
 
 
 def test_profile_settings_are_an_argument_or_a_handler(tmp_path: pathlib.Path) -> None:
@@ -271,6 +240,8 @@ def test_settings_are_those_when_the_accelerator_was_made() -> None:
     loading.even_batches, plugin.num_steps = False, 4
     assert accelerator.even_batches
     assert accelerator.gradient_accumulation_steps == 2
+    accelerator.gradient_accumulation_steps = 3
+    assert accelerator.gradient_state.num_steps == 3
     plugin.num_steps = 0
     with pytest.raises(ConfigError, match="num_steps"):
         Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
@@ -295,42 +266,36 @@ def test_the_state_of_the_process() -> None:
     assert GradientState() is not accelerator.gradient_state
 
 
-def destroy() -> Any:
+@on_ranks(2)
+def test_the_group_is_destroyed_and_made_again() -> None:
     state = PartialState(cpu=True, backend="gloo", timeout=datetime.timedelta(seconds=50))
     accelerator = Accelerator(cpu=True)
-    found: list[Any] = [state.backend, accelerator.gather(torch.ones(1)).tolist()]
+    assert state.backend == "gloo"
+    assert accelerator.gather(torch.ones(1)).tolist() == [1, 1]
     with pytest.raises(ConfigError, match="comes too late: this rank has joined with gloo") as raised:
         PartialState(cpu=True, backend="nccl")
+    assert raised.value.fix == "make it before the first Accelerator, or leave backend='nccl' out"
     state.destroy_process_group()
-    found += [raised.value.fix, torch.distributed.is_initialized()]
-    return [*found, Accelerator(cpu=True).gather(torch.ones(1)).tolist()]
+    assert not torch.distributed.is_initialized()
+    assert Accelerator(cpu=True).gather(torch.ones(1)).tolist() == [1, 1]
 
 
-def test_the_group_is_destroyed_and_made_again(two_ranks: Ranks) -> None:
-    fix = "make it before the first Accelerator, or leave backend='nccl' out"
-    assert two_ranks.run(destroy) == [["gloo", [1, 1], fix, False, [1, 1]]] * 2
-
-
-def without_an_accelerator() -> Any:
+@on_ranks(2)
+def test_collectives_without_an_accelerator() -> None:
     state = PartialState(cpu=True)
     own = torch.tensor([float(state.process_index)])
-    return utils.gather(own).tolist(), utils.reduce(own, "sum", scale=2.0).item(), state.distributed_type == "MULTI_CPU"
+    assert utils.gather(own).tolist() == [0, 1]
+    assert utils.reduce(own, "sum", scale=2.0).item() == 2
+    assert state.distributed_type == "MULTI_CPU"
 
 
-def test_collectives_without_an_accelerator(two_ranks: Ranks) -> None:
-    assert two_ranks.run(without_an_accelerator) == [([0, 1], 2.0, True)] * 2
-
-
-def copy_from_rank_1() -> Any:
+@on_ranks(2)
+def test_a_tensor_of_one_rank_is_copied_to_all() -> None:
     rank = PartialState(cpu=True).process_index
     copied = copy_tensor_to_devices(torch.tensor([[True, False]]) if rank == 1 else None)
+    assert copied.tolist() == [[True, False]]
     with pytest.raises(TrainingError, match="on no rank"):
         copy_tensor_to_devices()
-    return copied.tolist()
-
-
-def test_a_tensor_of_one_rank_is_copied_to_all(two_ranks: Ranks) -> None:
-    assert two_ranks.run(copy_from_rank_1) == [[[True, False]]] * 2
 
 
 def test_memory_by_device() -> None:
