@@ -120,14 +120,10 @@ def held(kernel: kernels.Kernel) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_session", [False, True], ids=["launches", "cells of a session"])
-def test_ten_interrupts_leave_no_more_than_two(notebook: kernels.Kernel, in_session: bool) -> None:
-    if in_session:
-        assert notebook.run("%distributed start -n 2").status == "ok"
-    cell = f"%%distributed{'' if in_session else ' -n 2'}\nprint('up', flush=True)\ntime.sleep(60)"
+def test_ten_interrupts_leave_no_more_than_two(notebook: kernels.Kernel) -> None:
     after_two: list[tuple[int, int]] = []
     for number in range(10):
-        running = notebook.start(cell)
+        running = notebook.start("%%distributed -n 2\nprint('up', flush=True)\ntime.sleep(60)")
         running.wait_for_output("0 │ up")
         running.wait_for_output("1 │ up")
         notebook.interrupt()
@@ -141,8 +137,6 @@ def test_ten_interrupts_leave_no_more_than_two(notebook: kernels.Kernel, in_sess
         return len(now) <= len(after_two) and all(a <= b and c <= d for (a, c), (b, d) in pairs)
 
     processes.wait_until(is_all_closed, "no process holds more than after two interrupts")
-    if in_session:
-        assert notebook.run("%distributed stop").status == "ok"
 
 
 @pytest.mark.parametrize(
