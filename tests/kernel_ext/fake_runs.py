@@ -13,7 +13,7 @@ from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 
 __all__ = [
-    "ATTACK", "SETUP", "Document", "FakeRun", "facts", "header_html", "summary_html", "summary_text", "training",
+    "ATTACK", "SETUP", "Document", "FakeRun", "header_of", "summary_of", "text_of", "training",
 ]  # fmt: skip
 
 ATTACK = '<script>alert("1")</script><img src=x onerror=alert(1)>'
@@ -24,6 +24,7 @@ class Document(html.parser.HTMLParser):
 
     def __init__(self, source: str) -> None:
         super().__init__()
+        self.source = source
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
         self._open: list[str] = []
@@ -49,11 +50,6 @@ class Document(html.parser.HTMLParser):
         return [found for _, found in self.elements if attributes.items() <= found.items()]
 
 
-def facts(**changes: Any) -> RunFacts:
-    given = {"name": "digits", "devices": "2 CPUs", "precision": "no", "status": "running", "elapsed_s": 62.5}
-    return RunFacts(**{**given, **changes})
-
-
 class FakeRun:
     """The state and the output of a run, from the same events."""
 
@@ -67,16 +63,21 @@ class FakeRun:
             self.output.take(rank, event)
 
 
-def header_html(facts: RunFacts, run: FakeRun, now_s: float) -> str:
-    return render.header_html(facts, run.state, now_s)
+def header_of(run: FakeRun, now_s: float = 5.0, **given: Any) -> Document:
+    return Document(render.header_html(_facts(given), run.state, now_s))
 
 
-def summary_html(facts: RunFacts, run: FakeRun, now_s: float) -> str:
-    return render.summary_html(facts, run.state, run.output, now_s)
+def summary_of(run: FakeRun, now_s: float = 5.0, **given: Any) -> Document:
+    return Document(render.summary_html(_facts(given), run.state, run.output, now_s))
 
 
-def summary_text(facts: RunFacts, run: FakeRun, now_s: float) -> str:
-    return render.summary_text(facts, run.state, run.output, now_s)
+def text_of(run: FakeRun, now_s: float = 5.0, **given: Any) -> str:
+    return render.summary_text(_facts(given), run.state, run.output, now_s)
+
+
+def _facts(given: dict[str, Any]) -> RunFacts:
+    usual = {"name": "digits", "devices": "2 CPUs", "precision": "no", "status": "running", "elapsed_s": 62.5}
+    return RunFacts(**(usual | given))
 
 
 def training(world_size: int = 2, seconds: int = 6) -> FakeRun:

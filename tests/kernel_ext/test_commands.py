@@ -20,6 +20,7 @@ from notebook_accel.protocol import events
 from tests import kernels, processes
 from tests.kernel_ext.conftest import Shell, error
 from tests.launching.kernel.test_job import make_job
+from tests.loopback import Loopback
 
 pytestmark = pytest.mark.usefixtures("no_runs")
 
@@ -168,16 +169,13 @@ def test_interrupt_of_a_session_does_not_end_it() -> None:
     job.end("stopped")
 
 
-@pytest.mark.front_end
-def test_run_in_the_background_is_stopped_by_name(notebook: kernels.Kernel) -> None:
-    for name in ("one", "two"):
-        cell = f"%%distributed -n 1 --background --out {name} --name {name} --view none\ntime.sleep(300)"
-        assert notebook.run(cell).status == "ok"
-    assert "Several runs are in progress." in error(notebook, "%distributed stop")
-    assert notebook.run("%distributed stop --run one").stdout == "<Job 'one': stopped, 1 rank on 1 CPU>\n"
-    assert notebook.value("one.done, two.done") == "(True, False)"
-    assert notebook.run("%distributed stop").stdout == "<Job 'two': stopped, 1 rank on 1 CPU>\n"
-    assert "There is no run in progress." in error(notebook, "%distributed stop")
+def test_run_in_the_background_is_stopped_by_name(shell: Shell, loopback: Loopback) -> None:
+    one, two = (loopback.launch(name=name) for name in ("one", "two"))
+    assert "Several runs are in progress." in error(shell, "%distributed stop")
+    assert shell.run("%distributed stop --run one").stdout == "<Job 'one': stopped, 2 ranks on 2 CPUs>\n"
+    assert (one.done, two.done) == (True, False)
+    assert shell.run("%distributed stop").stdout == "<Job 'two': stopped, 2 ranks on 2 CPUs>\n"
+    assert "There is no run in progress." in error(shell, "%distributed stop")
 
 
 @pytest.mark.front_end
@@ -235,9 +233,9 @@ def test_mistake_is_said_in_a_few_lines(shell: Shell, tmp_path: pathlib.Path, li
     assert len(shown.strip().splitlines()) <= 3
 
 
-def test_doctor_says_what_it_found_and_help_shows_every_command(notebook: kernels.Kernel) -> None:
-    found = notebook.run("%distributed doctor")
+def test_doctor_says_what_it_found_and_help_shows_every_command(shell: Shell) -> None:
+    found = shell.run("%distributed doctor")
     assert found.status == "ok" and "refused: " not in found.stdout  # a machine with little shared memory is warned of
-    shown = notebook.value("get_ipython().find_line_magic('distributed').__doc__")
+    shown = shell.ipython.find_line_magic("distributed").__doc__
     for command in ("status", "stop", "logs", "stacks", "why", "profile", "doctor"):
         assert f"%distributed {command}" in shown

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -82,14 +79,6 @@ def test_it_is_the_cells_value_and_text_where_nobody_looks(kernel: kernels.Kerne
         assert set(shown) == ({_VIEW, "text/plain"} if is_watched else {"text/plain"})
         assert "notebook-accel config\n" in shown["text/plain"]
         assert 'write_basic_config(mixed_precision="no")' in shown["text/plain"]
-
-
-def test_outside_a_kernel_it_is_text() -> None:
-    code = "import sys, notebook_accel; print(notebook_accel.config_widget(), 'ipywidgets' in sys.modules)"
-    root = pathlib.Path(__file__).parents[2]
-    shown = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert "notebook-accel config\n" in shown.stdout
-    assert shown.stdout.endswith("False\n")
 
 
 def test_every_option_is_a_field_with_its_help(values: Values) -> None:
