@@ -82,9 +82,6 @@ def test_last_output_of_a_crash_is_what_came_before_it() -> None:
     assert error.last_output == ("training",)
     assert '  File "In[14]", line 4 in <module>' in error.remote_traceback
     assert in_a_line(state) == "rank 0 was killed by SIGSEGV"
-
-
-def test_crash_alone_has_no_last_output() -> None:
     state = RunState(1)
     state.apply(0, Output(text=_CRASH))
     state.apply(0, Ended(signal=signal.SIGSEGV))

@@ -91,19 +91,6 @@ def test_steps_that_compile_are_not_timed(job: Job) -> None:
     assert set(re.findall(r"(\S+) steps/s", printed)) == {"5.0"}
 
 
-def test_too_many_lines_keep_the_first_and_the_last_of_each_rank(job: Job) -> None:
-    lines = Shown(job)
-    for thousand in range(8):
-        job.deliver(0, events.Output(text="\n".join(str(thousand * 1000 + n) for n in range(1000))))
-    job.deliver(1, events.Output(text="of the other one"))
-    lines.refresh()
-    lines.close()
-    printed = lines.text.splitlines()
-    assert printed[4_998:5_001] == ["  0 │ 4998", "  0 │ 4999", "  1 │ of the other one"]
-    assert printed[5_001:5_003] == ["  0 │ [2,500 lines left out here]", "  0 │ 7500"]
-    assert (len(printed), printed[-1]) == (5_502, "  0 │ 7999")
-
-
 def test_what_the_agent_has_left_out_is_counted_and_the_log_named() -> None:
     job = make_job(log_folder=pathlib.Path("/tmp/logs"))
     lines = Shown(job)
@@ -209,21 +196,6 @@ def test_many_ranks_are_one_line_with_the_slowest_named() -> None:
         job.deliver(rank, events.Metrics(step=40, values={"loss": rank / 4}))
     lines.refresh()
     assert lines.text.partition("] ")[2] == "8 ranks  epoch 1  step 30..40/50  loss 0..1.75  slowest: rank 5\n"
-
-
-def test_nobody_guesses_when_a_run_ends_that_waits_for_a_rank(job: Job) -> None:
-    lines = Shown(job, period_s=0.0)
-    now_s = time.monotonic() + 60.0  # a moment that doesn't pass while the test runs
-    job.deliver(0, events.Progress(time_s=now_s - 2.0, step=1, total=50, steps=1))
-    lines.refresh()
-    job.deliver(0, events.Progress(time_s=now_s - 1.0, step=2, total=50, steps=2))
-    lines.refresh()
-    assert "00:48 left" in lines.text.splitlines()[-2]
-    job.deliver(0, events.Progress(time_s=now_s, step=3, total=50, steps=3))
-    job.deliver(1, events.Silent(time_s=40.0, since_s=10.0))
-    lines.refresh()
-    assert "step 3/50  1.0 steps/s" in lines.text.splitlines()[-2]
-    assert "left" not in lines.text.splitlines()[-2]
 
 
 def test_what_a_rank_prints_can_do_no_harm(job: Job) -> None:
