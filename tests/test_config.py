@@ -1,7 +1,8 @@
-"""Options: bounds, the order of their sources, and files of both tools."""
+"""Options: bounds, flags, the order of their sources, and files of both tools."""
 
 from __future__ import annotations
 
+import argparse
 import pathlib
 
 import pytest
@@ -281,3 +282,34 @@ def test_every_option_says_what_it_is() -> None:
         assert option.optional == (option.default is None)
         if option.choices:
             assert option.choices[0] == option.default
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="%%distributed", exit_on_error=False)
+    config.add_flags(parser)
+    return parser
+
+
+def test_every_option_is_a_flag_with_its_help_and_default(parser: argparse.ArgumentParser) -> None:
+    shown = " ".join(parser.format_help().split())
+    for option in config.fields():
+        assert f"--{option.name}" in shown
+        assert " ".join(option.help.split()) in shown
+        if option.default not in (None, "", ()):
+            assert f"Default: {option.default}." in shown
+        for choice in option.choices:
+            assert choice in shown
+
+
+def test_only_flags_that_were_given_count(parser: argparse.ArgumentParser) -> None:
+    assert config.given_flags(parser.parse_args([])) == {}
+    flags = "-n 2 --mixed_precision bf16 --use_cpu --no-allow_initialized_cuda --grace_s 0 --name run"
+    assert config.given_flags(parser.parse_args(flags.split())) == {
+        "num_processes": 2,
+        "mixed_precision": "bf16",
+        "use_cpu": True,
+        "allow_initialized_cuda": False,
+        "grace_s": 0.0,
+        "name": "run",
+    }
