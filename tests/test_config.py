@@ -141,15 +141,6 @@ def test_accelerates_variable_for_the_precision_counts_above_the_file(file: path
         config.resolve({}, environ={"ACCELERATE_MIXED_PRECISION": "fp8"})
 
 
-def test_file_of_accelerate_reads_as_ours(file: pathlib.Path) -> None:
-    write(
-        file,
-        "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: MULTI_CPU\nmachine_rank: 0\n"
-        "mixed_precision: 'no'\nnum_machines: 1\nnum_processes: 2\nrdzv_backend: static\nuse_cpu: true\n",
-    )
-    assert config.load(file) == {"mixed_precision": "no", "num_processes": 2, "rdzv_backend": "static", "use_cpu": True}
-
-
 def test_sharding_in_accelerates_words(file: pathlib.Path) -> None:
     write(
         file,

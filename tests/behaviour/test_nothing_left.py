@@ -55,8 +55,7 @@ try:
     time.sleep(60)
 finally:
     open(os.path.join({str(tmp_path)!r}, os.environ["RANK"]), "w").close()""")
-    cell.wait_for_output("0 │ up")
-    cell.wait_for_output("1 │ up")
+    cell.wait_for_ranks("up")
     agent = find(notebook, "agent")
     stop(notebook, who)
     notebook.interrupt()
@@ -73,8 +72,7 @@ def test_run_ends_well_though_somebody_was_stopped(notebook: kernels.Kernel, tmp
 print("up", flush=True)
 while not os.path.exists({str(tmp_path / "go")!r}): time.sleep(0.01)
 int(os.environ["RANK"])""")
-    cell.wait_for_output("0 │ up")
-    cell.wait_for_output("1 │ up")
+    cell.wait_for_ranks("up")
     stop(notebook, who)
     (tmp_path / "go").touch()
     assert cell.finish().result == "[0, 1]"
@@ -86,8 +84,7 @@ def test_killed_kernel_leaves_nothing(fresh_notebook: kernels.Kernel, stopped: t
     worker = "from torch.utils.data import DataLoader\nmine = iter(DataLoader(range(99), num_workers=1)); next(mine)"
     assert fresh_notebook.run(worker).status == "ok"
     cell = fresh_notebook.start(WITH_WORKERS)
-    cell.wait_for_output("0 │ up")
-    cell.wait_for_output("1 │ up")
+    cell.wait_for_ranks("up")
     everything = fresh_notebook.descendants()
     assert len(everything) >= 9  # the kernel's own worker, agent, template, two ranks, and two workers of each
     for who in stopped:
@@ -124,8 +121,7 @@ def test_ten_interrupts_leave_no_more_than_two(notebook: kernels.Kernel) -> None
     after_two: list[tuple[int, int]] = []
     for number in range(10):
         running = notebook.start("%%distributed -n 2\nprint('up', flush=True)\ntime.sleep(60)")
-        running.wait_for_output("0 │ up")
-        running.wait_for_output("1 │ up")
+        running.wait_for_ranks("up")
         notebook.interrupt()
         assert running.finish().error_name == "KeyboardInterrupt"
         if number == 1:

@@ -259,8 +259,7 @@ pid"""))  # fmt: skip
         shown = "job.logs(0) + job.logs(1)"
         kernel.run(f"while ({shown}).count('up as') < 2: time.sleep(0.05)")
         cell = kernel.start(f"%%distributed -n 2 {how}\n{deaf}")
-        cell.wait_for_output("0 │ up as")
-        cell.wait_for_output("1 │ up as")
+        cell.wait_for_ranks("up as")
         of_ranks = [int(pid) for pid in " ".join(re.findall(r"up as (\d+ \d+)", cell.stream("stdout"))).split()]
         everything = {*kernel.descendants(), *filter(None, map(processes.read, of_ranks))}
         everything = {process for process in everything if process.pid != living}
@@ -309,8 +308,7 @@ def test_forked_ranks_share_a_model_without_copying_it(done: Run, notebook: kern
 assert weights[:: 1 << 10].sum() == 1 << 16
 print("has read", flush=True)
 time.sleep(60)""")
-    for rank in range(4):
-        cell.wait_for_output(f"{rank} │ has read")
+    cell.wait_for_ranks("has read", 4)
     added_bytes = processes.memory_bytes([notebook.process, *notebook.descendants()]) - before_bytes
     notebook.interrupt()
     cell.finish()
@@ -411,8 +409,7 @@ def test_fork_that_is_killed_takes_its_ranks_along(notebook: kernels.Kernel, don
     processes.wait_until(lambda: len(processes.children(notebook.pid)) == 1, "the fork of the run before is gone")
     standing = set(processes.children(notebook.pid))
     cell = notebook.start("%%distributed -n 2 --start_method fork\nprint('up', flush=True)\ntime.sleep(60)")
-    cell.wait_for_output("0 │ up")
-    cell.wait_for_output("1 │ up")
+    cell.wait_for_ranks("up")
     [fork] = set(processes.children(notebook.pid)) - standing
     ranks = processes.descendants(fork.pid)
     os.kill(fork.pid, signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
 import json
 import pathlib
@@ -16,8 +15,9 @@ from kernel_ext import commands
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.kernel import registry
 from notebook_accel.launching.kernel.job import Job, Reason
+from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
-from tests import kernels, processes
+from tests import processes
 from tests.kernel_ext.conftest import Shell, error
 from tests.launching.kernel.test_job import make_job
 from tests.loopback import Loopback
@@ -178,27 +178,24 @@ def test_run_in_the_background_is_stopped_by_name(shell: Shell, loopback: Loopba
     assert "There is no run in progress." in error(shell, "%distributed stop")
 
 
-@pytest.mark.front_end
-def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kernel) -> None:
-    cell = """
-    %%distributed -n 2 --use_cpu --background --out trained --name trained --view none
-    import torch
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    while True:
-        for x in torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=4):
-            model(x).sum().backward()
-            optimizer.step()
-    """
-    assert notebook.run(inspect.cleandoc(cell)).status == "ok"
-    notebook.run("while not all(rank.steps for rank in trained.ranks): time.sleep(0.05)")
-    asked = notebook.start("%distributed profile --steps=2")
-    outcome = asked.finish(180)
-    assert outcome.result.startswith("2 steps of 'trained' on 2 ranks, "), outcome.traceback
-    [shown] = [message["content"]["data"] for message in asked.messages if message["msg_type"] == "execute_result"]
+def test_profile_of_a_run_is_a_timeline(shell: Shell) -> None:
+    job = listed()
+    for rank in range(2):
+        job.deliver(rank, events.Started(pid=rank + 1))
+
+    def answer(order: Any) -> None:
+        assert (type(order), order.steps) == (messages.Profile, 2)
+        spans = [events.Span("step", "ProfilerStep#1", 0.0, 5000.0), events.Span("phase", "forward", 0.0, 4000.0)]
+        for rank in range(2):
+            job.deliver(rank, events.Profiled(number=order.number, steps=2, spans=spans))
+
+    job.send_order = answer
+    outcome = shell.run("profile = %distributed profile --steps=2\nprofile")
+    assert outcome.result.startswith("2 steps of 'train' on 2 ranks, "), outcome.traceback
+    shown, _ = shell.ipython.display_formatter.format(shell.ipython.user_ns["profile"])
     assert 'aria-label="rank 1: 2 steps, ' in shown["text/html"]
-    notebook.run("%distributed stop --run trained")
-    assert "The run 'trained' has ended." in notebook.run("%distributed profile --run trained").traceback
+    job.end("stopped")
+    assert "The run 'train' has ended." in error(shell, "%distributed profile --run train")
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,12 @@ while not view._is_clickable() and time.monotonic() < {patience_s} + deadline - 
 view.refresh()
 print("stop:", view._widgets.stop.comm.comm_id, repr(view._widgets.stop.layout.display))
 print("hint:", view._hint())
-while not Control.calls and not {is_over} and time.monotonic() < deadline:
+while not job.send_order.names and not {is_over} and time.monotonic() < deadline:
     view.refresh()
     time.sleep(0.02)
 finish(job)
 view.close()
-print("over:", Control.calls)
+print("over:", job.send_order.names)
 """
 
 
