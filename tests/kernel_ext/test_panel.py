@@ -33,20 +33,12 @@ _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _OPEN = "job = make_job(is_background=True); view = open_view(job); start(job); view.refresh()"
 
 
-@pytest.fixture(scope="module")
-def kernel(notebook: kernels.Kernel) -> kernels.Kernel:
-    """The shared notebook, with what makes fake runs."""
-    outcome = notebook.run(fake_runs.SETUP)
-    assert outcome.status == "ok", outcome.traceback
-    return notebook
-
-
 @pytest.fixture
-def send(kernel: kernels.Kernel) -> Send:
+def send(faking: kernels.Kernel) -> Send:
     """Run code that must not fail, and return the messages that reach the front end."""
 
     def run(code: str) -> list[dict[str, Any]]:
-        cell = kernel.start(code, allow_stdin=True)
+        cell = faking.start(code, allow_stdin=True)
         outcome = cell.finish()
         assert outcome.status == "ok", outcome.traceback
         return cell.messages
@@ -60,13 +52,13 @@ def _widget_values(messages: list[dict[str, Any]]) -> list[str]:
     return [state["value"] for state in states if "value" in state]
 
 
-def test_nobody_looks_where_input_is_not_allowed(kernel: kernels.Kernel) -> None:
-    assert kernel.run("print(open_view(make_job()))", allow_stdin=False).stdout == "None\n"
+def test_nobody_looks_where_input_is_not_allowed(faking: kernels.Kernel) -> None:
+    assert faking.run("print(open_view(make_job()))", allow_stdin=False).stdout == "None\n"
 
 
-def test_the_option_overrides_that(kernel: kernels.Kernel) -> None:
+def test_the_option_overrides_that(faking: kernels.Kernel) -> None:
     code = "job = make_job(view='panel'); view = open_view(job); finish(job); view.close()"
-    outcome = kernel.run(code, allow_stdin=False)
+    outcome = faking.run(code, allow_stdin=False)
     assert _WIDGET_VIEW in outcome.displays[0]["data"]
 
 
@@ -109,9 +101,9 @@ def test_a_run_that_has_ended_already_gets_a_summary_and_no_widgets(send: Send) 
 
 
 def test_only_the_root_and_the_summary_stay_open_for_a_page_that_was_reloaded(
-    kernel: kernels.Kernel, send: Send
+    faking: kernels.Kernel, send: Send
 ) -> None:
-    before = int(kernel.value("len(get_ipython().kernel.comm_manager.comms)"))
+    before = int(faking.value("len(get_ipython().kernel.comm_manager.comms)"))
     messages = send("job = make_job(is_background=True); view = open_view(job); finish(job); view.close()")
     models = {
         message["content"]["comm_id"]: message["content"]["data"]["state"]
@@ -131,7 +123,7 @@ def test_only_the_root_and_the_summary_stay_open_for_a_page_that_was_reloaded(
     assert "finished" in summary["value"]
     kept = {root["layout"], summary["layout"], summary["style"]}
     assert {f"IPY_MODEL_{model}" for model in models} == kept
-    assert int(kernel.value("len(get_ipython().kernel.comm_manager.comms)")) == before + 2 + len(kept)
+    assert int(faking.value("len(get_ipython().kernel.comm_manager.comms)")) == before + 2 + len(kept)
 
 
 def test_only_what_changed_is_sent(send: Send) -> None:
@@ -168,9 +160,9 @@ def test_a_flood_of_events_is_drawn_at_once(send: Send) -> None:
     reason="before 7, ipykernel ties what a thread displays to the newest cell",
 )
 def test_displays_of_a_rank_appear_in_their_cell_even_when_a_later_cell_runs(
-    kernel: kernels.Kernel, send: Send
+    faking: kernels.Kernel, send: Send
 ) -> None:
-    cell = kernel.start(
+    cell = faking.start(
         """
         job = make_job(is_background=True)
         view = open_view(job)
@@ -193,10 +185,10 @@ def test_displays_of_a_rank_appear_in_their_cell_even_when_a_later_cell_runs(
     assert [message for message in later if message["msg_type"].endswith("display_data")] == []
 
 
-def test_a_click_arrives_and_stops_the_run(kernel: kernels.Kernel, send: Send) -> None:
+def test_a_click_arrives_and_stops_the_run(faking: kernels.Kernel, send: Send) -> None:
     assert not any("interrupt the kernel" in value for value in _widget_values(send(_OPEN)))
-    kernel.click(kernel.value("view._widgets.stop.comm.comm_id").strip("'"))
-    assert kernel.value("job.send_order.has_come.wait(60), job.send_order.names") == "(True, ['stop'])"
+    faking.click(faking.value("view._widgets.stop.comm.comm_id").strip("'"))
+    assert faking.value("job.send_order.has_come.wait(60), job.send_order.names") == "(True, ['stop'])"
     send("finish(job); view.close()")
 
 
