@@ -157,6 +157,13 @@ def test_output_without_the_prefixs_character_shows_the_lines_all_the_same(tmp_p
     assert "0 ? hello" in run.stdout.splitlines()
 
 
+def test_config_without_an_input_writes_nothing(tmp_path: pathlib.Path) -> None:
+    run = _in_shell("notebook_accel config <&-", tmp_path)
+    assert run.returncode == 1
+    assert run.stderr.startswith("Nobody is here to answer, so nothing was written.\nFix: ")
+    assert not config.default_path().exists()
+
+
 _NOTEBOOK = pathlib.Path(__file__).parents[1] / "example_notebooks" / "01_train_on_every_device.ipynb"
 
 

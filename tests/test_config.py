@@ -36,6 +36,8 @@ def write(file: pathlib.Path, text: str) -> pathlib.Path:
     ({"name": "a\udcff"}, r"name='a\udcff' can't be used: it has characters that can't be printed."),
     ({"preload": "sklearn"}, "preload='sklearn' is not a list of names."),
     ({"preload": ["sklearn", 3]}, "preload=['sklearn', 3] is not a list of names."),
+    ({"log_line_prefix_template": "$"}, "log_line_prefix_template='$' can't be used"),
+    ({"log_line_prefix_template": "$ranks"}, "log_line_prefix_template='$ranks' can't be used"),
     ({"gpus": 2}, "There is no option 'gpus'.\nFix: use num_processes"),
     ({"colour": 2}, "There is no option 'colour'.\nFix: use one of allow_initialized_cuda, "),
 ])  # fmt: skip

@@ -184,16 +184,19 @@ def test_profile_of_a_run_is_a_timeline(shell: Shell) -> None:
         job.deliver(rank, events.Started(pid=rank + 1))
 
     def answer(order: Any) -> None:
-        assert (type(order), order.steps) == (messages.Profile, 2)
+        assert isinstance(order, messages.Profile)
         spans = [events.Span("step", "ProfilerStep#1", 0.0, 5000.0), events.Span("phase", "forward", 0.0, 4000.0)]
         for rank in range(2):
-            job.deliver(rank, events.Profiled(number=order.number, steps=2, spans=spans))
+            answer = events.Profiled(number=order.number, steps=order.steps, spans=spans)
+            job.deliver(rank, events.Profiled(number=order.number, why="no CUDA") if order.memory else answer)
 
     job.send_order = answer
     outcome = shell.run("profile = %distributed profile --steps=2\nprofile")
     assert outcome.result.startswith("2 steps of 'train' on 2 ranks, "), outcome.traceback
     shown, _ = shell.ipython.display_formatter.format(shell.ipython.user_ns["profile"])
     assert 'aria-label="rank 1: 2 steps, ' in shown["text/html"]
+    said = error(shell, "%distributed profile --memory")
+    assert "ranks 0-1: no CUDA" in said and "torch.profiler.profile(profile_memory=True)" in said
     job.end("stopped")
     assert "The run 'train' has ended." in error(shell, "%distributed profile --run train")
 

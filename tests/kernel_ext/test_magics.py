@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pathlib
 import re
+import sys
+import types
 
 import pytest
 
@@ -67,12 +69,20 @@ def test_bad_flag_is_said_in_a_few_lines_before_anything_runs(
             "--args pear,10 can't be evaluated: NameError: name 'pear' is not defined",
         ),
         ("--args 'pear',10\ndef train(fruit, count): pass", "--args ('pear', 10)"),
+        ("\nimport asyncio\nasync def train(): pass", "end the cell with asyncio.run(train(...))"),
     ],
 )
 def test_cell_that_cannot_be_called_is_refused(shell: Shell, code: str, said: str) -> None:
     outcome = shell.run(f"%%distributed -n 2 {code}")
     assert said in outcome.traceback and "magics.py" not in outcome.traceback
     assert "Launching" not in outcome.stdout
+
+
+def test_fork_is_refused_when_xla_is_initialised(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    xla = types.SimpleNamespace(_backends={"cpu": object()})
+    monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", xla)
+    said = error(shell, "%%distributed -n 2 --start_method fork\n1")
+    assert "XLA is initialised" in said and "restart the kernel" in said
 
 
 @pytest.mark.front_end

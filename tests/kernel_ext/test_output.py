@@ -89,6 +89,8 @@ def test_live_output_says_when_there_is_none_and_has_its_template_before_each_li
     assert Document(output_html(output)).text == "no output yet"
     output.take(1, events.Output(text="hello"))
     assert "[of [1]] hello" in Document(output_html(output)).text
+    output.take(1, events.Output(text="x" * 1_000_000))
+    assert Document(output_html(output)).text.endswith("xxx … and 998,000 more characters")
 
 
 def test_search_is_for_text_and_not_for_a_pattern_and_marks_escape() -> None:

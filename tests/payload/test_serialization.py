@@ -78,17 +78,6 @@ def test_large_buffers_travel_beside_the_pickle(memory_file: int) -> None:
     assert len(pickled.data) < 5000
 
 
-def test_optimizer_keeps_its_models_parameters(memory_file: int) -> None:
-    model = torch.nn.Linear(50, 50)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 50)).sum().backward()
-    optimizer.step()
-    _, opened = send((model, optimizer), memory_file)
-    got_model, got_optimizer = opened.value
-    assert got_optimizer.param_groups[0]["params"][0] is got_model.weight
-    assert torch.equal(got_optimizer.state[got_model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
-
-
 class Symmetric(torch.nn.Module):
     def forward(self, matrix: torch.Tensor) -> torch.Tensor:
         return matrix.triu() + matrix.triu(1).T

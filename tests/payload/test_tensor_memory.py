@@ -67,6 +67,12 @@ def test_tensor_and_array_over_the_same_memory_stay_over_the_same_memory() -> No
     assert array_of_tensor[2] == 9.0
 
 
+def test_two_tensors_over_one_storage_have_one_storage() -> None:
+    array = numpy.zeros(5000)
+    (first, second), _ = through((torch.from_numpy(array), torch.from_numpy(array)))
+    assert first.untyped_storage()._cdata == second.untyped_storage()._cdata
+
+
 @pytest.mark.parametrize("make", [torch.zeros, numpy.zeros])
 def test_only_what_a_view_looks_at_is_sent(make: Any) -> None:
     whole = make((64 * MIB, 2))

@@ -168,3 +168,11 @@ def test_course_is_told_again_by_events() -> None:
     assert len(told) == len(known) == 40
     for before, after in zip(known, told, strict=True):
         assert after.mean == pytest.approx(before.mean, abs=1e-6)
+
+
+def test_copy_of_a_rank_keeps_its_course() -> None:
+    state = run_with_straggler(1)
+    copied = state.ranks[0].copy()
+    before = copied.step_history.sums.points
+    state.apply(0, reported(at_s=2000.0, forward=50.0))
+    assert copied.step_history.sums.points == before != state.ranks[0].step_history.sums.points

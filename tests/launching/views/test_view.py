@@ -91,6 +91,19 @@ def test_steps_that_compile_are_not_timed(job: Job) -> None:
     assert set(re.findall(r"(\S+) steps/s", printed)) == {"5.0"}
 
 
+def test_too_many_lines_keep_the_first_and_the_last_of_each_rank(job: Job) -> None:
+    lines = Shown(job)
+    for thousand in range(8):
+        job.deliver(0, events.Output(text="\n".join(str(thousand * 1000 + n) for n in range(1000))))
+    job.deliver(1, events.Output(text="of the other one"))
+    lines.refresh()
+    lines.close()
+    printed = lines.text.splitlines()
+    assert printed[4_998:5_001] == ["  0 │ 4998", "  0 │ 4999", "  1 │ of the other one"]
+    assert printed[5_001:5_003] == ["  0 │ [2,500 lines left out here]", "  0 │ 7500"]
+    assert (len(printed), printed[-1]) == (5_502, "  0 │ 7999")
+
+
 def test_what_the_agent_has_left_out_is_counted_and_the_log_named() -> None:
     job = make_job(log_folder=pathlib.Path("/tmp/logs"))
     lines = Shown(job)
@@ -196,6 +209,16 @@ def test_many_ranks_are_one_line_with_the_slowest_named() -> None:
         job.deliver(rank, events.Metrics(step=40, values={"loss": rank / 4}))
     lines.refresh()
     assert lines.text.partition("] ")[2] == "8 ranks  epoch 1  step 30..40/50  loss 0..1.75  slowest: rank 5\n"
+
+
+def test_nobody_guesses_when_a_run_ends_that_waits_for_a_rank(job: Job) -> None:
+    lines = Shown(job, period_s=0.0)
+    now_s = time.monotonic() + 60.0  # a moment that doesn't pass while the test runs
+    for ago_s, step in ((1.0, 1), (0.0, 2)):
+        job.deliver(0, events.Progress(time_s=now_s - ago_s, step=step, total=50, steps=step))
+    job.deliver(1, events.Silent(time_s=40.0, since_s=10.0))
+    lines.refresh()
+    assert "step 2/50  1.0 steps/s" in lines.text and "left" not in lines.text
 
 
 def test_what_a_rank_prints_can_do_no_harm(job: Job) -> None:
