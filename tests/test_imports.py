@@ -34,15 +34,11 @@ _IMPORT_NO_TORCH = [
 _CODE = """
 import os, sys
 heavy = {"torch", "torch_xla", "jax", "numpy", "IPython", "ipykernel", "ipywidgets"}
-for statement in %r:
-    exec(statement)
-    if heavy & sys.modules.keys():
-        sys.exit(f"{statement} has imported {heavy & sys.modules.keys()}")
-heavy = {"torch", "torch_xla", "jax", "ipykernel", "ipywidgets"}
-for statement in %r:
-    exec(statement)
-    if heavy & sys.modules.keys():
-        sys.exit(f"{statement} has imported {heavy & sys.modules.keys()}")
+for statements, allowed in (%r, set()), (%r, {"numpy", "IPython"}):
+    for statement in statements:
+        exec(statement)
+        if found := (heavy - allowed) & sys.modules.keys():
+            sys.exit(f"{statement} has imported {found}")
 """
 
 

@@ -201,26 +201,26 @@ class Panel:
 
     Attributes:
         job: The run.
-        view: The panel.
+        opened: The panel.
         displayed: What it has displayed so far, with its metadata.
     """
 
     job: Any
-    view: PanelView
+    opened: PanelView
     displayed: list[dict[str, Any]]
 
     def __getattr__(self, name: str) -> Any:
-        """Return a widget. That of the tabs is called ``view``."""
-        return getattr(self.view._widgets, "view" if name == "tab" else name)
+        """Return a widget of the panel."""
+        return getattr(self.opened._widgets, name)
 
     def see(self, part: str) -> str:
         """Return a widget's value after the next drawing."""
-        self.view.refresh()
+        self.opened.refresh()
         return str(getattr(self, part).value)
 
     def close(self) -> str:
         """Return the HTML of the summary, when the run has ended."""
-        self.view.close()
+        self.opened.close()
         return str(self.displayed[-1]["data"]["text/html"])
 
 
@@ -245,7 +245,7 @@ def open_panel(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     for panel in opened:
         if not panel.job.done:
             fake_runs.finish(panel.job)
-            panel.view.close()
+            panel.opened.close()
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def test_diagnosis_and_chart_that_take_long_are_made_less_often(
     for second in range(30):
         now_s[0] += 1
         panel.job.deliver(0, events.Metrics(step=second, values={"loss": 1.0}))
-        panel.view.refresh()
+        panel.opened.refresh()
     # A hundredth of 30 s, for a tenth of a second each; and a chart for the first name of a metric.
     assert (made.count("diagnosis"), made.count("chart")) == (3, 4)
 
@@ -306,7 +306,7 @@ def test_a_click_stops_a_run_and_the_panel_says_that_it_stops_and_then_who_has_s
 
 def test_the_panel_says_that_a_second_interrupt_of_the_kernel_kills(panel: Panel) -> None:
     panel.job.ended_by = KERNEL_INTERRUPT
-    panel.view._on_change()
+    panel.opened._on_change()
     assert "ended after 2 s, or now by another interrupt" in panel.see("header")
     panel.job.end("interrupted")
     assert "by an interrupt of the kernel" in panel.close()
@@ -324,7 +324,7 @@ def test_the_panel_of_a_run_that_was_detached_says_how_it_is_found_again(panel: 
 def test_a_later_nodes_ranks_are_chosen_by_their_numbers_among_all(panel: Panel) -> None:
     panel.rank.value = 1
     panel.job.deliver(0, events.Numbered(first_rank=2, world_size=4))
-    panel.view.refresh()
+    panel.opened.refresh()
     assert [label for label, _ in panel.rank.options] == ["all ranks", "rank 2", "rank 3"]
     assert panel.rank.value == 1
 
@@ -362,12 +362,12 @@ def test_output_is_of_the_chosen_rank_and_has_what_is_searched_for(panel: Panel)
 
 
 def test_stacks_are_asked_for_and_shown(panel: Panel) -> None:
-    panel.tab.value = "Stacks"
+    panel.view.value = "Stacks"
     assert panel.job.send_order.has_come.wait(60) and panel.job.send_order.names == ["inspect"]
     assert "asking every rank …" in panel.see("body")
     text = 'Current thread 0x1 (most recent call first):\n  File "<train>", line 7 in work'
     panel.job.take_dumps([RankDump(rank=rank, pid=rank + 5, condition="answered", text=text) for rank in range(2)])
-    panel.view._threads["stacks"].join(60)
+    panel.opened._threads["stacks"].join(60)
     shown = panel.see("body")
     assert "rank 1 (pid 6), innermost call first:" in shown
     assert "&lt;train&gt;, line 7 in work" in shown
@@ -378,8 +378,8 @@ def test_phases_of_a_step_are_shown_in_their_tab_and_in_the_rows(panel: Panel) -
     for rank in (0, 1) * 5:
         times = events.StepTimes(steps=20, seconds={"data": 0.9, "forward": 0.3}, workers=0, cores=2)
         panel.job.deliver(rank, times)
-    panel.view._diagnosis_due_s = 0.0
-    panel.tab.value = "Step"
+    panel.opened._diagnosis_due_s = 0.0
+    panel.view.value = "Step"
     assert "45 ms" in panel.see("body")
     assert "waits 75 % of the time for data" in panel.see("header")
     assert "60 ms: data 75%, forward 25%" in panel.see("table")
@@ -389,7 +389,7 @@ def test_log_of_the_chosen_rank_is_shown_with_its_path(panel: Panel, tmp_path: p
     panel.job.log_files = (tmp_path / "rank_0.log", tmp_path / "rank_1.log")
     panel.job.log_files[0].mkdir()
     panel.job.log_files[1].write_text("<first>\nsecond\n")
-    panel.tab.value = "Log file"
+    panel.view.value = "Log file"
     shown = panel.see("body")
     assert "rank_0.log" in shown
     assert "rank_1.log" in shown
@@ -426,7 +426,7 @@ def test_displays_keep_their_metadata_and_are_updated_in_their_place(panel: Pane
     one = events.Display(data={"text/html": "one"}, metadata={"isolated": True}, display_id="mine")
     panel.job.deliver(0, one)
     panel.job.deliver(0, events.Display(data={"text/html": "two"}, display_id="mine", is_update=True))
-    panel.view.refresh()
+    panel.opened.refresh()
     mine = [shown for shown in panel.displayed if (shown["transient"] or {}).get("display_id") == "mine"]
     assert [(shown["data"]["text/html"], shown["metadata"], shown["update"]) for shown in mine] == [
         ("one", {"isolated": True}, False),
@@ -435,14 +435,14 @@ def test_displays_keep_their_metadata_and_are_updated_in_their_place(panel: Pane
 
 
 def test_button_profiles_the_next_steps_and_the_summary_keeps_the_timeline(panel: Panel) -> None:
-    panel.tab.value = "Step"
+    panel.view.value = "Step"
     panel.profile.click()
     assert panel.job.send_order.has_come.wait(60)
     assert "profiling the next 5 steps" in panel.see("body")
     spans = [events.Span("step", "ProfilerStep#1", 0.0, 5000.0), events.Span("phase", "forward", 0.0, 4000.0)]
     for rank in range(2):
         panel.job.deliver(rank, events.Profiled(number=panel.job.send_order.profile_number, steps=1, spans=spans))
-    panel.view._threads["profile"].join(60)
+    panel.opened._threads["profile"].join(60)
     shown = panel.see("body")
     assert (shown.count("<svg"), "profiling" in shown) == (2, False)
     fake_runs.finish(panel.job)
@@ -451,7 +451,7 @@ def test_button_profiles_the_next_steps_and_the_summary_keeps_the_timeline(panel
 
 def test_button_says_why_there_is_no_profile(open_panel: Open) -> None:
     panel = open_panel(has_started=False)
-    panel.tab.value = "Step"
+    panel.view.value = "Step"
     panel.profile.click()
-    panel.view._threads["profile"].join(60)
+    panel.opened._threads["profile"].join(60)
     assert "can&#x27;t be profiled now.\nNo rank has started yet." in panel.see("body")
