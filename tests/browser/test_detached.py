@@ -51,6 +51,7 @@ def test_a_run_is_found_again_after_its_server_was_killed(browser: Browser, tmp_
     with labs.running(folders[0]) as lab:
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
         open_with_extension(page, lab, "night.ipynb", _TRAINING)
+        _panel(run_cell(page, 1))
         lab.kill()
         page.close()
     [folder] = run_folders.every()

@@ -98,6 +98,12 @@ def test_status_is_data_too(capsys: pytest.CaptureFixture[str]) -> None:
     [going] = strict_json(capsys.readouterr().out)
     assert (going["number"], going["name"], going["status"]) == (1, job.name, job.status)
     assert [rank["rank"] for rank in going["ranks"]] == [0, 1]
+    commands.run("status")
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["rank", "state", "pid", "device", "step", "memory"],
+        ["0", "starting"],
+        ["1", "running", "20"],
+    ]
     assert going["ranks"][1] | {"step": 20, "metrics": {"loss": 0.5, "peak": None}} == going["ranks"][1]
     job.end("stopped")
     del job
