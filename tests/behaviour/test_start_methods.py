@@ -17,15 +17,15 @@ from tests.launches import FIRST_LAUNCH_S, RAY, Way, prepare
 
 Run = Callable[[str], kernels.Outcome]
 
-_SPAWN = pytest.param("spawn", marks=pytest.mark.front_end)
-SEVERAL = [_SPAWN, "fork", RAY]
+SEVERAL = ["spawn", "fork", RAY]
 METHODS = [*SEVERAL, "inline"]
+_SPAWN_WITH_OLD_FRONT_ENDS = [pytest.param("spawn", marks=pytest.mark.front_end), *METHODS[1:]]
 
 
 # What holds however ranks come into being ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", METHODS, indirect=True)
+@pytest.mark.parametrize("how", _SPAWN_WITH_OLD_FRONT_ENDS, indirect=True)
 def test_ranks_are_one_group_and_return_what_they_are(run: Run, done: Run, how: Way) -> None:
     count = how.ranks
     outcome = done(f"""%%distributed -n {count} {how}
@@ -78,7 +78,7 @@ len(nested)""")
     done("manager.shutdown()")
 
 
-@pytest.mark.parametrize("how", METHODS, indirect=True)
+@pytest.mark.parametrize("how", _SPAWN_WITH_OLD_FRONT_ENDS, indirect=True)
 def test_names_arguments_pulled_names_and_classes(run: Run, done: Run, how: Way) -> None:
     done("class Model:\n    def __init__(self, size): self.size = size\nmodel, grown = Model(3), None")
     outcome = done(f"""%%distributed -n {how.ranks} {how} --pull grown --args (5,)
@@ -166,7 +166,7 @@ except RankFailedError as error: caught = error""")
     assert run(f"%%distributed -n {count} {how}\n'works'").result == str(["works"] * count)
 
 
-@pytest.mark.parametrize("how", METHODS, indirect=True)
+@pytest.mark.parametrize("how", _SPAWN_WITH_OLD_FRONT_ENDS, indirect=True)
 def test_interrupt_runs_finally_and_keeps_the_kernel(run: Run, done: Run, notebook: kernels.Kernel, how: Way) -> None:
     done("kept = []")
     cell = notebook.start(f"""%%distributed -n {how.ranks} {how}

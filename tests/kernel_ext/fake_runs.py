@@ -147,11 +147,12 @@ def finish(job: Job) -> None:
     job.end("")
 
 
-# What makes fake runs in a kernel.
+# What makes fake runs in a kernel. This project comes first for a moment: other packages have a folder ``tests``, too.
 SETUP = f"""
 import sys, threading, time
-sys.path.append({str(pathlib.Path(__file__).parents[2])!r})
+sys.path.insert(0, {str(pathlib.Path(__file__).parents[2])!r})
+from tests.kernel_ext.fake_runs import finish, make_job, start
+del sys.path[0]
 from kernel_ext.panel import open_view
 from notebook_accel.protocol import events
-from tests.kernel_ext.fake_runs import finish, make_job, start
 """

@@ -175,6 +175,7 @@ def test_interrupt_of_a_session_does_not_end_it() -> None:
     job.end("stopped")
 
 
+@pytest.mark.front_end
 def test_run_in_the_background_is_stopped_by_name(shell: Shell, loopback: Loopback) -> None:
     one, two = (loopback.launch(name=name) for name in ("one", "two"))
     assert "Several runs are in progress." in error(shell, "%distributed stop")
@@ -184,6 +185,7 @@ def test_run_in_the_background_is_stopped_by_name(shell: Shell, loopback: Loopba
     assert "There is no run in progress." in error(shell, "%distributed stop")
 
 
+@pytest.mark.front_end
 def test_profile_of_a_run_is_a_timeline(shell: Shell) -> None:
     job = listed()
     for rank in range(2):
