@@ -12,6 +12,7 @@ import pytest
 from kernel_ext import arguments, magics
 from tests import kernels
 from tests.kernel_ext.conftest import Shell, error
+from tests.test_formatting import marked
 
 
 @pytest.mark.front_end
@@ -83,6 +84,14 @@ def test_fork_is_refused_when_xla_is_initialised(shell: Shell, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", xla)
     said = error(shell, "%%distributed -n 2 --start_method fork\n1")
     assert "XLA is initialised" in said and "restart the kernel" in said
+
+
+@pytest.mark.filterwarnings("ignore:.*is now lowercase since IPython 9:DeprecationWarning")
+def test_errors_have_colours_unless_the_notebook_was_told_not_to(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from notebook_accel.errors import ConfigError\nraise ConfigError('no', fix='yes')"
+    assert marked(shell.run(code).coloured) == ["31ConfigError", "1Fix:"]
+    monkeypatch.setattr(shell.ipython, "colors", "NoColor")  # as %colors does
+    assert shell.run(code).coloured == "ConfigError: no\nFix: yes"
 
 
 @pytest.mark.front_end
