@@ -10,7 +10,6 @@ import types
 import pytest
 
 from kernel_ext import arguments, magics
-from tests import kernels
 from tests.kernel_ext.conftest import Shell, error
 from tests.test_formatting import marked
 
@@ -95,8 +94,8 @@ def test_errors_have_colours_unless_the_notebook_was_told_not_to(shell: Shell, m
 
 
 @pytest.mark.front_end
-def test_syntax_error_is_shown_as_the_notebook_shows_one(notebook: kernels.Kernel) -> None:
-    outcome = notebook.run("%%distributed -n 2\nfine = 1\nx = = 3")
+def test_syntax_error_is_shown_as_the_notebook_shows_one(shell: Shell) -> None:
+    outcome = shell.run("%%distributed -n 2\nfine = 1\nx = = 3")
     shown = outcome.traceback
     assert "SyntaxError: invalid syntax" in shown
     assert "x = = 3" in shown and "^" in shown
