@@ -108,6 +108,11 @@ class Cell:
         self._read_until(lambda: is_there() or any(self._contents("error")), f"output {text!r}", deadline)
         assert is_there(), f"the cell has failed instead of writing {text!r}:\n{self.finish().traceback}"
 
+    def wait_for_ranks(self, text: str, ranks: int = 2) -> None:
+        """Waits until each rank has printed a line that begins so."""
+        for rank in range(ranks):
+            self.wait_for_output(f"{rank} │ {text}")
+
     def wait_for_display(self, timeout_s: float = 60.0) -> None:
         """Waits until something was displayed."""
         deadline = time.monotonic() + timeout_s

@@ -164,13 +164,6 @@ def test_config_without_an_input_writes_nothing(tmp_path: pathlib.Path) -> None:
     assert not config.default_path().exists()
 
 
-def test_flags_may_have_dashes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--mixed-precision", "fp16", "--num-processes=2", "--no-use-cpu"]) == 1
-    shown = capsys.readouterr().out
-    assert shown.startswith("refused: mixed_precision='fp16' was asked for, and the ranks run on the CPU.\n")
-    assert "Fix: --mixed_precision bf16" in shown
-
-
 _NOTEBOOK = pathlib.Path(__file__).parents[1] / "example_notebooks" / "01_train_on_every_device.ipynb"
 
 

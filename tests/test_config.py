@@ -1,7 +1,8 @@
-"""Options: bounds, the order of their sources, and files of both tools."""
+"""Options: bounds, flags, the order of their sources, and files of both tools."""
 
 from __future__ import annotations
 
+import argparse
 import pathlib
 
 import pytest
@@ -35,6 +36,8 @@ def write(file: pathlib.Path, text: str) -> pathlib.Path:
     ({"name": "a\udcff"}, r"name='a\udcff' can't be used: it has characters that can't be printed."),
     ({"preload": "sklearn"}, "preload='sklearn' is not a list of names."),
     ({"preload": ["sklearn", 3]}, "preload=['sklearn', 3] is not a list of names."),
+    ({"log_line_prefix_template": "$"}, "log_line_prefix_template='$' can't be used"),
+    ({"log_line_prefix_template": "$ranks"}, "log_line_prefix_template='$ranks' can't be used"),
     ({"gpus": 2}, "There is no option 'gpus'.\nFix: use num_processes"),
     ({"colour": 2}, "There is no option 'colour'.\nFix: use one of allow_initialized_cuda, "),
 ])  # fmt: skip
@@ -138,15 +141,6 @@ def test_accelerates_variable_for_the_precision_counts_above_the_file(file: path
     assert config.training_variables(config.resolve({"mixed_precision": "no"}, environ=theirs), {}) == {}
     with pytest.raises(ConfigError, match="ACCELERATE_MIXED_PRECISION can't be used: mixed_precision='fp8'"):
         config.resolve({}, environ={"ACCELERATE_MIXED_PRECISION": "fp8"})
-
-
-def test_file_of_accelerate_reads_as_ours(file: pathlib.Path) -> None:
-    write(
-        file,
-        "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: MULTI_CPU\nmachine_rank: 0\n"
-        "mixed_precision: 'no'\nnum_machines: 1\nnum_processes: 2\nrdzv_backend: static\nuse_cpu: true\n",
-    )
-    assert config.load(file) == {"mixed_precision": "no", "num_processes": 2, "rdzv_backend": "static", "use_cpu": True}
 
 
 def test_sharding_in_accelerates_words(file: pathlib.Path) -> None:
@@ -281,3 +275,34 @@ def test_every_option_says_what_it_is() -> None:
         assert option.optional == (option.default is None)
         if option.choices:
             assert option.choices[0] == option.default
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="%%distributed", exit_on_error=False)
+    config.add_flags(parser)
+    return parser
+
+
+def test_every_option_is_a_flag_with_its_help_and_default(parser: argparse.ArgumentParser) -> None:
+    shown = " ".join(parser.format_help().split())
+    for option in config.fields():
+        assert f"--{option.name}" in shown
+        assert " ".join(option.help.split()) in shown
+        if option.default not in (None, "", ()):
+            assert f"Default: {option.default}." in shown
+        for choice in option.choices:
+            assert choice in shown
+
+
+def test_only_flags_that_were_given_count(parser: argparse.ArgumentParser) -> None:
+    assert config.given_flags(parser.parse_args([])) == {}
+    flags = "-n 2 --mixed_precision bf16 --use_cpu --no-allow_initialized_cuda --grace_s 0 --name run"
+    assert config.given_flags(parser.parse_args(flags.split())) == {
+        "num_processes": 2,
+        "mixed_precision": "bf16",
+        "use_cpu": True,
+        "allow_initialized_cuda": False,
+        "grace_s": 0.0,
+        "name": "run",
+    }

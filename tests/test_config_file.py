@@ -12,20 +12,20 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from notebook_accel import config, config_file
 from notebook_accel.errors import ConfigError
 
+_ASKED = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "NO",
+    "mixed_precision": "no",
+    "use_cpu": False,
+    "debug": False,
+    "num_processes": 1,
+}
 _WRITTEN_BY_ACCELERATE = {"mixed_precision": "no", "num_processes": 1, "rdzv_backend": "static", "use_cpu": False}
 
 
 def test_every_key_that_accelerate_writes_is_known(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "default_config.yaml"
-    theirs = ClusterConfig(
-        compute_environment="LOCAL_MACHINE",
-        distributed_type="NO",
-        mixed_precision="no",
-        use_cpu=False,
-        debug=False,
-        num_processes=1,
-    )
-    theirs.to_yaml_file(str(file))
+    ClusterConfig(**_ASKED).to_yaml_file(str(file))
     written = config_file.read(file)
     assert len(written.values) > 10
     assert config.usable(written) == (_WRITTEN_BY_ACCELERATE, ())
@@ -101,21 +101,9 @@ def test_where_accelerate_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_settings_of_the_compiler_that_accelerate_writes(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "default_config.yaml"
-    ClusterConfig(
-        compute_environment="LOCAL_MACHINE",
-        distributed_type="NO",
-        mixed_precision="no",
-        use_cpu=False,
-        debug=False,
-        num_processes=1,
-        dynamo_config={
-            "dynamo_backend": "AOT_EAGER",
-            "dynamo_mode": "default",
-            "dynamo_use_dynamic": False,
-            "dynamo_use_fullgraph": False,
-            "dynamo_use_regional_compilation": False,
-        },
-    ).to_yaml_file(str(file))
+    switches = ("dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation")
+    compiler = {"dynamo_backend": "AOT_EAGER", "dynamo_mode": "default", **dict.fromkeys(switches, False)}
+    ClusterConfig(**_ASKED, dynamo_config=compiler).to_yaml_file(str(file))
     assert config.load(file) == {**_WRITTEN_BY_ACCELERATE, "dynamo_backend": "aot_eager"}
     file.write_text(file.read_text().replace("dynamo_use_fullgraph: false", "dynamo_use_fullgraph: true"))
     with pytest.raises(

@@ -16,7 +16,6 @@ from notebook_accel.formatting import (
     json_text,
     plain_text,
 )
-from tests import kernels
 
 
 @pytest.mark.parametrize(("size_bytes", "words"), [
@@ -91,14 +90,6 @@ def test_names_places_and_headings_are_marked_and_the_text_stays() -> None:
     places = ['32"In[3]"', "325", "36load", "31    ^^^^^"]
     headings = ["1Traceback of rank 1:", "1Last output of rank 1:", "1Fix:"]
     assert sorted(marked(shown)) == sorted([*names, *places, *headings])
-
-
-def test_a_notebook_shows_them_unless_it_was_told_not_to(kernel: kernels.Kernel) -> None:
-    code = "from notebook_accel.errors import ConfigError\nraise ConfigError('no', fix='yes')"
-    assert marked(kernel.run(code).coloured) == ["31ConfigError", "1Fix:"]
-    assert kernel.run("%colors NoColor").status == "ok"
-    plain = kernel.run(code)
-    assert (plain.coloured, marked(plain.coloured)) == ("ConfigError: no\nFix: yes", [])
 
 
 def test_json_has_null_for_numbers_that_json_lacks() -> None:

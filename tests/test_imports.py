@@ -16,7 +16,7 @@ _IMPORT_NO_TORCH_AND_NO_IPYTHON = [
     "notebook_accel.report(loss=1)",
     "notebook_accel.LaunchConfig, notebook_accel.RankFailedError, dir(notebook_accel)",
     "from notebook_accel import notebook_launcher, Job, Results",
-    "from notebook_accel import config_widget; config_widget()",
+    "from notebook_accel import config_widget; assert 'notebook-accel config\\n' in str(config_widget())",
     "from notebook_accel import write_basic_config; write_basic_config(save_location=sys.argv[1])",
     "import notebook_accel.cli",
     "import notebook_accel.launching.agent.agent",
@@ -27,19 +27,18 @@ _IMPORT_NO_TORCH_AND_NO_IPYTHON = [
     "os.environ['PJRT_DEVICE'] = 'CPU'; pjrt.find_platform()",
     "from notebook_accel.payload import serialization; serialization.pickle_by_value([1], roots={})",
 ]
-_IMPORT_NO_TORCH = ["import kernel_ext.magics, kernel_ext.panel"]
+_IMPORT_NO_TORCH = [
+    "import kernel_ext.magics, kernel_ext.panel",
+    "assert kernel_ext.panel.open_view(None) is None",  # outside a kernel there is none
+]
 _CODE = """
 import os, sys
 heavy = {"torch", "torch_xla", "jax", "numpy", "IPython", "ipykernel", "ipywidgets"}
-for statement in %r:
-    exec(statement)
-    if heavy & sys.modules.keys():
-        sys.exit(f"{statement} has imported {heavy & sys.modules.keys()}")
-heavy = {"torch", "torch_xla", "jax"}
-for statement in %r:
-    exec(statement)
-    if heavy & sys.modules.keys():
-        sys.exit(f"{statement} has imported {heavy & sys.modules.keys()}")
+for statements, allowed in (%r, set()), (%r, {"numpy", "IPython"}):
+    for statement in statements:
+        exec(statement)
+        if found := (heavy - allowed) & sys.modules.keys():
+            sys.exit(f"{statement} has imported {found}")
 """
 
 

@@ -69,58 +69,28 @@ def launch(*arguments: object) -> int:
 
 
 @pytest.mark.usefixtures("template")
-@pytest.mark.parametrize("target", [["train_squares.py"], ["-m", "train_squares"]], ids=["file", "module"])
-def test_script_is_the_main_program_of_every_rank_and_has_the_settings_of_the_flags(
-    script: pathlib.Path, target: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", ["file", "module", "folder", pytest.param("zip file", marks=pytest.mark.slow)])
+def test_program_is_the_main_one_of_every_rank_and_has_the_settings_of_the_flags(
+    script: pathlib.Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    folder, archive = script.with_name("program"), script.with_name("program.pyz")
+    folder.mkdir()
+    (folder / "part.py").write_text(_SCRIPT)
+    (folder / "__main__.py").write_text("import part\nif __name__ == '__main__': part.main()")
+    zipapp.create_archive(folder, archive)
+    line, name = {
+        "file": (["train_squares.py"], script),
+        "module": (["-m", "train_squares"], script),
+        "folder": ([folder], folder),
+        "zip file": ([archive], archive),
+    }[kind]
     flags = "--gradient-accumulation-steps 3 --dynamo_backend=eager --use_fsdp --fsdp_version 2 --fsdp-min-num-params 7"
     flags += " --fsdp_auto_wrap_policy SIZE_BASED_WRAP --fsdp_options state_dict_type=full_state_dict"
     others = "--quiet --dynamo_mode=default --same-network --rdzv_backend static -t 3"
-    assert launch(*flags.split(), *others.split(), *target, "train", "--epochs", "3") == 0
+    assert launch(*flags.split(), *others.split(), *line, "train", "--epochs", "3") == 0
     shown = capsys.readouterr().out
     assert "Launching training on 2 CPUs." in shown
-    assert f'0 │ ["{script}", ["--epochs", "3"], false, [3, "EAGER", 7, true]]\n' in shown
-
-
-def test_flag_about_sharding_without_sharding_is_refused(
-    script: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert launch("--fsdp_min_num_params", 7, "train_squares.py") == 1
-    assert "fsdp_options='min_num_params=7' would do nothing." in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("template")
-@pytest.mark.parametrize("is_zip", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["folder", "zip"])
-def test_folder_and_zip_file_run_as_python_runs_them(
-    script: pathlib.Path, is_zip: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = script.with_name("program")
-    target.mkdir()
-    (target / "part.py").write_text("import os\nname, rows = 'part', open('rows' + os.environ['RANK'], 'w')")
-    (target / "__main__.py").write_text(
-        "import sys, part\nprint(part.name, __name__, sys.argv)\npart.rows.write('left open')"
-    )
-    if is_zip:
-        zipapp.create_archive(target, target := script.with_name("program.pyz"))
-    assert launch(target, 7) == 0
-    shown = kernels.unfolded(capsys.readouterr().out)
-    assert {f"{rank} │ part __main__ ['{target}', '7']" for rank in (0, 1)} <= set(shown)
-    assert [script.with_name(f"rows{rank}").read_text() for rank in (0, 1)] == ["left open"] * 2
-
-
-@pytest.mark.usefixtures("template")
-def test_flags_divide_the_ranks(script: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script.write_text(
-        "from notebook_accel import Accelerator\n"
-        "accelerator = Accelerator()\n"
-        "print(accelerator.parallelism_config.sizes, accelerator.tensor_parallel_rank)\n"
-    )
-    flags = "--use_parallelism_config --parallelism_config_tp_size 2 --parallelism_config_cp_size 1"
-    assert launch(*flags.split(), "--parallelism_config_cp_comm_strategy", "alltoall", "train_squares.py") == 0
-    shown = capsys.readouterr().out
-    assert "0 │ {'tp': 2} 0\n" in shown and "1 │ {'tp': 2} 1\n" in shown
-    assert launch("--parallelism_config_sp_size", 2, "train_squares.py") == 1
-    assert "--parallelism_config_sp_size 2: sequence parallelism" in capsys.readouterr().err
+    assert f'0 │ ["{name}", ["--epochs", "3"], false, [3, "EAGER", 7, true]]\n' in shown
 
 
 @pytest.mark.usefixtures("template")
@@ -216,6 +186,7 @@ def test_closed_pipe_ends_it(tmp_path: pathlib.Path, script: pathlib.Path) -> No
         (["--gpu_ids", "0,1", "train_squares.py"], "--gpu_ids was asked for, and there is no GPU"),
         (["--multi_gpu", "train_squares.py"], "--multi_gpu was asked for, and there is no GPU"),
         (["--config_file", "none.yaml", "train_squares.py"], "There is no configuration file none.yaml."),
+        (["--fsdp_min_num_params", "7", "train_squares.py"], "fsdp_options='min_num_params=7' would do nothing."),
     ],
 )
 def test_what_is_not_there_is_refused(
@@ -232,12 +203,14 @@ def test_flags_for_what_is_not_done_here_are_named_all_at_once(
     script: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = "--use_deepspeed --zero-stage 3 --dynamo_use_fullgraph --dynamo_mode default --vm a --vm b"
+    line += " --parallelism_config_sp_size 2"
     assert launch(*line.split(), script, "train") == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "--zero_stage 3, --use_deepspeed: DeepSpeed; --fsdp" in captured.err
     assert "--dynamo_use_fullgraph: settings of torch.compile; give the Accelerator a TorchDynamo" in captured.err
     assert "--vm a, --vm b: a TPU pod" in captured.err
+    assert "--parallelism_config_sp_size 2: sequence parallelism" in captured.err
     assert "dynamo_mode" not in captured.err
 
 
@@ -273,6 +246,14 @@ def test_machines_of_accelerates_flags_are_nodes(
     assert launch_command._options(parser.parse_args(line.split())) == config.LaunchConfig(
         num_nodes=2, node_rank=1, master_addr="10.0.0.1", num_processes=2
     )
+
+
+def test_flags_divide_the_ranks(script: pathlib.Path) -> None:
+    parser = argparse.ArgumentParser()
+    launch_command.add_arguments(parser)
+    line = "--use_parallelism_config --parallelism_config_tp_size 2 --parallelism_config_cp_size 1"
+    line += " --parallelism_config_cp_comm_strategy alltoall train.py"
+    assert launch_command._options(parser.parse_args(line.split())).parallelism_config_tp_size == 2
 
 
 @pytest.mark.usefixtures("template")

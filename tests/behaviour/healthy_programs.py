@@ -6,8 +6,6 @@ that takes a small part of its time, as it should.
 
 from __future__ import annotations
 
-import copy
-import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import notebook_accel
 
@@ -65,16 +63,8 @@ def run(steps: Iterator[Any]) -> None:
         pass
 
 
-def layers() -> None:
-    run(Plain(dense()).epochs())
-
-
 def accumulates() -> None:
     run(Plain(dense()).epochs(window=4))
-
-
-def workers() -> None:
-    run(Plain(dense(), num_workers=1, persistent_workers=True).epochs())
 
 
 def compiles_once() -> None:
@@ -83,57 +73,26 @@ def compiles_once() -> None:
     run(made.epochs())
 
 
-def evaluates_after_each_epoch() -> None:
-    made = Plain(dense())
+def loads_in_workers_evaluates_and_saves() -> None:
+    """The evaluation and the file come after each epoch."""
+    made = Plain(dense(), num_workers=1, persistent_workers=True)
     images, labels = (tensor[:200] for tensor in digits().tensors)
-    for step in made.epochs():
-        if step == len(made.loader) - 1:
-            made.model.eval()
-            with torch.no_grad():
-                (made.module(images).argmax(1) == labels).float().mean()
-            made.model.train()
-
-
-def saves_after_each_epoch() -> None:
-    made = Plain(dense())
     with tempfile.TemporaryFile() as file:
         for step in made.epochs():
             if step == len(made.loader) - 1:
+                made.model.eval()
+                with torch.no_grad():
+                    (made.module(images).argmax(1) == labels).float().mean()
+                made.model.train()
                 file.seek(0)
                 torch.save(made.module.state_dict(), file)
 
 
-def logs_and_reports() -> None:
-    made = Plain(dense())
-    for step in made.epochs():
-        logging.getLogger(__name__).info("step %d", step)
-        notebook_accel.report(step=step)
-
-
-def averages_weights() -> None:
-    made = Plain(dense())
-    average = torch.optim.swa_utils.AveragedModel(made.module)
-    for _ in made.epochs():
-        average.update_parameters(made.module)
-
-
-def distils() -> None:
-    made = Plain(dense())
-    teacher = copy.deepcopy(made.module).eval()
-    while True:
-        for x, _ in made.loader:
-            with torch.no_grad():
-                wanted = teacher(x).softmax(1)
-            F.kl_div(made.model(x).log_softmax(1), wanted, reduction="batchmean").backward()
-            made.optimizer.step()
-            made.optimizer.zero_grad()
-
-
-def prepared(model: nn.Module, data: Any = None, **options: Any) -> Iterator[Any]:
-    """Train with an ``Accelerator``, and yield it after each step."""
+def prepared(model: nn.Module, **options: Any) -> None:
+    """Train with an ``Accelerator`` of these options."""
     accelerator = notebook_accel.Accelerator(cpu=True, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = DataLoader(digits(), batch_size=_BATCH, shuffle=True, drop_last=True) if data is None else data
+    loader = DataLoader(digits(), batch_size=_BATCH, shuffle=True, drop_last=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     while True:
@@ -144,43 +103,16 @@ def prepared(model: nn.Module, data: Any = None, **options: Any) -> Iterator[Any
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            yield accelerator
-
-
-def prepares() -> None:
-    run(prepared(dense()))
 
 
 def prepares_and_accumulates() -> None:
-    run(prepared(dense(), gradient_accumulation_steps=4))
-
-
-def prepares_and_gathers() -> None:
-    for step, accelerator in enumerate(prepared(dense())):
-        if step % 20 == 0:
-            accelerator.gather(torch.ones(1))
-
-
-class _Stream(IterableDataset[Any]):
-    """Samples without an end, made in no time."""
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        images, labels = digits().tensors
-        while True:
-            yield from zip(images.split(_BATCH), labels.split(_BATCH), strict=True)
-
-
-def prepares_a_stream() -> None:
-    """Each rank reads the stream and takes its part."""
-    each = notebook_accel.utils.DataLoaderConfiguration(dispatch_batches=False)
-    run(prepared(dense(), DataLoader(_Stream(), batch_size=None), dataloader_config=each))
+    prepared(dense(), gradient_accumulation_steps=4)
 
 
 def shards() -> None:
-    run(prepared(dense(), fsdp_plugin=notebook_accel.FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap")))
+    prepared(dense(), fsdp_plugin=notebook_accel.FullyShardedDataParallelPlugin(auto_wrap_policy="no_wrap"))
 
 
 PROGRAMS: tuple[Callable[[], None], ...] = (
-    layers, accumulates, workers, compiles_once, evaluates_after_each_epoch, saves_after_each_epoch, logs_and_reports,
-    averages_weights, distils, prepares, prepares_and_accumulates, prepares_and_gathers, prepares_a_stream, shards,
+    accumulates, compiles_once, loads_in_workers_evaluates_and_saves, prepares_and_accumulates, shards,
 )  # fmt: skip

@@ -46,16 +46,6 @@ def ends_while_it_is_profiled(is_failing: bool) -> str:
                 return "done"
 
 
-def stands_still_when_it_is_profiled() -> None:
-    """Trains until torch's profiler is on, and on rank 1 does no further step then."""
-    model, optimizer = _model()
-    while True:
-        _step(model, optimizer, torch.ones(4, 8))
-        time.sleep(0.01)
-        while os.environ["RANK"] == "1" and torch.autograd._profiler_enabled():
-            time.sleep(0.01)
-
-
 def profiles_itself() -> None:
     model, optimizer = _model()
     with torch.profiler.profile():

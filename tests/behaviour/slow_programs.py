@@ -116,30 +116,6 @@ def large_gradients(is_prepared: bool) -> None:
     Program(is_prepared, model=torch.nn.Sequential(torch.nn.Linear(16, 400_000), torch.nn.AdaptiveAvgPool1d(4))).train()
 
 
-class Computing(Model):
-    """Computes for some milliseconds in each step, on one thread."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = torch.ones(400, 400)
-        for _ in range(8):
-            weights = weights @ weights / 400  # planted: matrices
-        logits: torch.Tensor = self.layer(x) * weights[0, 0]
-        return logits
-
-
-def busy_loop_beside_one_rank(is_prepared: bool) -> None:
-    """Each rank has a core of its own, which rank 1 shares with another process."""
-    made = Program(is_prepared, model=Computing())
-    torch.set_num_threads(1)
-    me, cores = os.getpid(), sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank() % len(cores)]})
-    if rank() == 1 and os.fork() == 0:
-        while os.getppid() == me:
-            pass
-        os._exit(0)
-    made.train()
-
-
 def saves_each_step(is_prepared: bool) -> None:
     state = torch.ones(4 << 20)
     with tempfile.TemporaryFile() as file:

@@ -147,31 +147,6 @@ def little_memory(engine: object) -> Iterator[int]:
         yield limit_bytes
 
 
-@pytest.fixture
-def one_processor(engine: object) -> Iterator[None]:
-    """A control group that may use one processor's time, and the template in it."""
-    quota = {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "100000", "cpu.max": "100000 100000"}
-    with control_group("cpu", quota):
-        yield
-
-
-def test_memory_that_is_shown_is_that_of_the_control_group(
-    launch: Launch, little_memory: int, tmp_path: pathlib.Path
-) -> None:
-    job = launch(functions.waits, str(tmp_path))
-    processes.wait_until(lambda: all(rank.memory_total_bytes for rank in job.ranks), "all have said what there is", 60)
-    shown = [rank.memory_total_bytes for rank in job.ranks]
-    job.stop()
-    assert job.wait(60)
-    assert shown == [little_memory] * 2
-
-
-def test_ranks_compute_with_the_processors_that_there_are(launch: Launch, one_processor: None) -> None:
-    for torchs, blas, variables in launch(functions.threads).results(timeout_s=60):
-        assert (torchs, blas) == (1, 1)
-        assert set(variables.values()) == {"1"}
-
-
 def test_ranks_share_the_processors(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
@@ -206,13 +181,3 @@ def test_rank_that_the_system_kills_for_want_of_memory(launch: Launch, little_me
 def test_ranks_are_killed_first_if_memory_runs_out(launch: Launch) -> None:
     [score] = launch(functions.oom_score, num_processes=1).results(timeout_s=60)
     assert score == functions.oom_score() + 100
-
-
-def test_device_out_of_memory_shows_what_every_rank_had(launch: Launch, tmp_path: pathlib.Path) -> None:
-    job = launch(functions.has_no_device_memory_left, str(tmp_path))
-    processes.wait_until(lambda: all(info.memory_used_bytes for info in job.ranks), "all have said what they use")
-    (tmp_path / "all have said what they use").touch()
-    with pytest.raises(RankFailedError, match="CUDA out of memory") as caught:
-        job.results(timeout_s=60)
-    assert "Memory in use then, rank 0: " in caught.value.why and ", rank 1: " in caught.value.why
-    assert "smaller batches" in caught.value.fix

@@ -30,32 +30,12 @@ model, numbers, triple = Model(), Numbers(), lambda x: helper(x)
 """
 
 
-@pytest.mark.front_end
-def test_ranks_are_one_process_group(done: Run) -> None:
-    outcome = done("""%%distributed --num_processes 2
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.tensor([dist.get_rank() + 1])
-dist.all_reduce(total)
-(dist.get_rank(), dist.get_world_size(), int(total))""")
-    assert outcome.result == "[(0, 2, 3), (1, 2, 3)]"
-    assert "Launching training on 2 CPUs." in outcome.stdout
-
-
 def test_accelerate_itself_runs_inside_a_launch(done: Run) -> None:
     outcome = done("""%%distributed -n 2 --mixed_precision bf16
 from accelerate import Accelerator
 other = Accelerator()
 other.num_processes, other.gather(torch.tensor([other.process_index])).tolist(), other.mixed_precision""")
     assert outcome.result == "[(2, [0, 1], 'bf16'), (2, [0, 1], 'bf16')]"
-
-
-@pytest.mark.front_end
-def test_notebook_objects_reach_the_ranks(done: Run) -> None:
-    done(DEFINITIONS)
-    outcome = done("""%%distributed -n 2
-(tuple(model(torch.ones(1, 4)).shape), model.layer is model.tied, [numbers[i] for i in range(3)], triple(2))""")
-    assert outcome.result == "[((1, 4), True, [0, 3, 6], 6), ((1, 4), True, [0, 3, 6], 6)]"
 
 
 @pytest.mark.parametrize(
@@ -80,36 +60,11 @@ assert all(type(sample) is Sample for sample in drawn)
     assert outcome.result == "[[[0, 3, 6, 9], [12, 15, 18, 21], [100, 103, 106, 109]]]"
 
 
-@pytest.mark.front_end
-def test_pulled_model_is_of_the_notebooks_own_class(run: Run, done: Run) -> None:
-    done(DEFINITIONS)
-    done("""%%distributed -n 2 --pull model,seen
-with torch.no_grad():
-    model.layer.weight.fill_(1.0); model.layer.bias.fill_(0.0)
-seen = SCALE
-None""")
-    assert run("type(model) is Model, Model.forward.__globals__ is globals(), seen").result == "(True, True, 3)"
-    assert run("model(torch.ones(1, 4)).tolist()").result == "[[12.0, 12.0, 12.0, 12.0]]"
-    done("SCALE = 10")
-    assert run("model(torch.ones(1, 4)).tolist()").result == "[[40.0, 40.0, 40.0, 40.0]]"
-
-
 def test_what_a_cell_assigns_stays_in_the_ranks(run: Run, done: Run) -> None:
     done("count, left = 1, 'notebook'")
     outcome = done("%%distributed -n 2\ncount = count + int(os.environ['RANK']) + 1\nleft = 'rank'\ncount")
     assert outcome.result == "[2, 3]"
     assert run("count, left").result == "(1, 'notebook')"
-
-
-@pytest.mark.front_end
-def test_final_def_is_defined_here_and_launched_there(run: Run, done: Run) -> None:
-    outcome = done("""%%distributed -n 2 --args (5, [1, 2])
-import math
-FACTOR = 2
-def work(x, more):
-    return math.floor(x * FACTOR), sum(more), int(os.environ["RANK"])""")
-    assert outcome.result == "[(10, 3, 0), (10, 3, 1)]"
-    assert run("work(3, [4])[:2]").error_value == "'RANK'"  # it is the notebook's function now, and runs here
 
 
 def test_final_def_that_needs_arguments_is_defined_and_the_next_cell_launches_it(run: Run, done: Run) -> None:
@@ -149,42 +104,10 @@ def test_final_def_that_only_the_ranks_can_define_is_told(done: Run) -> None:
     assert outcome.stderr == "counted isn't defined in the notebook: NameError: name 'steps' is not defined\n"
 
 
-def test_calls_through_this_package_are_left_out_of_a_traceback(run: Run) -> None:
-    outcome = run("""%%distributed -n 1
-from notebook_accel import Accelerator
-class Broken(torch.utils.data.Dataset):
-    def __len__(self): return 4
-    def __getitem__(self, index): raise ValueError("bad item")
-for batch in Accelerator().prepare(torch.utils.data.DataLoader(Broken())): pass""")
-    files = re.findall(r'^  File "(.+)", line', outcome.traceback, re.MULTILINE)
-    assert re.fullmatch(r"In\[\d+\]", files[0]) and files[0] == files[-1]
-    assert re.search(r"^  \[\d+ lines of torch\]$", outcome.traceback, re.MULTILINE)
-    assert "notebook_accel/" not in outcome.traceback
-
-
 def test_function_that_was_defined_here_shows_its_source_when_it_fails_here(run: Run, done: Run) -> None:
     done("%%distributed -n 1\nimport math\n\ndef half(x=4):\n    return math.sqrt(x) / 2  # this line")
     outcome = run("half(-1)")
     assert "return math.sqrt(x) / 2" in re.sub(r"\x1b\[[0-9;]*m", "", outcome.traceback)
-
-
-@pytest.mark.slow
-def test_rank_0_serves_the_store_after_it_has_finished(done: Run) -> None:
-    outcome = done("""%%distributed -n 2
-import torch.distributed as dist
-rank = int(os.environ["RANK"])
-if rank == 1:
-    time.sleep(1.0)  # rank 0 has long returned
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    store.set("key", "value")
-    rank = store.get("key").decode()
-rank""")
-    assert outcome.result == "[0, 'value']"
-
-
-def test_out_binds_every_ranks_result(run: Run, done: Run) -> None:
-    done("%%distributed -n 2 --out squares\n(int(os.environ['RANK']) + 2) ** 2")
-    assert run("list(squares), squares[1], len(squares), type(squares).__name__").result == "([4, 9], 9, 2, 'Results')"
 
 
 @pytest.mark.front_end
@@ -231,12 +154,6 @@ def test_final_def_leaves_the_notebooks_other_names_alone(run: Run, done: Run) -
     assert run("state, size, added, go()").result == "('trained', 3, 7, 3)"
 
 
-def test_submodule_that_was_imported_in_another_cell(done: Run) -> None:
-    done("import xml.dom.minidom")
-    outcome = done("%%distributed -n 1\nxml.dom.minidom.parseString('<a/>').documentElement.tagName")
-    assert outcome.result == "['a']"
-
-
 @pytest.mark.slow
 def test_libraries_own_variables_keep_the_template(done: Run) -> None:
     before = done("%%distributed -n 1\nos.getppid()").result
@@ -266,25 +183,6 @@ loss.item()"""
     assert len(set(weights)) == 3
     done(cell.format(pull="net"))
     assert "made for another model" in run(cell.format(pull="net")).traceback
-
-
-def test_model_trained_in_mixed_precision_comes_back_as_it_was(done: Run) -> None:
-    done("""class Net(torch.nn.Linear):
-    pass
-net, batch = Net(8, 1), torch.randn(4, 8)""")
-    done("""%%distributed -n 2 --pull trained,kept
-from notebook_accel import Accelerator
-accelerator = Accelerator(mixed_precision="bf16", cpu=True)
-kept = accelerator.prepare(net)
-trained = accelerator.unwrap_model(kept)
-rounded = trained(batch)
-assert torch.equal(rounded, rounded.bfloat16().float())""")
-    for name in ("trained", "kept"):
-        said = done(
-            f"import pickle\n{name}(batch).equal(torch.nn.functional.linear(batch, {name}.weight, {name}.bias)), "
-            f"type(pickle.loads(pickle.dumps({name}))) is type({name}) is Net, 'forward' in vars({name})"
-        )
-        assert said.result == "(True, True, False)"
 
 
 def test_settings_of_torch_are_those_of_the_notebook(done: Run) -> None:
@@ -325,19 +223,6 @@ def test_name_that_only_earlier_ranks_had_asks_for_pull_or_a_session(run: Run, d
     assert done("%%distributed -n 1\nmade_there + 1").result == "[3]"
 
 
-def test_result_that_cannot_be_sent_is_named(run: Run) -> None:
-    outcome = run("%%distributed -n 1\nimport threading\n{'lock': threading.Lock()}")
-    assert "the result of rank 0 -> item 'lock' can't be sent" in outcome.traceback
-    assert "Fix: return something else" in outcome.traceback
-    assert ".py" not in outcome.traceback
-
-
-def test_wrong_option_is_said_at_the_users_line(run: Run) -> None:
-    outcome = run("%%distributed -n 1\nfrom notebook_accel import Accelerator\nAccelerator(mixed_precison='bf16')")
-    assert "TypeError: Accelerator.__init__() got an unexpected keyword argument 'mixed_precison'" in outcome.traceback
-    assert "line 3" in outcome.traceback and ".py" not in outcome.traceback
-
-
 def test_warning_names_the_users_line(done: Run) -> None:
     cell = """%%distributed -n 2
 from notebook_accel import Accelerator
@@ -363,48 +248,6 @@ import my_module_xyz
 (os.getcwd(), os.environ["MY_SETTING"], my_module_xyz.VALUE)""")
     done("os.chdir(before[0]); sys.path[:] = before[1]; del os.environ['MY_SETTING']")
     assert outcome.result.replace(" ", "").replace("\n", "") == str([(str(tmp_path), "now", 7)] * 2).replace(" ", "")
-
-
-@pytest.mark.front_end
-def test_function_form_with_keyword_arguments(done: Run) -> None:
-    done(DEFINITIONS)
-    outcome = done("""from notebook_accel import notebook_launcher
-def train(a, b, *, c):
-    return helper(a) + b + c, os.environ["LOCAL_RANK"], os.environ["ACCELERATE_MIXED_PRECISION"]
-notebook_launcher(train, (1, 2), num_processes=2, mixed_precision="bf16", kwargs={"c": 4})""")
-    assert outcome.result == "[(9, '0', 'bf16'), (9, '1', 'bf16')]"
-
-
-def test_ten_launches_two_in_the_background_and_one_from_a_thread(
-    run: Run, done: Run, notebook: kernels.Kernel
-) -> None:
-    done("""from notebook_accel import notebook_launcher
-def who(x): return x, int(os.environ["RANK"])
-who_ran = [list(notebook_launcher(who, (i,), num_processes=2, view="none")) for i in range(10)]""")
-    assert run("who_ran == [[(i, 0), (i, 1)] for i in range(10)]").result == "True"
-    done("""jobs = [notebook_launcher(who, (i,), num_processes=2, background=True, view="none") for i in (20, 30)]
-both = [list(job.results(timeout_s=30)) for job in jobs]""")
-    assert run("both, jobs[0].status").result == "([[(20, 0), (20, 1)], [(30, 0), (30, 1)]], 'succeeded')"
-    done("""import threading
-kept = []
-thread = threading.Thread(target=lambda: kept.append(list(notebook_launcher(who, (5,), num_processes=2, view="none"))))
-thread.start(); thread.join(30)""")
-    assert run("kept").result == "[[(5, 0), (5, 1)]]"
-    done("for t in threading.enumerate():\n    if 'view' in t.name: t.join(30)")
-    assert run("len([t for t in threading.enumerate() if 'view' in t.name])").result == "0"
-    done("import gc; del jobs; gc.collect()")
-    done("held = [os.readlink(entry.path) for entry in os.scandir('/proc/self/fd') if os.path.islink(entry.path)]")
-    assert run("[target for target in held if 'accel-result' in target or 'accel-payload' in target]").result == "[]"
-
-
-def test_progress_bar_is_counted_instead_of_drawn(done: Run) -> None:
-    outcome = done("""%%distributed -n 2
-from tqdm.auto import tqdm
-for i in tqdm(range(40), desc="sorting"): pass
-tqdm.write("beside the bar")""")
-    assert {"0 │ beside the bar", "1 │ beside the bar"} <= {*kernels.unfolded(outcome.stdout)}
-    assert "rank 0  finished  step 40/40" in outcome.stdout
-    assert "%|" not in outcome.stdout
 
 
 def test_numbers_beside_a_bar_are_metrics(done: Run) -> None:

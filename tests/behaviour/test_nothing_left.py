@@ -55,8 +55,7 @@ try:
     time.sleep(60)
 finally:
     open(os.path.join({str(tmp_path)!r}, os.environ["RANK"]), "w").close()""")
-    cell.wait_for_output("0 │ up")
-    cell.wait_for_output("1 │ up")
+    cell.wait_for_ranks("up")
     agent = find(notebook, "agent")
     stop(notebook, who)
     notebook.interrupt()
@@ -73,8 +72,7 @@ def test_run_ends_well_though_somebody_was_stopped(notebook: kernels.Kernel, tmp
 print("up", flush=True)
 while not os.path.exists({str(tmp_path / "go")!r}): time.sleep(0.01)
 int(os.environ["RANK"])""")
-    cell.wait_for_output("0 │ up")
-    cell.wait_for_output("1 │ up")
+    cell.wait_for_ranks("up")
     stop(notebook, who)
     (tmp_path / "go").touch()
     assert cell.finish().result == "[0, 1]"
@@ -86,8 +84,7 @@ def test_killed_kernel_leaves_nothing(fresh_notebook: kernels.Kernel, stopped: t
     worker = "from torch.utils.data import DataLoader\nmine = iter(DataLoader(range(99), num_workers=1)); next(mine)"
     assert fresh_notebook.run(worker).status == "ok"
     cell = fresh_notebook.start(WITH_WORKERS)
-    cell.wait_for_output("0 │ up")
-    cell.wait_for_output("1 │ up")
+    cell.wait_for_ranks("up")
     everything = fresh_notebook.descendants()
     assert len(everything) >= 9  # the kernel's own worker, agent, template, two ranks, and two workers of each
     for who in stopped:
@@ -120,16 +117,11 @@ def held(kernel: kernels.Kernel) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_session", [False, True], ids=["launches", "cells of a session"])
-def test_ten_interrupts_leave_no_more_than_two(notebook: kernels.Kernel, in_session: bool) -> None:
-    if in_session:
-        assert notebook.run("%distributed start -n 2").status == "ok"
-    cell = f"%%distributed{'' if in_session else ' -n 2'}\nprint('up', flush=True)\ntime.sleep(60)"
+def test_ten_interrupts_leave_no_more_than_two(notebook: kernels.Kernel) -> None:
     after_two: list[tuple[int, int]] = []
     for number in range(10):
-        running = notebook.start(cell)
-        running.wait_for_output("0 │ up")
-        running.wait_for_output("1 │ up")
+        running = notebook.start("%%distributed -n 2\nprint('up', flush=True)\ntime.sleep(60)")
+        running.wait_for_ranks("up")
         notebook.interrupt()
         assert running.finish().error_name == "KeyboardInterrupt"
         if number == 1:
@@ -141,8 +133,6 @@ def test_ten_interrupts_leave_no_more_than_two(notebook: kernels.Kernel, in_sess
         return len(now) <= len(after_two) and all(a <= b and c <= d for (a, c), (b, d) in pairs)
 
     processes.wait_until(is_all_closed, "no process holds more than after two interrupts")
-    if in_session:
-        assert notebook.run("%distributed stop").status == "ok"
 
 
 @pytest.mark.parametrize(

@@ -80,34 +80,6 @@ parameters = [p for group in optimizer.param_groups for p in group["params"]]
     assert run(f"%%distributed -n 2 --pull net\n{_TRAIN}\nnet.head.weight.shape == (5, 30)").result == "[True, True]"
 
 
-_CUT = """
-from notebook_accel import Accelerator, ParallelismConfig
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-accelerator = Accelerator(parallelism_config=ParallelismConfig(**SIZES))
-plan = {"blocks.0": ColwiseParallel(), "blocks.1": RowwiseParallel()}
-parallelize_module(net, accelerator.torch_device_mesh["tp"], plan)
-optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-net, optimizer = accelerator.prepare(net, optimizer)
-accelerator.backward(net(torch.ones(2, 30)).square().mean())
-optimizer.step(); optimizer.zero_grad()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_shard_size": 2, "tp_size": 2}], ids=str)
-def test_a_model_of_parts_is_pulled_whole(run: Run, done: Run, sizes: dict[str, int]) -> None:
-    cell = _CUT.replace("SIZES", str(sizes)) + "\nown = accelerator.get_state_dict(net)"
-    done(f"%%distributed -n {2 ** len(sizes)} --pull net,optimizer,own\n{cell}")
-    assert (
-        run("""
-({type(block) for block in net.blocks} == {torch.nn.Linear}, all(map(whole, net.state_dict().values())),
- all(torch.equal(value, own[name]) for name, value in net.state_dict().items()),
- bool((net.head.weight - before).abs().max() > 0), net(torch.ones(1, 30)).shape == (1, 5),
- optimizer.state[net.blocks[0].weight]["exp_avg"].shape == (30, 30))""").result
-        == "(True, True, True, True, True, True)"
-    )
-
-
 # The tensor's shares are declared to be parts of 8 TiB.
 _LARGE = """
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh

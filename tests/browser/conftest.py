@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import pathlib
 import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -14,9 +13,7 @@ import pytest
 from tests.browser import lab as labs
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, Page
-
-    from tests.browser.lab import Screenshot
+    from playwright.sync_api import Browser, Page
 
 _CHROMIUM_FLAGS = (
     "--no-sandbox",  # it opens only our own pages, and a container has no sandbox
@@ -61,34 +58,21 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def screenshot() -> Screenshot:
-    """Return a function that takes a picture of a page or its part, if NOTEBOOK_ACCEL_SCREENSHOTS names a folder."""
-    named = os.environ.get("NOTEBOOK_ACCEL_SCREENSHOTS")
+def page(browser: Browser, lab: labs.Lab, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """Open a page. Its kernels end with the test.
 
-    def take(shown: Page | Locator, name: str) -> None:
-        if named:
-            folder = pathlib.Path(named)
-            folder.mkdir(parents=True, exist_ok=True)
-            shown.screenshot(path=str(folder / f"{name}.png"))
-
-    return take
-
-
-@pytest.fixture
-def page(browser: Browser, lab: labs.Lab, screenshot: Screenshot, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """Open a page. Its kernels end with the test; if the test fails, a picture of the page is taken."""
+    If NOTEBOOK_ACCEL_SCREENSHOTS names a folder, pages are sharp, and that of a test that fails has its picture taken.
+    """
     from playwright.sync_api import expect
 
-    pictures_are_kept = "NOTEBOOK_ACCEL_SCREENSHOTS" in os.environ
-    opened = browser.new_page(
-        viewport={"width": 1400, "height": 1000}, device_scale_factor=2 if pictures_are_kept else 1
-    )
+    pictures = os.environ.get("NOTEBOOK_ACCEL_SCREENSHOTS")
+    opened = browser.new_page(viewport={"width": 1400, "height": 1000}, device_scale_factor=2 if pictures else 1)
     opened.set_default_timeout(_DEFAULT_TIMEOUT_MS)
     lab.use_theme("JupyterLab Light")
     expect.set_options(timeout=_DEFAULT_TIMEOUT_MS)
     failures = request.session.testsfailed
     yield opened
-    if request.session.testsfailed > failures:
-        screenshot(opened, f"failed_{request.node.name}")
+    if pictures and request.session.testsfailed > failures:
+        opened.screenshot(path=f"{pictures}/failed_{request.node.name}.png")
     opened.close()
     lab.stop_kernels()

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from jupyter_client.blocking.client import BlockingKernelClient
 
@@ -22,8 +22,6 @@ from tests import processes
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, LocatorAssertions, Page
-
-    Screenshot: TypeAlias = Callable[[Page | Locator, str], None]
 
 __all__ = ["Lab", "expect", "open_notebook", "open_with_extension", "run_cell", "running", "save", "wait_until_done"]
 

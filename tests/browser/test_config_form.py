@@ -10,9 +10,8 @@ import pytest
 from tests.browser.lab import Lab, expect, open_with_extension, run_cell, wait_until_done
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Page
 
-    from tests.browser.lab import Screenshot
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240)]
 
@@ -20,16 +19,11 @@ _FORM = "import notebook_accel\nnotebook_accel.config_widget()"
 _PRECISION = "%%distributed\nimport os\nos.environ['ACCELERATE_MIXED_PRECISION']"
 
 
-def _open_form(page: Page, lab: Lab, name: str, code: str) -> Locator:
-    open_with_extension(page, lab, name, code, _PRECISION)
-    form = run_cell(page, 1).locator(".nba-form")
-    form.get_by_role("button", name="Write basic config").wait_for()
-    return form
-
-
-def test_a_click_writes_the_file_that_the_next_cell_uses(page: Page, lab: Lab, screenshot: Screenshot) -> None:
+def test_a_click_writes_the_file_that_the_next_cell_uses(page: Page, lab: Lab) -> None:
     file = lab.cache / "notebook_accel" / "default_config.yaml"
-    form = _open_form(page, lab, "config.ipynb", _FORM)
+    lab.use_theme("JupyterLab Dark")
+    open_with_extension(page, lab, "config.ipynb", _FORM, _PRECISION)
+    form = run_cell(page, 1).locator(".nba-form")
     button = form.get_by_role("button", name="Write basic config")
     expect(button).to_be_enabled()
     expect(form.locator(".nba-header")).to_contain_text("the CPU")
@@ -38,19 +32,15 @@ def test_a_click_writes_the_file_that_the_next_cell_uses(page: Page, lab: Lab, s
     count.fill("two")
     form.get_by_role("alert").get_by_text("num_processes='two' is not a whole number.").wait_for()
     expect(button).to_be_disabled()
-    screenshot(form, "config_error")
     count.fill("2")
     precision = form.get_by_label("mixed_precision")
     expect(precision.locator("option")).to_have_text(["no", "bf16"])  # fp16 needs a GPU
     precision.select_option("bf16")
     form.get_by_text("+ mixed_precision: bf16").wait_for()
     assert not file.exists()
-    page.mouse.move(0, 0)
-    screenshot(form, "config")
     button.click()
     form.get_by_text("Written.").wait_for()
     assert "mixed_precision: bf16\nnum_processes: 2\n" in file.read_text()
-    screenshot(form, "config_written")
 
     assert "['bf16', 'bf16']" in _result(page, 2)
 
@@ -58,41 +48,21 @@ def test_a_click_writes_the_file_that_the_next_cell_uses(page: Page, lab: Lab, s
     form.get_by_text("- mixed_precision: bf16").wait_for()
     expect(button).to_be_disabled()
     form.get_by_label("Replace the file that is there").check()
-    screenshot(form, "config_replace")
     button.click()
     form.get_by_text("Written.").wait_for()
     assert "mixed_precision: 'no'\n" in file.read_text()
     file.unlink()  # launches of later tests would read it
+
+    form.get_by_role("button", name=re.compile("Show .* more options")).press("Enter")
+    form.get_by_label("grace_s").wait_for()
+    labels = form.locator(".widget-label")
+    cut_off = "labels => labels.filter(label => label.scrollWidth > label.clientWidth).map(label => label.textContent)"
+    assert labels.evaluate_all(cut_off) == []
+    page.set_viewport_size({"width": 760, "height": 1000})
+    expect(form.get_by_label("name", exact=True)).to_be_visible()
 
 
 def _result(page: Page, index: int) -> str:
     output = run_cell(page, index)
     wait_until_done(page, index)
     return output.locator(".jp-OutputArea-executeResult").inner_text()
-
-
-def test_accelerates_own_file_is_offered_in_a_dark_theme(page: Page, lab: Lab, screenshot: Screenshot) -> None:
-    lab.use_theme("JupyterLab Dark")
-    theirs = lab.cache / "huggingface" / "accelerate" / "default_config.yaml"
-    theirs.parent.mkdir(parents=True)
-    theirs.write_text(
-        "compute_environment: LOCAL_MACHINE\ndeepspeed_config:\n  zero_stage: 3\ndistributed_type: DEEPSPEED\n"
-        "mixed_precision: bf16\nnum_processes: 4\nuse_cpu: true\n"
-    )
-    form = _open_form(page, lab, "theirs.ipynb", "%distributed config")
-    count = form.get_by_label("num_processes")
-    expect(count).not_to_have_value("4")
-    form.get_by_label("start from").select_option(
-        label="Accelerate's file, ~/.cache/huggingface/accelerate/default_config.yaml"
-    )
-    form.get_by_text("line 2: deepspeed_config asks for DeepSpeed, which isn't supported here").wait_for()
-    expect(count).to_have_value("4")
-    form.get_by_role("button", name=re.compile("Show .* more options")).press("Enter")
-    form.get_by_label("grace_s").wait_for()
-    labels = form.locator(".widget-label")
-    cut_off = "labels => labels.filter(label => label.scrollWidth > label.clientWidth).map(label => label.textContent)"
-    assert labels.evaluate_all(cut_off) == []
-    screenshot(form, "config_dark")
-    page.set_viewport_size({"width": 760, "height": 1000})
-    screenshot(form, "config_dark_narrow")
-    expect(form.get_by_label("name", exact=True)).to_be_visible()

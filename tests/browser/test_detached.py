@@ -17,7 +17,6 @@ from tests.browser.lab import expect, open_notebook, open_with_extension, run_ce
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator
 
-    from tests.browser.lab import Screenshot
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240), pytest.mark.usefixtures("state_home")
@@ -45,16 +44,14 @@ def _panel(output: Locator) -> Locator:
     return panel
 
 
-def test_a_run_is_found_again_after_its_server_was_killed(
-    browser: Browser, tmp_path: pathlib.Path, screenshot: Screenshot
-) -> None:
+def test_a_run_is_found_again_after_its_server_was_killed(browser: Browser, tmp_path: pathlib.Path) -> None:
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
         folder.mkdir()
     with labs.running(folders[0]) as lab:
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
         open_with_extension(page, lab, "night.ipynb", _TRAINING)
-        screenshot(_panel(run_cell(page, 1)), "detached_launched")
+        _panel(run_cell(page, 1))
         lab.kill()
         page.close()
     [folder] = run_folders.every()
@@ -68,12 +65,10 @@ def test_a_run_is_found_again_after_its_server_was_killed(
         wait_until_done(page, 0)
         panel = _panel(run_cell(page, 1))
         expect(panel).to_contain_text("the first line", timeout=_TIMEOUT_MS)
-        screenshot(panel, "detached_attached")
         curve = re.search(r"from (\S+) to (\S+)$", panel.get_by_role("img").first.get_attribute("aria-label") or "")
         assert curve is not None
         assert float(curve[1]) > _EARLY > _LATER > float(curve[2])
         panel.get_by_role("button", name="Stop").click()
         expect(panel.locator(".nba-header")).to_contain_text(re.compile("stopped"), timeout=_TIMEOUT_MS)
-        screenshot(panel, "detached_stopped")
         page.close()
     processes.wait_until(lambda: not folder.is_held, "its agent has gone", 60)

@@ -19,6 +19,7 @@ from traitlets.config import Config
 
 from notebook_accel.launching.kernel import registry
 from tests import kernels
+from tests.kernel_ext import fake_runs
 
 _SESSION_START_S = 180.0
 
@@ -88,6 +89,14 @@ def shell(_shell: Shell, no_runs: None) -> Shell:
     """The shell, which has launched nothing."""
     _shell.forget()
     return _shell
+
+
+@pytest.fixture(scope="module")
+def faking(notebook: kernels.Kernel) -> kernels.Kernel:
+    """The shared notebook, with what makes fake runs."""
+    outcome = notebook.run(fake_runs.SETUP)
+    assert outcome.status == "ok", outcome.traceback
+    return notebook
 
 
 @pytest.fixture

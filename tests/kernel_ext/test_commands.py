@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
 import json
 import pathlib
@@ -16,10 +15,12 @@ from kernel_ext import commands
 from notebook_accel.errors import NotebookAccelError
 from notebook_accel.launching.kernel import registry
 from notebook_accel.launching.kernel.job import Job, Reason
+from notebook_accel.protocol import agent_messages as messages
 from notebook_accel.protocol import events
-from tests import kernels, processes
+from tests import processes
 from tests.kernel_ext.conftest import Shell, error
 from tests.launching.kernel.test_job import make_job
+from tests.loopback import Loopback
 
 pytestmark = pytest.mark.usefixtures("no_runs")
 
@@ -97,6 +98,12 @@ def test_status_is_data_too(capsys: pytest.CaptureFixture[str]) -> None:
     [going] = strict_json(capsys.readouterr().out)
     assert (going["number"], going["name"], going["status"]) == (1, job.name, job.status)
     assert [rank["rank"] for rank in going["ranks"]] == [0, 1]
+    commands.run("status")
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
+        ["rank", "state", "pid", "device", "step", "memory"],
+        ["0", "starting"],
+        ["1", "running", "20"],
+    ]
     assert going["ranks"][1] | {"step": 20, "metrics": {"loss": 0.5, "peak": None}} == going["ranks"][1]
     job.end("stopped")
     del job
@@ -169,38 +176,37 @@ def test_interrupt_of_a_session_does_not_end_it() -> None:
 
 
 @pytest.mark.front_end
-def test_run_in_the_background_is_stopped_by_name(notebook: kernels.Kernel) -> None:
-    for name in ("one", "two"):
-        cell = f"%%distributed -n 1 --background --out {name} --name {name} --view none\ntime.sleep(300)"
-        assert notebook.run(cell).status == "ok"
-    assert "Several runs are in progress." in error(notebook, "%distributed stop")
-    assert notebook.run("%distributed stop --run one").stdout == "<Job 'one': stopped, 1 rank on 1 CPU>\n"
-    assert notebook.value("one.done, two.done") == "(True, False)"
-    assert notebook.run("%distributed stop").stdout == "<Job 'two': stopped, 1 rank on 1 CPU>\n"
-    assert "There is no run in progress." in error(notebook, "%distributed stop")
+def test_run_in_the_background_is_stopped_by_name(shell: Shell, loopback: Loopback) -> None:
+    one, two = (loopback.launch(name=name) for name in ("one", "two"))
+    assert "Several runs are in progress." in error(shell, "%distributed stop")
+    assert shell.run("%distributed stop --run one").stdout == "<Job 'one': stopped, 2 ranks on 2 CPUs>\n"
+    assert (one.done, two.done) == (True, False)
+    assert shell.run("%distributed stop").stdout == "<Job 'two': stopped, 2 ranks on 2 CPUs>\n"
+    assert "There is no run in progress." in error(shell, "%distributed stop")
 
 
 @pytest.mark.front_end
-def test_profile_of_a_run_in_the_background_is_a_timeline(notebook: kernels.Kernel) -> None:
-    cell = """
-    %%distributed -n 2 --use_cpu --background --out trained --name trained --view none
-    import torch
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    while True:
-        for x in torch.utils.data.DataLoader(torch.ones(64, 4), batch_size=4):
-            model(x).sum().backward()
-            optimizer.step()
-    """
-    assert notebook.run(inspect.cleandoc(cell)).status == "ok"
-    notebook.run("while not all(rank.steps for rank in trained.ranks): time.sleep(0.05)")
-    asked = notebook.start("%distributed profile --steps=2")
-    outcome = asked.finish(180)
-    assert outcome.result.startswith("2 steps of 'trained' on 2 ranks, "), outcome.traceback
-    [shown] = [message["content"]["data"] for message in asked.messages if message["msg_type"] == "execute_result"]
+def test_profile_of_a_run_is_a_timeline(shell: Shell) -> None:
+    job = listed()
+    for rank in range(2):
+        job.deliver(rank, events.Started(pid=rank + 1))
+
+    def answer(order: Any) -> None:
+        assert isinstance(order, messages.Profile)
+        spans = [events.Span("step", "ProfilerStep#1", 0.0, 5000.0), events.Span("phase", "forward", 0.0, 4000.0)]
+        for rank in range(2):
+            answer = events.Profiled(number=order.number, steps=order.steps, spans=spans)
+            job.deliver(rank, events.Profiled(number=order.number, why="no CUDA") if order.memory else answer)
+
+    job.send_order = answer
+    outcome = shell.run("profile = %distributed profile --steps=2\nprofile")
+    assert outcome.result.startswith("2 steps of 'train' on 2 ranks, "), outcome.traceback
+    shown, _ = shell.ipython.display_formatter.format(shell.ipython.user_ns["profile"])
     assert 'aria-label="rank 1: 2 steps, ' in shown["text/html"]
-    notebook.run("%distributed stop --run trained")
-    assert "The run 'trained' has ended." in notebook.run("%distributed profile --run trained").traceback
+    said = error(shell, "%distributed profile --memory")
+    assert "ranks 0-1: no CUDA" in said and "torch.profiler.profile(profile_memory=True)" in said
+    job.end("stopped")
+    assert "The run 'train' has ended." in error(shell, "%distributed profile --run train")
 
 
 @pytest.mark.parametrize(
@@ -235,9 +241,9 @@ def test_mistake_is_said_in_a_few_lines(shell: Shell, tmp_path: pathlib.Path, li
     assert len(shown.strip().splitlines()) <= 3
 
 
-def test_doctor_says_what_it_found_and_help_shows_every_command(notebook: kernels.Kernel) -> None:
-    found = notebook.run("%distributed doctor")
+def test_doctor_says_what_it_found_and_help_shows_every_command(shell: Shell) -> None:
+    found = shell.run("%distributed doctor")
     assert found.status == "ok" and "refused: " not in found.stdout  # a machine with little shared memory is warned of
-    shown = notebook.value("get_ipython().find_line_magic('distributed').__doc__")
+    shown = shell.ipython.find_line_magic("distributed").__doc__
     for command in ("status", "stop", "logs", "stacks", "why", "profile", "doctor"):
         assert f"%distributed {command}" in shown

@@ -7,7 +7,6 @@ import textwrap
 import pytest
 
 from tests import kernels
-from tests.kernel_ext import fake_runs
 
 pytestmark = pytest.mark.front_end
 
@@ -22,21 +21,13 @@ while not view._is_clickable() and time.monotonic() < {patience_s} + deadline - 
 view.refresh()
 print("stop:", view._widgets.stop.comm.comm_id, repr(view._widgets.stop.layout.display))
 print("hint:", view._hint())
-while not Control.calls and not {is_over} and time.monotonic() < deadline:
+while not job.send_order.names and not {is_over} and time.monotonic() < deadline:
     view.refresh()
     time.sleep(0.02)
 finish(job)
 view.close()
-print("over:", Control.calls)
+print("over:", job.send_order.names)
 """
-
-
-@pytest.fixture(scope="module")
-def kernel(notebook: kernels.Kernel) -> kernels.Kernel:
-    """The shared notebook, with what makes fake runs."""
-    outcome = notebook.run(fake_runs.SETUP)
-    assert outcome.status == "ok", outcome.traceback
-    return notebook
 
 
 def _version(kernel: kernels.Kernel) -> tuple[int, int]:
@@ -53,28 +44,28 @@ def _start_blocking(kernel: kernels.Kernel, *, patience_s: int = 60, is_over: bo
     return cell, line.split()[1]
 
 
-def test_where_no_click_can_arrive_there_is_no_button_and_the_panel_says_what_to_do(kernel: kernels.Kernel) -> None:
-    if _version(kernel) >= (7, 4):
+def test_where_no_click_can_arrive_there_is_no_button_and_the_panel_says_what_to_do(faking: kernels.Kernel) -> None:
+    if _version(faking) >= (7, 4):
         pytest.skip("from 7.4 on a click always arrives")
-    cell, _ = _start_blocking(kernel, patience_s=0, is_over=True)
+    cell, _ = _start_blocking(faking, patience_s=0, is_over=True)
     lines = cell.finish().stdout.splitlines()
     assert lines[0].endswith("'none'")
     assert lines[1:] == ["hint: interrupt the kernel to stop", "over: []"]
 
 
-def test_a_click_arrives_where_the_front_end_has_none(kernel: kernels.Kernel) -> None:
-    if _version(kernel) < (7, 4):
+def test_a_click_arrives_where_the_front_end_has_none(faking: kernels.Kernel) -> None:
+    if _version(faking) < (7, 4):
         pytest.skip("before 7.4, ipykernel lets the front end alone choose the subshell")
-    cell, button = _start_blocking(kernel)
-    kernel.click(button)
+    cell, button = _start_blocking(faking)
+    faking.click(button)
     assert cell.finish().stdout.splitlines()[-2:] == ["hint: ", "over: ['stop']"]
 
 
 # The last one: the kernel has that subshell from then on.
-def test_a_click_arrives_while_a_cell_runs_where_the_front_end_has_a_subshell(kernel: kernels.Kernel) -> None:
-    if _version(kernel) < (7, 0):
+def test_a_click_arrives_while_a_cell_runs_where_the_front_end_has_a_subshell(faking: kernels.Kernel) -> None:
+    if _version(faking) < (7, 0):
         pytest.skip("ipykernel 6 has no subshells")
-    subshell = kernel.make_subshell()
-    cell, button = _start_blocking(kernel)
-    kernel.click(button, subshell)
+    subshell = faking.make_subshell()
+    cell, button = _start_blocking(faking)
+    faking.click(button, subshell)
     assert cell.finish().stdout.splitlines()[-2:] == ["hint: ", "over: ['stop']"]

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import pathlib
 import re
+import sys
+import types
 
 import pytest
 
 from kernel_ext import arguments, magics
-from notebook_accel import config
-from tests import kernels
 from tests.kernel_ext.conftest import Shell, error
+from tests.test_formatting import marked
 
 
 @pytest.mark.front_end
-def test_help_has_every_option_with_its_default(shell: Shell) -> None:
+def test_help_has_the_flags_of_the_options_and_those_of_the_magic(shell: Shell) -> None:
     help_text = shell.ipython.find_cell_magic("distributed").__doc__
-    for option in config.fields():
-        assert f"--{option.name}" in help_text
-        if option.default not in (None, "", ()):
-            assert f"Default: {option.default}." in " ".join(help_text.split())
-    for flag in ("--args", "--out", "--pull", "--push", "--background", "--no-use_cpu"):
+    for flag in ("--num_processes", "--args", "--out", "--pull", "--push", "--background", "--no-use_cpu"):
         assert flag in help_text
     assert max(map(len, (magics._DESCRIPTION + magics._EXAMPLES).splitlines())) <= 80  # longer ones are broken anywhere
 
@@ -49,6 +46,8 @@ def test_help_has_every_option_with_its_default(shell: Shell) -> None:
         ("--args (1, 2", "a quote or a bracket is not closed"),
         ("--args (1,)", "the cell doesn't end with a `def`"),
         ("--mixed_precision fp16", "the ranks run on the CPU"),
+        ("-n 2 --start_method inline", "2 processes were asked for, and start_method='inline'"),
+        ("--start_method inline --timeout_s 3", "timeout_s=3 was given, and start_method='inline'"),
     ],
 )
 def test_bad_flag_is_said_in_a_few_lines_before_anything_runs(
@@ -79,9 +78,24 @@ def test_cell_that_cannot_be_called_is_refused(shell: Shell, code: str, said: st
     assert "Launching" not in outcome.stdout
 
 
+def test_fork_is_refused_when_xla_is_initialised(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    xla = types.SimpleNamespace(_backends={"cpu": object()})
+    monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", xla)
+    said = error(shell, "%%distributed -n 2 --start_method fork\n1")
+    assert "XLA is initialised" in said and "restart the kernel" in said
+
+
+@pytest.mark.filterwarnings("ignore:.*is now lowercase since IPython 9:DeprecationWarning")
+def test_errors_have_colours_unless_the_notebook_was_told_not_to(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from notebook_accel.errors import ConfigError\nraise ConfigError('no', fix='yes')"
+    assert marked(shell.run(code).coloured) == ["31ConfigError", "1Fix:"]
+    monkeypatch.setattr(shell.ipython, "colors", "NoColor")  # as %colors does
+    assert shell.run(code).coloured == "ConfigError: no\nFix: yes"
+
+
 @pytest.mark.front_end
-def test_syntax_error_is_shown_as_the_notebook_shows_one(notebook: kernels.Kernel) -> None:
-    outcome = notebook.run("%%distributed -n 2\nfine = 1\nx = = 3")
+def test_syntax_error_is_shown_as_the_notebook_shows_one(shell: Shell) -> None:
+    outcome = shell.run("%%distributed -n 2\nfine = 1\nx = = 3")
     shown = outcome.traceback
     assert "SyntaxError: invalid syntax" in shown
     assert "x = = 3" in shown and "^" in shown

@@ -9,19 +9,6 @@ from notebook_accel.protocol import events
 from tests.kernel_ext.fake_runs import Document
 
 
-def test_much_output_keeps_its_beginning_and_its_end() -> None:
-    log = OutputLog(2)
-    for number in range(5000):
-        log.add(0, [str(number)], 0.0)
-    assert log.count == 5000
-    assert log.head[0].text == "0"
-    assert [line.text for line in log.last(2)] == ["4998", "4999"]
-    assert len(log.head) + len(log.tail) + log.left_out == 5000
-    assert log.left_out > 0
-    # No line from before the gap stands next to one from after it.
-    assert [line.text for line in log.last(10_000)] == [line.text for line in log.tail]
-
-
 def test_last_lines_reach_from_the_end_into_the_beginning_when_nothing_was_left_out() -> None:
     log = OutputLog(2)
     for number in range(250):
@@ -74,21 +61,6 @@ def test_a_ranks_own_lines_have_no_hidden_gap() -> None:
     assert [line.text for line in log.of_rank(1)] == ["another rank's"]
 
 
-def test_output_is_kept_by_rank_in_order_of_arrival() -> None:
-    log = OutputLog(2)
-    log.take(1, events.Output(text="a\nb"))
-    log.take(0, events.Output(text="c"))
-    assert [(line.ranks, line.text) for line in log.last(10)] == [({1}, "a"), ({1}, "b"), ({0}, "c")]
-
-
-def test_a_line_of_a_megabyte_is_clipped() -> None:
-    log = OutputLog(1)
-    log.take(0, events.Output(text="x" * 1_000_000))
-    (line,) = log.last(1)
-    assert line.text.startswith("xxxx")
-    assert line.text.endswith("… and 998,000 more characters")
-
-
 def test_lines_that_are_in_a_log_only_make_one_gap() -> None:
     log = OutputLog(1)
     for number in range(300):
@@ -117,6 +89,8 @@ def test_live_output_says_when_there_is_none_and_has_its_template_before_each_li
     assert Document(output_html(output)).text == "no output yet"
     output.take(1, events.Output(text="hello"))
     assert "[of [1]] hello" in Document(output_html(output)).text
+    output.take(1, events.Output(text="x" * 1_000_000))
+    assert Document(output_html(output)).text.endswith("xxx … and 998,000 more characters")
 
 
 def test_search_is_for_text_and_not_for_a_pattern_and_marks_escape() -> None:

@@ -11,14 +11,12 @@ from kernel_ext.render import table_html
 from notebook_accel.launching.state.run import RunState
 from notebook_accel.protocol import events
 from tests.kernel_ext import fake_runs
-from tests.kernel_ext.fake_runs import ATTACK, Document, FakeRun, header_html, summary_html, summary_text
+from tests.kernel_ext.fake_runs import ATTACK, Document, FakeRun, header_of, summary_of, text_of
 from tests.launching.state import strategies
 
 
 def test_header_names_state_run_devices_precision_epoch_and_times() -> None:
-    header = Document(
-        header_html(fake_runs.facts(precision="bf16", hint="interrupt the kernel to stop"), fake_runs.training(), 5.0)
-    )
+    header = header_of(fake_runs.training(), precision="bf16", hint="interrupt the kernel to stop")
     words = " ".join(header.text.split())
     assert words == (
         "running digits 2 CPUs · bf16 · epoch 2 of 3 interrupt the kernel to stop 01:02 elapsed 00:15 left"
@@ -26,7 +24,7 @@ def test_header_names_state_run_devices_precision_epoch_and_times() -> None:
 
 
 def test_header_of_an_ended_run_has_no_time_left() -> None:
-    header = Document(header_html(fake_runs.facts(status="succeeded", elapsed_s=3725.0), fake_runs.training(), 5.0))
+    header = header_of(fake_runs.training(), status="succeeded", elapsed_s=3725.0)
     assert " ".join(header.text.split()) == "finished digits 2 CPUs · epoch 2 of 3 1:02:05 in all"
 
 
@@ -34,8 +32,7 @@ def test_header_of_an_ended_run_has_no_time_left() -> None:
 def test_run_that_has_stopped_at_its_time_limit_says_so_in_header_and_summary(status: str) -> None:
     run = fake_runs.training()
     run.apply(0, events.TimeLimitReached(limit=1e9))
-    facts = fake_runs.facts(status=status)
-    for text in (Document(header_html(facts, run, 5.0)).text, summary_text(facts, run, 5.0)):
+    for text in (header_of(run, status=status).text, text_of(run, status=status)):
         assert (run.state.early_end in text) == (status == "succeeded")
 
 
@@ -43,13 +40,13 @@ def test_time_left_says_when_it_is_only_the_epochs() -> None:
     run = FakeRun(1)
     for second in range(6):
         run.apply(0, events.Progress(time_s=float(second), step=second, total=10, epoch=1, steps=second))
-    assert "left in this epoch" in Document(header_html(fake_runs.facts(), run, 5.0)).text
+    assert "left in this epoch" in header_of(run).text
 
 
 def test_metrics_that_one_rank_alone_reports_leave_the_others_cells_empty() -> None:
     run = FakeRun(2)
     run.apply(1, events.Metrics(step=1, values={"rank": 7.0, "memory": 8.0}))
-    lines = summary_text(fake_runs.facts(), run, 0.0).splitlines()
+    lines = text_of(run, 0.0).splitlines()
     assert lines[1].split() == ["rank", "state", "rank", "memory", "seen", "last", "output"]
     assert lines[3].split()[:4] == ["1", "running", "7", "8"]
 
@@ -73,7 +70,7 @@ def test_metrics_that_one_rank_alone_reports_leave_the_others_cells_empty() -> N
 def test_metrics_have_few_digits(value: float, text: str) -> None:
     run = FakeRun(1)
     run.apply(0, events.Metrics(step=1, values={"loss": value}))
-    assert text in summary_text(fake_runs.facts(), run, 0.0).split()
+    assert text in text_of(run, 0.0).split()
 
 
 def test_summary_has_everything_and_folds_the_earlier_lines_unless_they_fit_the_screen() -> None:
@@ -81,7 +78,7 @@ def test_summary_has_everything_and_folds_the_earlier_lines_unless_they_fit_the_
     run.apply(0, events.Output(text="\n".join(f"line {number}" for number in range(40))))
     run.apply(0, events.Finished())
     run.apply(1, events.Finished())
-    summary = Document(summary_html(fake_runs.facts(status="succeeded"), run, 5.0))
+    summary = summary_of(run, status="succeeded")
     assert [number for number in range(40) if f"│ line {number}" not in summary.text] == []
     assert "28 earlier lines" in summary.text
     tags = [tag for tag, _ in summary.elements]
@@ -90,7 +87,7 @@ def test_summary_has_everything_and_folds_the_earlier_lines_unless_they_fit_the_
     assert "script" not in tags
     screenful = fake_runs.training()
     screenful.apply(0, events.Output(text="\n".join(f"line {number}" for number in range(30))))
-    summary = Document(summary_html(fake_runs.facts(), screenful, 5.0))
+    summary = summary_of(screenful)
     assert "line 0\n" in summary.text
     assert "details" not in {tag for tag, _ in summary.elements}
 
@@ -98,8 +95,8 @@ def test_summary_has_everything_and_folds_the_earlier_lines_unless_they_fit_the_
 @pytest.mark.parametrize("is_background", [False, True])
 def test_summary_of_a_failed_run_has_the_traceback(is_background: bool) -> None:
     traceback = f"\x1b[31mIn[7], line 12\x1b[0m\n{ATTACK}\n"
-    facts = fake_runs.facts(status="failed", failed_rank=1, traceback=traceback, is_background=is_background)
-    summary = Document(summary_html(facts, fake_runs.training(), 5.0))
+    facts = {"status": "failed", "failed_rank": 1, "traceback": traceback, "is_background": is_background}
+    summary = summary_of(fake_runs.training(), **facts)
     assert f"In[7], line 12\n{ATTACK}" in summary.text
     assert "traceback of rank 1" in summary.text
     # Where a cell waits for the run, the cell raises it.
@@ -111,9 +108,7 @@ def test_summary_of_a_failed_run_has_the_traceback(is_background: bool) -> None:
 
 def test_summary_keeps_the_end_of_a_long_traceback() -> None:
     traceback = "\n".join(f"frame {number}" for number in range(1000))
-    summary = Document(
-        summary_html(fake_runs.facts(status="failed", failed_rank=0, traceback=traceback), fake_runs.training(), 5.0)
-    )
+    summary = summary_of(fake_runs.training(), status="failed", failed_rank=0, traceback=traceback)
     assert "[800 lines left out here]\nframe 800\n" in summary.text
     assert "frame 999" in summary.text
     assert "frame 799" not in summary.text
@@ -123,17 +118,17 @@ def test_summary_says_how_many_lines_were_left_out() -> None:
     run = fake_runs.training()
     for number in range(2000):
         run.apply(0, events.Output(text=str(number)))
-    for shown in (Document(summary_html(fake_runs.facts(), run, 5.0)).text, summary_text(fake_runs.facts(), run, 5.0)):
+    for shown in (summary_of(run).text, text_of(run)):
         assert "[500 lines left out here]" in shown
         assert "0 │ 0\n" in shown
         assert "0 │ 1999" in shown
-    assert "1,988 earlier lines, 500 of them left out" in Document(summary_html(fake_runs.facts(), run, 5.0)).text
+    assert "1,988 earlier lines, 500 of them left out" in summary_of(run).text
 
 
 def test_summary_of_a_silent_run_has_no_empty_panes_and_keeps_a_chart_in_its_place() -> None:
-    summary = Document(summary_html(fake_runs.facts(status="succeeded"), FakeRun(2), 5.0))
+    summary = summary_of(FakeRun(2), status="succeeded")
     assert "nba-bottom" not in {attributes.get("class") for _, attributes in summary.elements}
-    summary = Document(summary_html(fake_runs.facts(status="succeeded"), fake_runs.training(), 5.0))
+    summary = summary_of(fake_runs.training(), status="succeeded")
     classes = [attributes.get("class") for _, attributes in summary.elements]
     assert classes.index("nba-output-pane") < classes.index("nba-chart-pane")
     assert "no output" in summary.text
@@ -143,7 +138,7 @@ def test_summary_in_text_is_an_aligned_table() -> None:
     run = fake_runs.training()
     run.apply(0, events.Output(text="hello"))
     run.apply(1, events.Ended(signal=9))
-    assert summary_text(fake_runs.facts(status="failed"), run, 5.0).splitlines() == [
+    assert text_of(run, status="failed").splitlines() == [
         "digits: failed, 2 CPUs, epoch 2 of 3, 01:02",
         "rank  state    step      steps/s  loss    memory        seen  last output",
         "0     running  50 / 100  10.0     0.3333  9.0 / 16 GiB  now   hello",
@@ -160,9 +155,7 @@ def test_nothing_from_a_rank_becomes_an_element() -> None:
         run.apply(0, events.Metrics(step=step, values={ATTACK: 1.0, **{f"{ATTACK}{n}": 1.0 for n in range(5)}}))
     run.apply(0, events.Output(text="\n".join([ATTACK] * 30)))
     run.apply(0, events.Failed(kind=ATTACK, message=ATTACK, traceback="", line=ATTACK))
-    facts = fake_runs.facts(name=ATTACK, devices=ATTACK)
-    for source in (summary_html(facts, run, 5.0), output_html(run.output)):
-        document = Document(source)
+    for document in (summary_of(run, name=ATTACK, devices=ATTACK), Document(output_html(run.output))):
         assert ATTACK in document.text
         assert {tag for tag, _ in document.elements} & {"script", "img"} == set()
         assert not any(name.startswith("on") for _, attributes in document.elements for name in attributes)
@@ -175,7 +168,7 @@ def test_any_text_is_well_formed_html(text: str) -> None:
     run.apply(0, events.Failed(kind="E", message=text, traceback=""))
     allowed = {"table", "caption", "thead", "tbody", "tr", "th", "td"}
     allowed |= {"div", "style", "span", "pre", "details", "summary", "b"}
-    assert {tag for tag, _ in Document(summary_html(fake_runs.facts(), run, 0.0)).elements} <= allowed
+    assert {tag for tag, _ in summary_of(run, 0.0).elements} <= allowed
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), strategies.any_event), max_size=60), strategies.times)
@@ -183,12 +176,9 @@ def test_whatever_ranks_say_can_be_shown(sequence: list[tuple[int, events.Event]
     run = FakeRun(3)
     for rank, event in sequence:
         run.apply(rank, event)
-    for source in (
-        header_html(fake_runs.facts(), run, now_s),
-        summary_html(fake_runs.facts(status="failed"), run, now_s),
-    ):
-        assert "digits" in Document(source).text
-    assert summary_text(fake_runs.facts(), run, now_s).startswith("digits: running")
+    for shown in (header_of(run, now_s), summary_of(run, now_s, status="failed")):
+        assert "digits" in shown.text
+    assert text_of(run, now_s).startswith("digits: running")
 
 
 def test_rank_that_the_others_wait_for_is_marked_with_where_it_stands() -> None:
@@ -201,7 +191,7 @@ def test_rank_that_the_others_wait_for_is_marked_with_where_it_stands() -> None:
     assert note in table.text
     assert [word for word in ("waiting", "silent", "running") if word in table.text] == ["waiting", "silent", "running"]
     assert table.having(title="waits in all_reduce")
-    text = summary_text(fake_runs.facts(), run, 47.0)
+    text = text_of(run, 47.0)
     assert f"rank 1: {note}" in text
     assert "rank 0:" not in text
 
@@ -220,30 +210,29 @@ def test_output_that_was_left_out_names_the_logs() -> None:
     run = FakeRun(2)
     run.apply(0, events.Output(text="first"))
     run.apply(0, events.Output(text="last", left_out=1234))
-    facts = fake_runs.facts(status="succeeded", log_folder="/tmp/logs")
     gap = "[1,234 lines left out here; the whole output is in /tmp/logs]"
-    assert gap in summary_text(facts, run, 5.0)
-    assert gap in Document(summary_html(facts, run, 5.0)).text
+    assert gap in text_of(run, log_folder="/tmp/logs")
+    assert gap in summary_of(run, log_folder="/tmp/logs").text
 
 
 def test_restarts_are_counted_and_their_reason_is_shown_and_can_do_no_harm() -> None:
     run = fake_runs.training()
-    assert "restart" not in header_html(fake_runs.facts(), run, 5.0)
+    assert "restart" not in header_of(run).text
     for pid in (2, 3):
         run.apply(1, events.Started(time_s=5.0, pid=pid))
-    assert "2 restarts" in Document(header_html(fake_runs.facts(), run, 5.0)).text
+    assert "2 restarts" in header_of(run).text
     run = fake_runs.training()
     run.apply(1, events.Restarting(number=1, of=3, why="rank 1: ValueError: <script>"))
-    header = Document(header_html(fake_runs.facts(), run, 5.0))
+    header = header_of(run)
     assert "1 restart" in header.text and "restart 1 of 3: rank 1: ValueError: <script>" in header.text
-    assert header_html(fake_runs.facts(), run, 5.0).endswith("</p></div>")  # in the header, which breaks lines
-    assert "restart 1 of 3: rank 1: ValueError: <script>" in summary_text(fake_runs.facts(), run, 5.0).splitlines()
+    assert header_of(run).source.endswith("</p></div>")  # in the header, which breaks lines
+    assert "restart 1 of 3: rank 1: ValueError: <script>" in text_of(run).splitlines()
 
 
 def test_summary_has_the_errors_before_the_output() -> None:
     run = fake_runs.training()
     run.apply(1, events.Output(text="ERROR <first>\n" + "\n".join(map(str, range(100)))))
-    summary = Document(summary_html(fake_runs.facts(status="succeeded"), run, 5.0))
+    summary = summary_of(run, status="succeeded")
     assert summary.text.index("1 line that looks like an error") < summary.text.index("earlier lines")
     assert "1 │ ERROR <first>" in summary.text
 
@@ -251,11 +240,11 @@ def test_summary_has_the_errors_before_the_output() -> None:
 def test_summary_of_many_ranks_has_a_row_for_each_folded_away() -> None:
     run = fake_runs.training(world_size=64)
     run.apply(9, events.Failed(kind="ValueError", message="boom", traceback=""))
-    summary = Document(summary_html(fake_runs.facts(status="failed"), run, 5.0))
+    summary = summary_of(run, status="failed")
     assert "all 64 ranks" in summary.text
     assert summary.text.count("ValueError: boom") == 2
     assert len(summary.having(scope="row")) == 2 + 64
-    assert len(summary_text(fake_runs.facts(status="failed"), run, 5.0).splitlines()) > 64
+    assert len(text_of(run, status="failed").splitlines()) > 64
 
 
 def test_table_has_a_row_a_rank_with_labelled_bars() -> None:
@@ -279,14 +268,6 @@ def test_bar_is_missing_without_a_total_and_full_beyond_it() -> None:
     assert "1,234" in table.text and table.text.count("starting") == 1  # rank 1 has said nothing
     state.apply(1, events.Progress(step=15, total=10, steps=15))
     assert Document(table_html(state, 0.0)).having(style="width:100.0%")
-
-
-def test_a_failed_rank_says_why_below_its_row() -> None:
-    state = fake_runs.training().state
-    state.apply(1, events.Failed(kind="ValueError", message="boom", traceback="", line="In[7], line 12"))
-    text = Document(table_html(state, 5.0)).text
-    assert "failed" in text
-    assert "ValueError: boom (In[7], line 12)" in text
 
 
 def test_many_metrics_share_a_column() -> None:
@@ -373,15 +354,15 @@ def test_share_of_a_sharded_model_is_in_the_header_the_rows_and_the_summary() ->
     whole = events.ModelMemory(parameters=3000, held_parameters=3000, parameter_bytes=12 << 10)
     for rank in range(2):
         run.apply(rank, whole)
-    assert "parameters" not in Document(header_html(fake_runs.facts(), run, 0.0)).text
-    assert "holds at most" not in summary_text(fake_runs.facts(), run, 0.0)
+    assert "parameters" not in header_of(run, 0.0).text
+    assert "holds at most" not in text_of(run, 0.0)
     assert 'title="3.0 k parameters: parameters 12 KiB"' in table_html(run.state, 0.0)
     sizes = {"parameter_bytes": 3 << 30, "gradient_bytes": 3 << 30, "optimizer_bytes": 6 << 30}
     for rank, held in enumerate([800_000_000, 799_999_000]):
         run.apply(rank, events.ModelMemory(parameters=1_600_000_000, held_parameters=held, **sizes))
-    assert "800.0 M of 1.6 B parameters a rank" in Document(header_html(fake_runs.facts(), run, 0.0)).text
+    assert "800.0 M of 1.6 B parameters a rank" in header_of(run, 0.0).text
     words = "800.0 M of 1.6 B parameters: parameters 3.0 GiB, gradients 3.0 GiB, optimizer 6.0 GiB"
-    assert f"Each rank holds at most {words}" in summary_text(fake_runs.facts(), run, 0.0)
+    assert f"Each rank holds at most {words}" in text_of(run, 0.0)
     assert f'title="{words}"' in table_html(run.state, 0.0)
     run.apply(0, events.ModelMemory(parameters=9, held_parameters=9, **sizes, peak_bytes=20 << 30))
     assert "activations and others at the peak 8.0 GiB" in table_html(run.state, 0.0)

@@ -41,21 +41,22 @@ def test_bar_has_a_part_for_each_phase_and_text_for_those_who_see_none() -> None
 
 
 def test_answer_stands_in_the_header_and_in_the_summary_that_stays() -> None:
-    run, facts = fake_runs.training(), fake_runs.facts(diagnosis=diagnosis())
-    assert "Every rank waits 45 % of each step for &lt;data&gt;." in fake_runs.header_html(facts, run, 6.0)
-    shown = fake_runs.summary_html(facts, run, 6.0)
+    run = fake_runs.training()
+    header = fake_runs.header_of(run, diagnosis=diagnosis())
+    assert "Every rank waits 45 % of each step for <data>." in header.text
+    shown = fake_runs.summary_of(run, diagnosis=diagnosis()).text
     assert "Try `num_workers=4`." in shown
     assert "Cost so far: 01:30 of 03:20." in shown
-    text = fake_runs.summary_text(facts, run, 6.0)
+    text = fake_runs.text_of(run, diagnosis=diagnosis())
     assert "Every rank waits 45 % of each step for <data>. Try `num_workers=4`." in text
     assert "100 ms: data 45%, backward 30%, forward 20%" in text
 
 
 def test_without_an_answer_nothing_is_said() -> None:
-    run, facts = fake_runs.training(), fake_runs.facts(diagnosis=diagnosis(verdicts=()))
-    assert "Why slow" not in fake_runs.summary_html(facts, run, 6.0)
-    assert "time of a step" in fake_runs.summary_html(facts, run, 6.0)
-    assert "time of a step" not in fake_runs.summary_html(fake_runs.facts(), run, 6.0)
+    run = fake_runs.training()
+    shown = fake_runs.summary_of(run, diagnosis=diagnosis(verdicts=()))
+    assert "Why slow" not in shown.text and "time of a step" in shown.text
+    assert "time of a step" not in fake_runs.summary_of(run).text
 
 
 def test_tab_shows_the_phases_of_few_ranks_side_by_side() -> None:
@@ -102,8 +103,8 @@ def test_a_rare_peak_is_cut_off_and_said() -> None:
 
 
 def test_summary_keeps_the_course() -> None:
-    run, facts = fake_runs.training(), fake_runs.facts(diagnosis=with_course(diagnosis()))
-    assert fake_runs.summary_html(facts, run, 6.0).count('class="nba-area"') == 2
+    shown = fake_runs.summary_of(fake_runs.training(), diagnosis=with_course(diagnosis()))
+    assert shown.source.count('class="nba-area"') == 2
 
 
 @pytest.mark.parametrize(
@@ -119,5 +120,7 @@ def test_ranks_that_share_a_row_share_a_bar() -> None:
     for rank in range(64):
         run.apply(rank, events.Started(time_s=0.0, pid=1))
         run.apply(rank, events.Progress(time_s=0.0, step=1, steps=1))
-    shown = fake_runs.summary_html(fake_runs.facts(diagnosis=diagnosis(64)), run, 1.0)
-    assert shown.count('class="nba-phases"') == 1 + 64 + 2  # the shared row, the table of all ranks, and the phases
+    shown = fake_runs.summary_of(run, 1.0, diagnosis=diagnosis(64))
+    assert (
+        shown.source.count('class="nba-phases"') == 1 + 64 + 2
+    )  # the shared row, the table of all ranks, and the phases

@@ -339,13 +339,6 @@ def takes_memory(size_bytes: int) -> int:
     return 0
 
 
-def has_no_device_memory_left(folder: str) -> None:
-    if rank() == 1:
-        wait_for(folder, "all have said what they use")
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    time.sleep(60)
-
-
 def leaves_a_daemon_behind(folder: str) -> None:
     """A process in a session of its own goes on writing to this rank's standard output, until there is a mark."""
     if os.fork() == 0:

@@ -179,7 +179,7 @@ def test_enums_keep_what_their_definitions_make_of_the_members() -> None:
 def test_enum_that_is_sent_again_stays_one_class() -> None:
     namespace = notebook(ENUMS)
     sent = [serialization.pickle_by_value(namespace["Planet"], roots={}, namespace=namespace) for _ in range(2)]
-    first, second = (_through(pickled, namespace={}).value for pickled in sent)
+    first, second = (through(pickled, namespace={}).value for pickled in sent)
     assert first is second
     assert second.EARTH.density == namespace["Planet"].EARTH.density
 
@@ -265,7 +265,7 @@ def test_compiled_function_and_the_settings_of_its_compiler() -> None:
 def test_other_instances_go_by_value_since_the_notebook_may_have_changed_them() -> None:
     settings = cloudpickle.cloudpickle.__dict__.setdefault("_settings_of_a_test", types.SimpleNamespace(rate=1.0))
     settings.rate = 3.0
-    there = _through(serialization.pickle_by_value(settings, roots={})).value
+    there = through(serialization.pickle_by_value(settings, roots={})).value
     assert there is not settings and there.rate == 3.0
 
 
@@ -317,7 +317,7 @@ def test_code_keeps_the_file_name_by_which_its_source_is_found() -> None:
         compile("def outer():\n    def inner(): raise KeyError\n    inner()", "cell 7", "exec"),
         namespace := notebook(""),
     )
-    there = _through(
+    there = through(
         serialization.pickle_by_value(namespace["outer"], roots={}, namespace=namespace), namespace={}
     ).value
     with pytest.raises(KeyError) as raised:
@@ -330,10 +330,10 @@ def test_they_come_back_as_the_notebooks_own(defined: str) -> None:
     namespace = notebook(NOTEBOOK)
     there: dict[str, Any] = {}
     out = serialization.pickle_by_value(namespace[defined], roots={}, namespace=namespace)
-    opened = _through(out, namespace=there)
+    opened = through(out, namespace=there)
     by_value = [obj for _, obj in opened.by_value]
     back = serialization.pickle_by_value(opened.value, roots={}, origins=by_value)
-    assert _through(back, origins=out.by_value).value is namespace[defined]
+    assert through(back, origins=out.by_value).value is namespace[defined]
 
 
 SLOTTED = """
@@ -391,13 +391,13 @@ def test_slots_are_the_same_in_the_ranks_and_instances_travel_both_ways(
     out = serialization.pickle_by_value(here, roots={}, namespace=namespace)
     # Like another process, which doesn't know the class.
     monkeypatch.setattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", weakref.WeakValueDictionary())
-    opened = _through(out, namespace={"__name__": "__main__"})
+    opened = through(out, namespace={"__name__": "__main__"})
     there = opened.value
     assert type(there) is not own and own.__dict__.get("__slots__") is declared
     assert _takes(type(there), ATTRIBUTES) == _takes(own, ATTRIBUTES)
     assert _state(there) == _state(here)
     back = serialization.pickle_by_value(there, roots={}, origins=[obj for _, obj in opened.by_value])
-    again = _through(back, origins=out.by_value).value
+    again = through(back, origins=out.by_value).value
     assert type(again) is own and _state(again) == _state(here)
 
 
@@ -429,7 +429,7 @@ def test_type_parameters_and_aliases() -> None:
         "    return str([Pair.__value__, Pair[int], T, Ts, P.__name__, Box[int]().first((x, x))])"
     )
     pickled = serialization.pickle_by_value(namespace["use"], roots={}, namespace=namespace)
-    there = _through(pickled, namespace={"__name__": "__main__"}).value
+    there = through(pickled, namespace={"__name__": "__main__"}).value
     assert there(3) == namespace["use"](3) == "[tuple[T, T], Pair[int], T, Ts, 'P', 3]"
 
 
@@ -437,10 +437,10 @@ def test_type_parameters_and_aliases() -> None:
 def test_type_variable_tuple() -> None:
     namespace = notebook("import typing; Ts = typing.TypeVarTuple('Ts')")
     pickled = serialization.pickle_by_value(namespace["Ts"], roots={}, namespace=namespace)
-    assert _through(pickled, namespace={}).value.__name__ == "Ts"
+    assert through(pickled, namespace={}).value.__name__ == "Ts"
 
 
-def _through(pickled: serialization.Pickled, **how: Any) -> serialization.Opened:
+def through(pickled: serialization.Pickled, **how: Any) -> serialization.Opened:
     descriptor = memory_files.memory_file("test")
     try:
         serialization.dump(descriptor, pickled)
@@ -457,4 +457,4 @@ def of_this_module() -> int:
 def test_what_can_be_imported_goes_by_name() -> None:
     pickled = serialization.pickle_by_value(of_this_module, roots={})
     assert pickled.by_value == ()
-    assert _through(pickled).value is of_this_module
+    assert through(pickled).value is of_this_module

@@ -22,6 +22,7 @@ from torch.nn.utils import parametrizations, parametrize
 from notebook_accel import host_memory
 from notebook_accel.errors import PayloadError
 from notebook_accel.payload import memory_files, serialization
+from tests.payload.test_definitions import through
 
 
 @pytest.fixture
@@ -75,17 +76,6 @@ def test_large_buffers_travel_beside_the_pickle(memory_file: int) -> None:
     pickled, _ = send([torch.zeros(1 << 20), numpy.zeros(1 << 20)], memory_file)
     assert [buffer.size_bytes for buffer in pickled.buffers] == [4 << 20, 8 << 20]
     assert len(pickled.data) < 5000
-
-
-def test_optimizer_keeps_its_models_parameters(memory_file: int) -> None:
-    model = torch.nn.Linear(50, 50)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 50)).sum().backward()
-    optimizer.step()
-    _, opened = send((model, optimizer), memory_file)
-    got_model, got_optimizer = opened.value
-    assert got_optimizer.param_groups[0]["params"][0] is got_model.weight
-    assert torch.equal(got_optimizer.state[got_model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
 
 
 class Symmetric(torch.nn.Module):
@@ -177,24 +167,10 @@ def test_what_came_from_the_sender_goes_back_as_its_own(memory_file: int) -> Non
     pickled, opened = send((namespace["Model"](), namespace["helper"]), memory_file, namespace=namespace, into=there)
     by_value = [obj for _, obj in opened.by_value]
     back = serialization.pickle_by_value(opened.value, roots={"value": opened.value}, origins=by_value)
-    with Sealed(back) as descriptor:
-        instance, helper = serialization.load(descriptor, origins=pickled.by_value).value
+    instance, helper = through(back, origins=pickled.by_value).value
     assert type(instance) is namespace["Model"]
     assert helper is namespace["helper"]
     assert namespace["helper"]() is namespace["Model"]
-
-
-class Sealed:
-    def __init__(self, pickled: serialization.Pickled) -> None:
-        self._pickled = pickled
-
-    def __enter__(self) -> int:
-        self._descriptor = memory_files.memory_file("test")
-        serialization.dump(self._descriptor, self._pickled)
-        return self._descriptor
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
 
 
 def test_shipped_names_are_those_of_the_namespace(memory_file: int) -> None:

@@ -171,19 +171,6 @@ with Pool(1) as pool:
     assert "rank 0  finished  step 2/2" in outcome.stdout
 
 
-def test_bar_over_epochs_is_the_epoch_and_one_over_steps_is_not(run: Run) -> None:
-    outcome = run("""%%distributed -n 1
-for epoch in tqdm(range(4)):
-    for step in tqdm(range(5)): pass""")
-    assert "rank 0  finished  epoch 4/4  step 5/5" in outcome.stdout, outcome.traceback
-    outcome = run("""%%distributed -n 1
-training = tqdm(total=50)
-training.update(20)
-for step in tqdm(range(3)): pass
-training.update(10)""")
-    assert "rank 0  finished  step 30/50" in outcome.stdout, outcome.traceback
-
-
 def test_bar_of_rich_is_counted_and_not_drawn(run: Run) -> None:
     outcome = run("""%%distributed -n 1
 from rich.progress import Progress, track

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
-import lzma
 import pathlib
 import shelve
 import subprocess
@@ -34,14 +32,6 @@ _WRITERS: dict[str, tuple[str, Callable[[pathlib.Path], str]]] = {
     "gzip": (
         "import gzip; {f} = gzip.open('{f}', 'wt'); {f}.write('text')",
         lambda path: gzip.decompress(path.read_bytes()).decode(),
-    ),
-    "bz2": (
-        "import bz2; {f} = bz2.open('{f}', 'wt'); {f}.write('text')",
-        lambda path: bz2.decompress(path.read_bytes()).decode(),
-    ),
-    "lzma": (
-        "import lzma; {f} = lzma.open('{f}', 'wt'); {f}.write('text')",
-        lambda path: lzma.decompress(path.read_bytes()).decode(),
     ),
     "zip": (
         "import zipfile; {f} = zipfile.ZipFile('{f}', 'w'); {f}.writestr('a', 'text')",

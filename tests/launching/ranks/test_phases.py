@@ -23,11 +23,17 @@ from tests.test_reporting import Received
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """A reporter whose sampling thread doesn't run, and a clock; ``times()`` are those that it has sent."""
+    """A clock, and a reporter whose sampling thread doesn't run. ``end()`` stops both and returns what was sent."""
     received = Received()
-    reporter = reporting.Reporter(received)
+    reporter, clock = reporting.Reporter(received), StepClock()
     monkeypatch.setattr(reporting, "_reporter", reporter)
-    return types.SimpleNamespace(clock=StepClock(), reporter=reporter, times=lambda: received.of(events.StepTimes))
+
+    def end() -> list[events.StepTimes]:
+        clock.stop()
+        reporter.close()
+        return received.of(events.StepTimes)
+
+    return types.SimpleNamespace(clock=clock, reporter=reporter, end=end)
 
 
 def test_phases_add_up_to_the_wall_time_whenever_they_are_sent(rank: types.SimpleNamespace) -> None:
@@ -39,9 +45,7 @@ def test_phases_add_up_to_the_wall_time_whenever_they_are_sent(rank: types.Simpl
         if step % 40 == 0:
             rank.clock.send()  # in the middle of a phase
     ended_s = rank.clock.enter("data")
-    rank.clock.stop()
-    rank.reporter.close()
-    sent = rank.times()
+    sent = rank.end()
     assert (len(sent), sum(event.steps for event in sent)) == (4, 100)
     assert sum(sum(event.seconds.values()) for event in sent) == pytest.approx(ended_s - began_s)
     assert set(sent[-1].seconds) == set(events.PHASES)
@@ -55,17 +59,13 @@ def test_no_time_passes_while_the_clock_stands(rank: types.SimpleNamespace) -> N
     began_s = rank.clock.enter("forward")
     rank.clock.begin_step(None)
     ended_s = rank.clock.enter("other")
-    rank.clock.stop()
-    rank.reporter.close()
-    assert sum(rank.times()[-1].seconds.values()) == pytest.approx(ended_s - began_s)
+    assert sum(rank.end()[-1].seconds.values()) == pytest.approx(ended_s - began_s)
 
 
 def test_nothing_is_sent_without_a_step(rank: types.SimpleNamespace) -> None:
     rank.clock.enter("data")
     rank.clock.send()
-    rank.clock.stop()
-    rank.reporter.close()
-    assert rank.times() == []
+    assert rank.end() == []
 
 
 def test_fast_steps_are_measured_in_parts_that_stand_for_the_others(rank: types.SimpleNamespace) -> None:
@@ -83,12 +83,11 @@ def test_fast_steps_are_measured_in_parts_that_stand_for_the_others(rank: types.
     rank.clock.enter("forward")
     rank.clock.begin_step(None)
     ended_s = rank.clock.enter("other")
-    rank.clock.stop()
-    rank.reporter.close()
-    assert sum(sum(sent.seconds.values()) for sent in rank.times()) == pytest.approx(ended_s - began_s, rel=0.02)
+    times = rank.end()
+    assert sum(sum(sent.seconds.values()) for sent in times) == pytest.approx(ended_s - began_s, rel=0.02)
     # The scaled times of measured steps may have a part of it too.
-    assert sum(sent.seconds["other"] for sent in rank.times()) > 0.9 * gap_s - 0.01
-    assert sum(sent.steps for sent in rank.times()) > 1001
+    assert sum(sent.seconds["other"] for sent in times) > 0.9 * gap_s - 0.01
+    assert sum(sent.steps for sent in times) > 1001
 
 
 def test_steps_that_take_longer_are_all_measured(rank: types.SimpleNamespace) -> None:
@@ -101,11 +100,16 @@ def test_steps_that_take_longer_are_all_measured(rank: types.SimpleNamespace) ->
     assert (rank.clock.is_on, rank.clock.phase) == (True, "forward")
 
 
-def test_phases_of_a_ranks_steps_are_measured(launch: Callable[..., Job]) -> None:
-    job = launch(training_loops.epochs_and_evaluations, num_processes=1)
+def times_of(job: Job) -> events.StepTimes:
+    """Return the times of all steps of the one rank, when it has returned."""
     job.results(timeout_s=60)
     times = job.ranks[0].step_history.total
     assert times is not None
+    return times
+
+
+def test_phases_of_a_ranks_steps_are_measured(launch: Callable[..., Job]) -> None:
+    times = times_of(launch(training_loops.epochs_and_evaluations, num_processes=1))
     assert times.steps > 0  # of fast steps, some are measured and stand for the others
     assert all(times.seconds[phase] > 0 for phase in ("data", "forward", "backward", "optimizer"))
 
@@ -125,11 +129,11 @@ def test_only_passes_that_exchange_gradients_communicate(rank: types.SimpleNames
         if number % 4 == 3:
             rank.clock.begin_step(None)
             rank.clock.send()  # the second exchange isn't measured yet, and counts like the first one
-    rank.reporter.close()
-    for sent in rank.times():
+    times = rank.end()
+    for sent in times:
         communication_s, backward_s = sent.seconds["communication"], sent.seconds["backward"]
         assert communication_s / (communication_s + backward_s) == pytest.approx(0.5 / 4)
-    assert len(rank.times()) == 2
+    assert len(times) == 2
 
 
 class Exchanges:
@@ -165,8 +169,7 @@ def shares_of(sent: events.StepTimes) -> list[float]:
 
 def test_rank_that_waits_in_some_steps_communicates_as_long_as_in_the_fastest(rank: types.SimpleNamespace) -> None:
     Exchanges(rank.clock).add(*[100, 500] * 20)
-    rank.reporter.close()
-    [sent] = rank.times()
+    [sent] = rank.end()
     assert shares_of(sent) == pytest.approx([0.1, 0.2, 0.7], abs=0.01)
 
 
@@ -182,8 +185,7 @@ def test_communication_that_takes_longer_than_earlier_is_no_waiting(
         original = time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: original() + 60)
     exchanges.add(*[500] * 10)
-    rank.reporter.close()
-    _, sent = rank.times()
+    _, sent = rank.end()
     assert shares_of(sent) == pytest.approx([0.5, 0.0, 0.5], abs=0.01)
 
 
@@ -200,10 +202,7 @@ def inference_with_workers_that_start_anew() -> None:
 
 
 def test_inference_has_steps_and_the_start_of_workers_is_a_wait_for_data(launch: Callable[..., Job]) -> None:
-    job = launch(inference_with_workers_that_start_anew, num_processes=1)
-    job.results(timeout_s=60)
-    times = job.ranks[0].step_history.total
-    assert times is not None
+    times = times_of(launch(inference_with_workers_that_start_anew, num_processes=1))
     assert (times.steps, times.evaluations, times.workers, times.is_stream) == (9, 0, 1, True)
     assert times.seconds["data"] >= times.starting_s > times.seconds["other"]
 
@@ -216,10 +215,7 @@ def steps_while_the_profiler_takes_long() -> None:
 
 
 def test_time_of_the_profiler_is_no_time_of_the_program(launch: Callable[..., Job]) -> None:
-    job = launch(steps_while_the_profiler_takes_long, num_processes=1)
-    job.results(timeout_s=60)
-    times = job.ranks[0].step_history.total
-    assert times is not None
+    times = times_of(launch(steps_while_the_profiler_takes_long, num_processes=1))
     assert times.steps == 2
     assert sum(times.seconds.values()) < 1.0  # the profiler alone took as long
 
@@ -260,9 +256,7 @@ def test_recompilation_is_sent_with_the_shape_that_changed(rank: types.SimpleNam
         double(torch.ones(length))
         rank.clock.begin_step(None)
         rank.clock.send()
-    rank.clock.stop()
-    rank.reporter.close()
-    first, second = rank.times()
+    first, second = rank.end()
     assert (first.compilations, first.recompiled) == (1, "")
     assert (second.compilations, second.recompiled.partition(": ")[2]) == (
         1,
@@ -285,12 +279,10 @@ def test_compilations_of_xla_are_sent_with_their_time(
             rank.reporter.recompiled = "The batch's shape has changed from (4, 8) to (3, 8)."
         rank.clock.begin_step(None)
         rank.clock.send()
-    rank.clock.stop()
-    rank.reporter.close()
-    *known, outside = rank.times()
+    *known, outside = times = rank.end()
     assert [(sent.compilations, sent.compiling_s) for sent in known] == [(3, 2.0), (1, 0.5)]
     assert outside.compiling_s == sum(outside.seconds.values())  # the rest of 30 s was before the loop
-    reasons = [sent.recompiled for sent in rank.times()]
+    reasons = [sent.recompiled for sent in times]
     assert reasons == ["", "The batch's shape has changed from (4, 8) to (3, 8)", ""]
 
 
@@ -299,7 +291,5 @@ def test_waiting_for_a_core_is_sent(rank: types.SimpleNamespace, monkeypatch: py
     rank.clock.sample()  # it is measured from here on
     rank.clock.enter("forward")
     rank.clock.begin_step(None)
-    rank.clock.stop()
-    rank.reporter.close()
-    [sent] = rank.times()
+    [sent] = rank.end()
     assert sent.queued_s == pytest.approx(0.5 * sum(sent.seconds.values()))

@@ -45,6 +45,19 @@ def test_ranks_draw_alike_until_training_begins(launch: Callable[..., Job], seed
         assert first == alone
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_each_run_draws_other_numbers(launch: Callable[..., Job], method: str) -> None:
+    """So that ranks which split a dataset by chance have the same parts, and those of the next run others."""
+    one, next_one = (
+        launch(functions.draws, [], "prepare", start_method=method).results(timeout_s=60) for _ in range(2)
+    )
+    assert one[0][:2] == one[1][:2] and next_one[0][:2] == next_one[1][:2]
+    for name in GENERATORS:
+        assert one[0][0][name] != next_one[0][0][name]
+        assert one[0][2][name] != one[1][2][name]
+
+
 @pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.slow), "prepared"])
 def test_workers_differ_by_rank_and_the_order_does_not(launch: Callable[..., Job], how: str) -> None:
     first, second = launch(functions.reads, how).results(timeout_s=60)

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everybody writes it
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from tqdm.auto import tqdm
 
+import notebook_accel
 from notebook_accel import estimate_memory, reporting
 
 EPOCHS = 3
@@ -34,6 +36,17 @@ class Training:
         self.optimizer.zero_grad()
         self.loss(x, y).backward()
         self.optimizer.step()
+
+    def train(self, batches: Iterable[Any], *, looks: bool = False) -> None:
+        """Do a step for each batch, and ``look`` after it if that is asked for."""
+        for x, y in batches:
+            self.step(x, y)
+            if looks:
+                look()
+
+    def prepare(self, accelerator: Any) -> None:
+        """Have an ``Accelerator`` prepare the model, the optimizer and the loader."""
+        self.model, self.optimizer, self.loader = accelerator.prepare(self.model, self.optimizer, self.loader)
 
 
 def look() -> None:
@@ -58,8 +71,7 @@ def two_steps(group_size: int) -> list[tuple[str, str]]:
 def epochs_and_evaluations() -> None:
     made = Training()
     for _ in range(EPOCHS):
-        for x, y in made.loader:
-            made.step(x, y)
+        made.train(made.loader)
         with torch.no_grad():
             for x, _ in made.evaluation:
                 made.model(x)
@@ -68,8 +80,7 @@ def epochs_and_evaluations() -> None:
 
 def gradients_off_inside_the_evaluation() -> None:
     made = Training()
-    for x, y in made.loader:
-        made.step(x, y)
+    made.train(made.loader)
     for x, _ in made.evaluation:
         made.model.eval()  # with each batch, as ignite does
         with torch.no_grad():
@@ -92,8 +103,7 @@ def evaluation_inside_an_epoch() -> None:
 def evaluation_that_is_not_asked_for_its_end() -> None:
     made = Training()
     for _ in range(EPOCHS):
-        for x, y in made.loader:
-            made.step(x, y)
+        made.train(made.loader)
         evaluation = iter(made.evaluation)
         for _ in range(len(made.evaluation)):
             with torch.no_grad():
@@ -113,24 +123,21 @@ def evaluation_of_some_batches_after_each_step() -> None:
 def left_early() -> None:
     made = Training()
     for _ in range(EPOCHS):
-        for x, y in itertools.islice(made.loader, 5):
-            made.step(x, y)
+        made.train(itertools.islice(made.loader, 5))
 
 
 def a_look_at_a_batch_first() -> None:
     made = Training()
     batches = iter(made.loader)  # it stays
     next(batches)
-    for x, y in made.loader:
-        made.step(x, y)
+    made.train(made.loader)
 
 
 def persistent_workers() -> None:
     made = Training()
     loader = DataLoader(made.data, batch_size=4, num_workers=1, persistent_workers=True)
     for _ in range(EPOCHS):
-        for x, y in loader:
-            made.step(x, y)
+        made.train(loader)
 
 
 class Shell:
@@ -148,8 +155,7 @@ def loader_that_is_not_torchs() -> None:
 
     made = Training()
     for _ in range(EPOCHS):
-        for x, y in _SingleProcessDataLoaderIter(Shell(made.loader)):
-            made.step(x, y)
+        made.train(_SingleProcessDataLoaderIter(Shell(made.loader)))
 
 
 class OwnLoader(DataLoader[Any]):
@@ -160,8 +166,7 @@ class OwnLoader(DataLoader[Any]):
 
 def a_loader_of_the_users_own() -> None:
     made = Training()
-    for x, y in OwnLoader(made.data, batch_size=4):
-        made.step(x, y)
+    made.train(OwnLoader(made.data, batch_size=4))
 
 
 class Stream(IterableDataset[Any]):
@@ -179,19 +184,15 @@ class Stream(IterableDataset[Any]):
 
 def a_stream() -> None:
     made = Training()
-    for x, y in DataLoader(Stream(None), batch_size=4):
-        made.step(x, y)
+    made.train(DataLoader(Stream(None), batch_size=4))
 
 
 def a_stream_that_is_longer_than_it_says() -> None:
     """Of its own, torch warns of this only where somebody has asked for the length; here warnings are errors."""
-    import warnings
-
     made = Training()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for x, y in DataLoader(Stream(8), batch_size=4):
-            made.step(x, y)
+        made.train(DataLoader(Stream(8), batch_size=4))
 
 
 def accumulation() -> None:
@@ -205,8 +206,7 @@ def accumulation() -> None:
 
 def two_loaders_in_turns() -> None:
     made = Training()
-    for (x, y), _ in zip(made.loader, made.evaluation, strict=False):
-        made.step(x, y)
+    made.train(batch for batch, _ in zip(made.loader, made.evaluation, strict=False))
 
 
 def two_optimizers_and_a_loader() -> None:
@@ -262,28 +262,18 @@ def full_batches_after_a_loader() -> None:
 
 
 def bar_over_epochs() -> None:
-    from tqdm.auto import tqdm
-
     made = Training()
     for _ in tqdm(range(EPOCHS), mininterval=0):  # of its own it counts at most ten times a second
-        for x, y in made.loader:
-            made.step(x, y)
-            look()
+        made.train(made.loader, looks=True)
 
 
 def bar_over_batches() -> None:
-    from tqdm.auto import tqdm
-
     made = Training()
     for _ in range(EPOCHS):
-        for x, y in tqdm(made.loader, desc="batches"):
-            made.step(x, y)
-            look()
+        made.train(tqdm(made.loader, desc="batches"), looks=True)
 
 
 def bar_over_all_steps() -> None:
-    from tqdm.auto import tqdm
-
     made = Training()
     bar = tqdm(total=EPOCHS * 16)
     for _ in range(EPOCHS):
@@ -308,38 +298,10 @@ def bars_of_phases() -> None:
         epochs.update()
 
 
-def bars_over_samples() -> None:
-    from tqdm.auto import tqdm
-
-    made = Training()
-    for _ in range(EPOCHS):
-        with tqdm(total=len(made.data)) as bar:
-            for x, y in made.loader:
-                made.step(x, y)
-                bar.update(len(x))
-                look()
-
-
-def bar_over_all_samples() -> None:
-    from tqdm.auto import tqdm
-
-    made = Training()
-    bar = tqdm(total=EPOCHS * len(made.data))
-    for _ in range(EPOCHS):
-        for x, y in made.loader:
-            made.step(x, y)
-            bar.update(len(x))
-            look()
-
-
 def bar_over_enumerated_batches() -> None:
-    from tqdm.auto import tqdm
-
     made = Training()
     for _ in range(EPOCHS):
-        for _, (x, y) in tqdm(enumerate(made.loader)):
-            made.step(x, y)
-            look()
+        made.train((batch for _, batch in tqdm(enumerate(made.loader))), looks=True)
 
 
 def loader_after_a_bar_of_rich_that_was_left() -> None:
@@ -348,16 +310,12 @@ def loader_after_a_bar_of_rich_that_was_left() -> None:
     with Progress() as progress:
         progress.update(progress.add_task("looking"), advance=3)  # of 100
     made = Training()
-    for x, y in made.loader:
-        made.step(x, y)
-        look()
+    made.train(made.loader, looks=True)
 
 
 def prepared_beside_a_bar(epochs: Iterable[int], bar: Any = None) -> None:
-    import notebook_accel
-
-    made, accelerator = Training(), notebook_accel.Accelerator(cpu=True)
-    made.model, made.optimizer, made.loader = accelerator.prepare(made.model, made.optimizer, made.loader)
+    made = Training()
+    made.prepare(notebook_accel.Accelerator(cpu=True))
     for _ in epochs:
         for x, y in made.loader:
             made.step(x, y)
@@ -368,32 +326,25 @@ def prepared_beside_a_bar(epochs: Iterable[int], bar: Any = None) -> None:
 
 
 def prepared_beside_a_bar_over_all_steps() -> None:
-    from tqdm.auto import tqdm
-
     prepared_beside_a_bar(range(EPOCHS), tqdm(range(EPOCHS * 16)))
 
 
 def prepared_inside_a_bar_over_epochs() -> None:
-    from tqdm.auto import tqdm
-
     prepared_beside_a_bar(tqdm(range(EPOCHS), mininterval=0))
 
 
 def prepared() -> None:
-    import notebook_accel
-
-    made, accelerator = Training(), notebook_accel.Accelerator(cpu=True)
-    made.model, made.optimizer, made.loader = accelerator.prepare(made.model, made.optimizer, made.loader)
+    made = Training()
+    made.prepare(notebook_accel.Accelerator(cpu=True))
     for _ in range(EPOCHS):
-        for x, y in made.loader:
-            made.step(x, y)
+        made.train(made.loader)
 
 
 def with_accelerate() -> None:
     import accelerate
 
     made, accelerator = Training(), accelerate.Accelerator(cpu=True)
-    made.model, made.optimizer, made.loader = accelerator.prepare(made.model, made.optimizer, made.loader)
+    made.prepare(accelerator)
     for _ in range(EPOCHS):
         for x, y in made.loader:
             made.optimizer.zero_grad()
@@ -424,8 +375,6 @@ LOOPS: dict[Callable[[], None], tuple[int, int | None, int | None, int]] = {
     full_batches_after_a_loader: (10, None, None, 3 * 24 + 10),
     bar_over_batches: (16, 16, None, 48),
     bar_over_all_steps: (48, 48, None, 48),
-    bars_over_samples: (64, 64, None, 3 * 64),
-    bar_over_all_samples: (3 * 64, 3 * 64, None, 3 * 64),
     bar_over_epochs: (16, 16, 3, 48),
     bar_over_enumerated_batches: (16, None, None, 48),
     loader_after_a_bar_of_rich_that_was_left: (16, 16, 1, 16),  # a bar counts from its first update
@@ -450,30 +399,25 @@ def loss_that_is_scaled() -> float:
     return loss.item()
 
 
+def divided_loss(accelerator: Any) -> float:
+    made = Training()
+    made.prepare(accelerator)
+    for x, y in made.loader:
+        with accelerator.accumulate(made.model):
+            loss = made.loss(x, y)
+            accelerator.backward(loss)
+            made.optimizer.step()
+    return loss.item()
+
+
 def loss_that_accelerate_divides() -> float:
     import accelerate
 
-    made, accelerator = Training(), accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
-    model, optimizer, loader = accelerator.prepare(made.model, made.optimizer, made.loader)
-    for x, y in loader:
-        with accelerator.accumulate(model):
-            loss = F.mse_loss(model(x), y)
-            accelerator.backward(loss)
-            optimizer.step()
-    return loss.item()
+    return divided_loss(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4))
 
 
 def loss_that_we_divide() -> float:
-    import notebook_accel
-
-    made, accelerator = Training(), notebook_accel.Accelerator(cpu=True, gradient_accumulation_steps=4)
-    model, optimizer, loader = accelerator.prepare(made.model, made.optimizer, made.loader)
-    for x, y in loader:
-        with accelerator.accumulate(model):
-            loss = F.mse_loss(model(x), y)
-            accelerator.backward(loss)
-            optimizer.step()
-    return loss.item()
+    return divided_loss(notebook_accel.Accelerator(cpu=True, gradient_accumulation_steps=4))
 
 
 def loss_of_the_programs_own() -> float:

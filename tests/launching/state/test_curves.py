@@ -39,14 +39,6 @@ def test_a_series_rises_and_ends_with_the_newest_point(points: list[tuple[int, f
     assert steps == sorted(set(steps))
 
 
-def test_each_rank_has_a_curve_of_its_own() -> None:
-    curves = Curves(world_size=2, unit="steps")
-    for rank, step, value in [(0, 1, 4.0), (1, 1, 2.0), (0, 2, 3.0)]:
-        curves.add(rank, step, value)
-    assert curves.ranks[0].points == [(1, 4.0), (2, 3.0)]
-    assert curves.ranks[1].points == [(1, 2.0)]
-
-
 def test_mean_of_ranks_that_report_at_different_steps_mixes_no_steps() -> None:
     constant, rising = Curves(world_size=2, unit="steps"), Curves(world_size=2, unit="steps")
     for step in range(300):

@@ -16,11 +16,17 @@ _STEPS_PER_S = 20
 
 def run(*ranks: dict[str, Any], seconds: int = 5) -> RunState:
     """A run with ranks of these phases (ms in a step) and other fields of the event."""
-    state = RunState(len(ranks))
-    for second in range(seconds):
-        for number, given in enumerate(ranks):
-            state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
-            state.apply(number, step_times(**given))
+    return go_on(RunState(len(ranks)), *ranks, seconds=seconds)
+
+
+def go_on(state: RunState, *ranks: dict[str, Any], seconds: int = 1) -> RunState:
+    """Add seconds in which the ranks of a run do steps of these phases."""
+    for _ in range(seconds):
+        for rank, given in zip(state.ranks, ranks, strict=True):
+            steps = 0 if rank.steps is None else rank.steps + _STEPS_PER_S
+            second = steps / _STEPS_PER_S
+            state.apply(rank.rank, events.Progress(time_s=second, step=steps, steps=steps))
+            state.apply(rank.rank, step_times(time_s=second, **given))
     return state
 
 
@@ -187,10 +193,7 @@ def late_in(*seconds: int) -> RunState:
     state = RunState(2)
     for second in range(6):
         late_ms = 40.0 * (second in seconds)
-        for number in range(2):
-            state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
-        state.apply(0, step_times(**healthy(communication=2.0 + late_ms)))
-        state.apply(1, step_times(**healthy(forward=14.0 + late_ms)))
+        go_on(state, healthy(communication=2.0 + late_ms), healthy(forward=14.0 + late_ms))
     return state
 
 
@@ -206,12 +209,8 @@ def test_rank_is_late_if_it_was_in_both_halves_of_the_last_steps(late: tuple[int
 def test_rank_that_is_a_little_late_must_have_been_so_for_half_a_minute(
     seconds: int, late_from: int, late_ms: float, causes: list[str]
 ) -> None:
-    state = RunState(2)
-    for second in range(seconds):
-        more_ms = late_ms * (second >= late_from)
-        for number, changes in enumerate(({"communication": 2.0 + more_ms}, {"forward": 14.0 + more_ms})):
-            state.apply(number, events.Progress(time_s=second, step=second * 20, steps=second * 20))
-            state.apply(number, step_times(time_s=float(second), **healthy(**changes)))
+    state = run(healthy(), healthy(), seconds=late_from)
+    go_on(state, healthy(communication=2.0 + late_ms), healthy(forward=14.0 + late_ms), seconds=seconds - late_from)
     assert [verdict.cause for verdict in diagnose(state).verdicts] == causes
 
 
@@ -305,11 +304,7 @@ def test_costliest_cause_comes_first_and_is_priced_over_the_whole_run() -> None:
 
 
 def test_cause_that_began_late_is_priced_for_its_own_time() -> None:
-    state = run(*[healthy()] * 2, seconds=60)
-    for _ in range(12):
-        for number in range(2):
-            state.apply(number, step_times(**healthy(data=52.0)))
-    diagnosis = diagnose(state)
+    diagnosis = diagnose(go_on(run(*[healthy()] * 2, seconds=60), *[healthy(data=52.0)] * 2, seconds=12))
     assert [verdict.cause for verdict in diagnosis.verdicts] == ["data"]
     assert (diagnosis.wasted_s, diagnosis.run_s) == (
         pytest.approx(72 * 20 * 0.002 + 12 * 20 * 0.050),
@@ -321,8 +316,7 @@ def test_cause_that_began_late_is_priced_for_its_own_time() -> None:
 def test_single_pause_is_a_cause_only_if_it_takes_a_tenth_of_the_run(seconds: int, causes: list[str]) -> None:
     state = run(*[healthy()] * 2, seconds=seconds)
     for other in (100.0, 150.0, 0.0, 0.0):  # the pause begins in an event that was sent meanwhile
-        for number in range(2):
-            state.apply(number, step_times(**healthy(other=other, lines=(line("other"),))))
+        go_on(state, *[healthy(other=other, lines=(line("other"),))] * 2)
     assert [verdict.cause for verdict in diagnose(state).verdicts] == causes
 
 

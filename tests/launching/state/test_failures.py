@@ -5,10 +5,10 @@ from __future__ import annotations
 import pathlib
 import pickle
 import resource
-import signal
 import sys
 import types
 from collections.abc import Callable
+from signal import SIGBUS, SIGKILL, SIGSEGV, SIGXCPU
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_nothing_is_left_of_ranks_that_are_started_again() -> None:
     state.apply(1, Ended(exit_code=1))
     state.apply(1, Restarting(number=1, of=1, why="rank 1: ValueError: first"))
     assert state.first_failed is None and not state.ranks[0].has_result
-    state.apply(0, Ended(signal=signal.SIGKILL))
+    state.apply(0, Ended(signal=SIGKILL))
     assert failure(state).what == "rank 0 of 2 was killed by SIGKILL." and failure(state).last_output == ()
 
 
@@ -77,49 +77,29 @@ def test_last_output_of_a_crash_is_what_came_before_it() -> None:
     state = RunState(1)
     state.apply(0, Output(text=f"training\n{_CRASH[:100]}"))
     state.apply(0, Output(text=_CRASH[100:]))
-    state.apply(0, Ended(signal=signal.SIGSEGV))
+    state.apply(0, Ended(signal=SIGSEGV))
     error = failure(state)
     assert error.last_output == ("training",)
     assert '  File "In[14]", line 4 in <module>' in error.remote_traceback
     assert in_a_line(state) == "rank 0 was killed by SIGSEGV"
-
-
-def test_crash_alone_has_no_last_output() -> None:
     state = RunState(1)
     state.apply(0, Output(text=_CRASH))
-    state.apply(0, Ended(signal=signal.SIGSEGV))
+    state.apply(0, Ended(signal=SIGSEGV))
     assert failure(state).last_output == ()
 
 
-@pytest.mark.parametrize(
-    ("end", "start_method", "expected"),
-    [
-        (Ended(signal=signal.SIGKILL), "spawn", "notebook-accel didn't send the signal."),
-        (
-            Ended(signal=signal.SIGKILL, shortage=_SHORTAGE, peak_bytes=2**33),
-            "spawn",
-            "The rank had used up to 8.0 GiB.",
-        ),
-        (
-            Ended(signal=signal.SIGKILL, shortage=_SHORTAGE),
-            "fork",
-            "pass it as an argument: ranks then share it; or fewer ranks",
-        ),
-        (Ended(signal=signal.SIGSEGV), "spawn", "Native code has crashed"),
-        (Ended(signal=signal.SIGSEGV), "fork", "build it in another cell and pass it as an argument"),
-        (
-            Ended(signal=signal.SIGSEGV, peak_bytes=2**33),
-            "fork",
-            "a model for itself: this rank had used up to 8.0 GiB, and there are 8 ranks. if the function",
-        ),
-        (
-            Ended(signal=signal.SIGSEGV, shortage=_SHORTAGE, peak_bytes=2**33),
-            "fork",
-            "This rank had used up to 8.0 GiB; 8 ranks each built their own model",
-        ),
-        (Ended(signal=signal.SIGBUS), "spawn", "no room left in /dev/shm"),
-    ],
-)
+@pytest.mark.parametrize(("end", "start_method", "expected"), [
+    (Ended(signal=SIGKILL), "spawn", "notebook-accel didn't send the signal."),
+    (Ended(signal=SIGKILL, shortage=_SHORTAGE, peak_bytes=2**33), "spawn", "The rank had used up to 8.0 GiB."),
+    (Ended(signal=SIGKILL, shortage=_SHORTAGE), "fork", "pass it as an argument: ranks then share it; or fewer ranks"),
+    (Ended(signal=SIGSEGV), "spawn", "Native code has crashed"),
+    (Ended(signal=SIGSEGV), "fork", "build it in another cell and pass it as an argument"),
+    (Ended(signal=SIGSEGV, peak_bytes=2**33), "fork",
+     "a model for itself: this rank had used up to 8.0 GiB, and there are 8 ranks. if the function"),
+    (Ended(signal=SIGSEGV, shortage=_SHORTAGE, peak_bytes=2**33), "fork",
+     "This rank had used up to 8.0 GiB; 8 ranks each built their own model"),
+    (Ended(signal=SIGBUS), "spawn", "no room left in /dev/shm"),
+])  # fmt: skip
 def test_death_by_a_signal(end: Ended, start_method: str, expected: str) -> None:
     assert expected in " ".join(failures.explain_death(end, start_method=start_method, ranks=8))
 
@@ -229,7 +209,7 @@ def test_limits_of_the_system_are_likely_reasons(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limits[which], -1))
     raised = failures.explain_exception(Failed(kind="MemoryError", message="", traceback=""), None, {})
     assert raised[0] == "A process may have 1.0 GiB of addresses here (ulimit -v)." and "ulimit -v" in raised[1]
-    for number in (signal.SIGKILL, signal.SIGXCPU):
+    for number in (SIGKILL, SIGXCPU):
         _, why, _ = failures.explain_death(Ended(signal=number), start_method="spawn", ranks=1)
         assert why.endswith("The system does after 8 s of computing (ulimit -t).")
     limits = dict.fromkeys(limits, resource.RLIM_INFINITY)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import threading
 
 import pytest
 
@@ -100,16 +99,13 @@ def test_clock_of_another_node_is_set_by_the_steps() -> None:
 
 def test_wait_ends_when_nobody_can_answer_any_more(tmp_path: pathlib.Path) -> None:
     request = ProfileRequest(2, 10.0, [RankState(rank) for rank in range(4)])
-    waiting = threading.Thread(target=request.wait, args=(1000.0,))
-    waiting.start()
     request.take(0, answer(request, why="it did 0 of 2 steps in 10 s"))
     request.take(1, events.Ended(exit_code=1))
     request.take(2, events.Profiled(number="an earlier one", steps=2))
     request.take(2, answer(request, steps=2, file=str(tmp_path / "gone.json"), spans=spans(1, 1)))
-    assert waiting.is_alive()
+    assert not request._is_answered.is_set
     request.take(3, answer(request, why="it did 0 of 2 steps in 10 s"))
-    waiting.join(60)
-    assert not waiting.is_alive()
+    assert request._is_answered.is_set
     found = request.profile("train")
     assert found.title == "2 steps of 'train' on 1 of 4 ranks"
     assert found.notes == ["ranks 0, 3: it did 0 of 2 steps in 10 s", "rank 1: it ended meanwhile"]
@@ -119,5 +115,5 @@ def test_wait_ends_when_nobody_can_answer_any_more(tmp_path: pathlib.Path) -> No
 def test_restart_of_all_ranks_ends_the_wait() -> None:
     request = ProfileRequest(2, 10.0, [RankState(0)])
     request.take(0, events.Restarting(number=1, of=3, why="rank 0 failed"))
-    request.wait(0.0)
+    assert request._is_answered.is_set
     assert request.profile("train").notes == ["rank 0: it has not answered"]

@@ -22,6 +22,11 @@ def _progress(time_s: float, steps: int, **more: Any) -> events.Progress:
     return events.Progress(**{"time_s": time_s, "step": steps, "steps": steps, "total": 100, **more})
 
 
+def _raised(kind: str, *, lost_peer: bool = False) -> events.Failed:
+    text = "" if kind == "KeyboardInterrupt" else "boom\nsecond line"
+    return events.Failed(kind=kind, message=text, traceback="", line="In[7], line 12", lost_peer=lost_peer)
+
+
 def _reduced(*sequence: events.Event, world_size: int = 1) -> RunState:
     state = RunState(world_size)
     for event in sequence:
@@ -41,6 +46,11 @@ def _reduced(*sequence: events.Event, world_size: int = 1) -> RunState:
         ([events.Started(pid=1), events.Ended(exit_code=3)], "failed", "exited with status 3 before its end"),
         ([events.Started(pid=1), events.Ended(exit_code=0)], "failed", "exited with status 0 before its end"),
         ([events.Started(pid=1), events.Ended(signal=9), events.Started(pid=2)], "running", ""),
+        # What it raised and where outlives the end of the process.
+        ([_raised("ValueError"), events.Ended(exit_code=1)], "failed", "ValueError: boom (In[7], line 12)"),
+        # It isn't the one to look at.
+        ([_raised("RuntimeError", lost_peer=True)], "stopped", "another rank has gone (In[7], line 12)"),
+        ([_raised("KeyboardInterrupt")], "stopped", "interrupted (In[7], line 12)"),
     ],
 )
 def test_state_word(sequence: list[events.Event], word: str, note: str) -> None:
@@ -58,24 +68,6 @@ def test_ranks_that_were_told_to_stop_at_the_time_limit_say_so_until_they_start_
     assert state.early_end == f"stopped at its time limit ({time_limit.in_words(limit)}): launch it again to go on"
     state.apply(1, events.Started(pid=2))
     assert state.early_end == ""
-
-
-def test_a_failure_says_what_and_where_and_outlives_the_end_of_the_process() -> None:
-    failed = events.Failed(kind="ValueError", message="boom\nsecond line", traceback="", line="In[7], line 12")
-    rank = _reduced(events.Started(pid=1), failed, events.Ended(exit_code=1)).ranks[0]
-    assert rank.state == "failed"
-    assert rank.note == "ValueError: boom (In[7], line 12)"
-
-
-def test_a_rank_that_lost_its_peer_is_not_the_one_to_look_at() -> None:
-    failed = events.Failed(kind="RuntimeError", message="Connection closed by peer", traceback="", lost_peer=True)
-    rank = _reduced(failed).ranks[0]
-    assert (rank.state, rank.note) == ("stopped", "another rank has gone")
-
-
-def test_an_interrupted_rank_says_where() -> None:
-    rank = _reduced(events.Failed(kind="KeyboardInterrupt", message="", traceback="", line="In[7], line 3")).ranks[0]
-    assert (rank.state, rank.note) == ("stopped", "interrupted (In[7], line 3)")
 
 
 def test_ranks_whose_end_nobody_reported_are_lost_when_the_run_is_over() -> None:
@@ -171,15 +163,6 @@ def test_time_left_of_the_run_is_the_slowest_ranks() -> None:
     assert state.left_s(5.0) == pytest.approx(75 / 5)
 
 
-def test_history_has_the_ranks_curves_and_their_mean() -> None:
-    state = RunState(2)
-    state.apply(0, _progress(0.0, 0))
-    for rank, step, loss in [(0, 1, 4.0), (1, 1, 3.0), (0, 2, 2.0), (1, 3, 1.0), (0, 4, 0.0)]:
-        state.apply(rank, events.Metrics(step=step, values={"loss": loss}))
-    assert state.history["loss"].ranks[1].points == [(1, 3.0), (3, 1.0)]
-    assert state.history["loss"].mean == [(1, 3.5), (2, 2.0), (3, 1.0)]
-
-
 def test_point_of_a_curve_is_at_the_step_of_its_report() -> None:
     state = RunState(1)
     state.apply(0, _progress(0.0, 0))
@@ -219,13 +202,6 @@ def test_metrics_of_a_later_cell_or_restart_take_the_place_of_the_oldest() -> No
     assert [*state.ranks[1].metrics] == [*last, "accuracy", "loss"]
     assert len(state.history) == 2 * events.MOST_METRICS
     assert {"loss", *last, "accuracy"} <= state.history.keys()
-
-
-def test_metrics_are_in_the_order_of_their_report() -> None:
-    state = RunState(1)
-    names = ["zeta", "alpha", "mu", "beta", "omega", "eta"]
-    state.apply(0, events.Metrics(step=1, values=dict.fromkeys(names, 0.5)))
-    assert [*state.history] == names
 
 
 def test_history_is_over_reports_as_long_as_nothing_counts_steps() -> None:
