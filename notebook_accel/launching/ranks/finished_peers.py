@@ -83,10 +83,8 @@ class FinishedPeers:
 
 
 def _is_in_a_collective(frame: types.FrameType | None) -> bool:
-    calls = list(code_places.library_calls(frame))
-    return any(map(code_places.waits_for_ranks, calls)) and not any(
-        call.f_code.co_name in _BETWEEN_TWO for call in calls
-    )
+    calls = code_places.library_calls(frame)
+    return code_places.waits_for_ranks(frame) and not any(call.f_code.co_name in _BETWEEN_TWO for call in calls)
 
 
 FINISHED_PEERS = FinishedPeers()

@@ -220,11 +220,9 @@ class _Wait:
 
     def goes_on(self) -> bool:
         """Return whether the main thread sleeps in that call after a moment. Wait while the thread computes."""
-        time.sleep(_PATIENCE_S)
-        while self.is_in_the_same_call():
+        while self.stays(_PATIENCE_S):
             if processes.state(os.getpid()) in {"S", "D"}:  # a process's state is that of its main thread
                 return True
-            time.sleep(_POLL_S)
         return False
 
     def stays(self, patience_s: float) -> bool:
