@@ -151,6 +151,7 @@ def _raise_again_what_python_ignores() -> None:
 
     def hook(unraisable: Any) -> None:
         if os.getpid() == rank_pid and issubclass(unraisable.exc_type, KeyboardInterrupt):
+            # Not in the watcher's thread, which may wait for a main thread that computes.
             threading.Thread(target=interrupt_again, args=(_allowances,), daemon=True).start()
         else:
             report(unraisable)
