@@ -1,4 +1,4 @@
-"""Places in the user's code, with the notebook's names: ``In[3], line 7``."""
+"""Places in the user's code, with the notebook's names: ``In[3], line 7``; and which calls wait for other ranks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import sys
 import sysconfig
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """The folder of this package's code."""
 _BACKENDS = os.path.join(OURS, "training", "backends")
-MEETINGS = {
+# What ranks wait in for each other, by the file and the name of the function.
+_MEETINGS = {
     (os.path.join(_BACKENDS, "torch_group.py"), "_meet"): "Accelerator",
     (os.path.join(_BACKENDS, "watchdog.py"), "absent_ranks"): "a checkpoint",
 }
-"""What ranks wait in for each other, by the file and the name of the function."""
+# Functions of torch that wrap collectives.
+_COLLECTIVE_WRAPPERS = {"wrapper", "wait", "_dispatch", "__call__", "__init__", "_exception_logger"}
 
 
 def _folders(*names: str) -> tuple[str, ...]:
@@ -85,12 +87,32 @@ def runs_only_ours(frame: types.FrameType | None) -> bool:
     return all(_is_ours_or_pythons(current.f_code.co_filename) for current in _outwards(frame))
 
 
-def waits_for_ranks(frame: types.FrameType) -> bool:
-    """Return whether a frame is of a call that may wait for other ranks."""
-    code = frame.f_code
-    in_torch = "/torch/distributed/" in code.co_filename or "/torch/nn/parallel/" in code.co_filename
-    # DistributedDataParallel waits in a backward pass.
-    return in_torch or code.co_name == "_engine_run_backward" or (code.co_filename, code.co_name) in MEETINGS
+def waits_for_ranks(frame: types.FrameType | None) -> bool:
+    """Return whether a thread may wait for other ranks."""
+    return bool(awaited((call.f_code.co_filename, call.f_code.co_name) for call in library_calls(frame)))
+
+
+def awaited(calls: Iterable[tuple[str, str]]) -> str:
+    """Return the call in which a thread waits for other ranks, such as ``all_reduce``; empty if none can be seen.
+
+    A backward pass counts: in it, DistributedDataParallel waits for the other ranks' gradients. So does its forward
+    pass before it calls the model, when it compares buckets and buffers, and the constructor of an ``Accelerator``, in
+    which the ranks meet, and the beginning of a checkpoint.
+
+    Args:
+        calls: File and function of each call below the user's innermost line, beginning with the innermost one.
+    """
+    found = ""
+    for number, (file, function) in enumerate(calls):
+        if "/torch/distributed/" in file and function not in _COLLECTIVE_WRAPPERS:
+            found = function  # the outermost is the one that users call
+        elif function == "_engine_run_backward":
+            found = found or "backward"
+        elif number == 0 and file.endswith("/torch/nn/parallel/distributed.py"):
+            found = "forward"
+        else:
+            found = _MEETINGS.get((file, function), found)
+    return found
 
 
 def label(filename: str) -> str:

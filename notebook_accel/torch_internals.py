@@ -31,9 +31,13 @@ def process_groups() -> list[Any]:
     return list(_c10d()._world.pg_map) if _c10d() else []
 
 
-def ranks_of_groups() -> list[set[int]]:
-    """Return the ranks of each process group, from ``distributed_c10d._world.pg_group_ranks``."""
-    return [set(ranks) for ranks in list(_c10d()._world.pg_group_ranks.values())] if _c10d() else []
+def ranks_of_groups() -> list[set[int]] | None:
+    """Return the ranks of each process group, from ``distributed_c10d._world.pg_group_ranks``.
+
+    ``None`` as long as that module isn't imported, or only in part.
+    """
+    world = getattr(_c10d(), "_world", None)
+    return None if world is None else [set(ranks) for ranks in list(world.pg_group_ranks.values())]
 
 
 def default_store() -> Any:

@@ -166,6 +166,7 @@ def of_rank(backend: Backend, owner: object, *, saves_on_end: bool) -> Stopping:
     stopping = Stopping(backend.place, store, end_s, saves_on_end=saves_on_end)
     if end_s is not None:
         waits = (stopping, end_s - time_limit.margin_of(), weakref.ref(owner))
+        # A thread of its own, since it waits in the store for the other ranks' counts.
         threading.Thread(target=_answer_in_time, args=waits, name="notebook-accel-end", daemon=True).start()
     return stopping
 

@@ -2,11 +2,12 @@
 
 Before the user's code SIGINT is blocked, and after it deferred, so that none is lost.
 
-A rank that waits for others in C++ code doesn't return to Python for a signal. So a watcher thread is woken by every
-SIGINT too (``signal.set_wakeup_fd``). If the main thread still sleeps in the same call a moment later, the watcher
-shuts down this rank's connections to other ranks. That ends the call with an error, and KeyboardInterrupt can be
-raised. Those connections were recorded when process groups were made. The user's connections, to a database for
-example, stay, and so do those to the store, unless the rank waits for the store.
+A rank that waits for others in C++ code doesn't return to Python for a signal. So a watcher thread, the one that ends
+a launched rank's waits for whatever reason, is woken by every SIGINT too (``signal.set_wakeup_fd``). If the main thread
+still sleeps in the same call a moment later, the watcher shuts down this rank's connections to other ranks. That ends
+the call with an error, and KeyboardInterrupt can be raised. Those connections were recorded when process groups were
+made. The user's connections, to a database for example, stay, and so do those to the store, unless the rank waits for
+the store.
 
 A rank that waits for a GPU, which in turn waits for other ranks in NCCL, may use its CPU meanwhile. So if the main
 thread is in the same call after a longer while, the watcher aborts NCCL's communicators where that is safe.
@@ -34,10 +35,12 @@ from notebook_accel.peer_sockets import PeerSockets
 _PATIENCE_S = 0.2
 _POLL_S = 0.05
 _DEVICE_PATIENCE_S = 1.0
+_LOOK_PERIOD_S = 1.0
 
 _deferred_s: float | None = None  # when a SIGINT was deferred last
 _allowances = 0  # how often ``allow`` was called: an interrupt of one cell is not for the next
 _wakeups = -1  # descriptor with a byte for each signal, read without waiting
+_look: Callable[[], None] | None = None  # the watcher calls it about once a second
 _peers: PeerSockets | None = None  # this rank's connections to other ranks
 _signal_lock = threading.Lock()  # held from reading a signal until the main thread's place is known
 
@@ -122,11 +125,16 @@ def watch(store_port: int) -> None:
     _wakeups, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a worker's signals are not this rank's
-    thread = threading.Thread(target=_end_waits, name="notebook-accel-interruption", daemon=True)
-    thread.start()
+    threading.Thread(target=_watch, name="notebook-accel-interruption", daemon=True).start()
     _record_connections(_peers)
     _raise_promptly()
     _raise_again_what_python_ignores()
+
+
+def look_each_second(look: Callable[[], None]) -> None:
+    """Make the watcher call a function about once a second from now on, or as soon as it is started."""
+    global _look
+    _look = look
 
 
 def _raise_again_what_python_ignores() -> None:
@@ -143,6 +151,7 @@ def _raise_again_what_python_ignores() -> None:
 
     def hook(unraisable: Any) -> None:
         if os.getpid() == rank_pid and issubclass(unraisable.exc_type, KeyboardInterrupt):
+            # Not in the watcher's thread, which may wait for a main thread that computes.
             threading.Thread(target=interrupt_again, args=(_allowances,), daemon=True).start()
         else:
             report(unraisable)
@@ -163,26 +172,34 @@ def disconnect(*, is_of_store: bool) -> None:
         (_peers.shut_down_store if is_of_store else _peers.shut_down)()
 
 
-def _end_waits() -> None:
-    """Run the watcher: for each SIGINT, end first the connections to other ranks, then those to the store."""
+def _watch() -> None:
+    """Run the watcher: end a wait for each SIGINT, and look once a second if there is something to look at."""
     wakeups = select.poll()
     wakeups.register(_wakeups, select.POLLIN)
+    looked_s = time.monotonic()
     while True:
-        wakeups.poll()
-        with _signal_lock:
-            signals = _read_signals()
-            _run_handlers()
-            if signal.SIGINT not in signals:
-                continue
-            waiting = _Wait()
-        if nccl.can_abort() and waiting.stays(_DEVICE_PATIENCE_S):
-            nccl.abort()
-        assert _peers is not None
-        for shut_down in (_peers.shut_down, _peers.shut_down_store):
-            if not waiting.goes_on():
-                break
-            shut_down(waiting.is_in_the_same_call)  # it may end meanwhile, and the connections be those of a new group
-        del waiting
+        if wakeups.poll(1000 * _LOOK_PERIOD_S):
+            _end_waits()
+        if _look is not None and time.monotonic() - looked_s >= _LOOK_PERIOD_S:  # also if signals come all the time
+            _look()
+            looked_s = time.monotonic()
+
+
+def _end_waits() -> None:
+    """If a SIGINT has come, end first the connections to other ranks, then those to the store."""
+    with _signal_lock:
+        signals = _read_signals()
+        _run_handlers()
+        if signal.SIGINT not in signals:
+            return
+        waiting = _Wait()
+    if nccl.can_abort() and waiting.stays(_DEVICE_PATIENCE_S):
+        nccl.abort()
+    assert _peers is not None
+    for shut_down in (_peers.shut_down, _peers.shut_down_store):
+        if not waiting.goes_on():
+            break
+        shut_down(waiting.is_in_the_same_call)  # it may end meanwhile, and the connections be those of a new group
 
 
 def _run_handlers() -> None:
@@ -204,11 +221,9 @@ class _Wait:
 
     def goes_on(self) -> bool:
         """Return whether the main thread sleeps in that call after a moment. Wait while the thread computes."""
-        time.sleep(_PATIENCE_S)
-        while self.is_in_the_same_call():
+        while self.stays(_PATIENCE_S):
             if processes.state(os.getpid()) in {"S", "D"}:  # a process's state is that of its main thread
                 return True
-            time.sleep(_POLL_S)
         return False
 
     def stays(self, patience_s: float) -> bool:

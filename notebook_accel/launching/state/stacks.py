@@ -26,8 +26,6 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*:$")
 _MOST_LIBRARY_FRAMES = 8
 _REPLACEMENTS = os.path.join(code_places.OURS, "launching", "ranks", "")  # has functions in place of torch's
-# Functions of torch that wrap collectives.
-_COLLECTIVE_WRAPPERS = {"wrapper", "wait", "_dispatch", "__call__", "__init__", "_exception_logger"}
 _CONDITIONS: dict[Condition, str] = {
     "stopped": "is stopped (SIGSTOP or a debugger) and shows no stack until it continues (kill -CONT {pid})",
     "unresponsive": "has not answered in time",
@@ -97,22 +95,9 @@ class RankStack:
 
     @property
     def waits_in(self) -> str:
-        """The collective that the rank is in, such as ``all_reduce``; empty if none can be seen.
-
-        A backward pass counts: in it, DistributedDataParallel waits for the other ranks' gradients. So does its forward
-        pass before it calls the model, when it compares buckets and buffers, and the constructor of an ``Accelerator``,
-        in which the ranks meet, and the beginning of a checkpoint.
-        """
-        is_in_ddp = bool(self.frames) and self.frames[0].file.endswith("/torch/nn/parallel/distributed.py")
-        found = "forward" if is_in_ddp else ""
-        for frame in itertools.takewhile(lambda frame: not frame.is_user, self.frames):
-            if "/torch/distributed/" in frame.file and frame.function not in _COLLECTIVE_WRAPPERS:
-                found = frame.function  # the outermost is the one that users call
-            elif frame.function == "_engine_run_backward":
-                found = found or "backward"
-            else:
-                found = code_places.MEETINGS.get((frame.file, frame.function), found)
-        return found
+        """The call in which the rank waits for others, as ``code_places.awaited`` returns it."""
+        below = itertools.takewhile(lambda frame: not frame.is_user, self.frames)
+        return code_places.awaited((frame.file, frame.function) for frame in below)
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" + ("" if self.pid is None else f" (pid {self.pid})")

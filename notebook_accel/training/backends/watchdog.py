@@ -67,6 +67,7 @@ class CollectiveWatchdog:
         self._watched_thread = threading.get_ident()
         self._pid = os.getpid()
         self._stop = threading.Event()
+        # A thread of its own, since the store blocks as long as the process that serves it is stopped.
         self._thread = threading.Thread(target=self._run, name="notebook-accel-watch", daemon=True)
         self._thread.start()
 
@@ -198,7 +199,7 @@ class CollectiveWatchdog:
         """Return whether the watched thread waits for other ranks, or for a GPU that waits for them."""
         if code_places.runs_only_ours(frame):  # as between two cells of a session
             return False
-        if any(map(code_places.waits_for_ranks, code_places.library_calls(frame))):
+        if code_places.waits_for_ranks(frame):
             return True
         # A stack doesn't show which calls wait for a GPU, but NCCL knows whether it has completed all enqueued work.
         changed = self._status().items() - self._initial_status.items()
