@@ -1,4 +1,7 @@
-"""The commands for detached runs: ``notebook-accel runs | attach | logs | stop``. Notebooks print the same list."""
+"""The commands for detached runs: ``notebook-accel runs | attach | logs | stop | interrupt``.
+
+Notebooks print the same list.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from notebook_accel.launching.views.view import LinesView
 _REFRESH_PERIOD_S = 0.2
 _SHOWN_METRICS = 3
 _NAME = "The run's name or id."
+_ENDED = {"stop": "stopped", "interrupt": "interrupted, and has ended"}
 
 
 def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -36,10 +40,13 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     shown.add_argument("--tail", type=int, metavar="LINES", help="Only so many last lines of each rank.")
     shown.set_defaults(run=_logs, parser=shown)
     stop = add("stop", help="stop a detached run, as the panel's Stop does")
-    stop.set_defaults(run=_stop, parser=stop)
+    stop.set_defaults(run=_stop, parser=stop, how="stop")
+    interrupt = add("interrupt", help="interrupt a detached run, which keeps what --pull names, and wait for its end")
+    interrupt.set_defaults(run=_stop, parser=interrupt, how="interrupt")
     for parser in (attach, shown):
         parser.add_argument("name", nargs="?", default="", help=f"{_NAME} Default: the one in progress, or the latest.")
-    stop.add_argument("name", help=_NAME)
+    for parser in (stop, interrupt):
+        parser.add_argument("name", help=_NAME)
 
 
 def print_runs(*, clean: bool = False, as_json: bool = False) -> None:
@@ -111,7 +118,10 @@ def _stop(parsed: argparse.Namespace) -> int:
         raise NotebookAccelError("The run to stop has no name.", fix="notebook-accel runs lists them")
     folder = run_folders.find(parsed.name)
     was_held = folder.is_held
-    detached.stop(folder)
-    how = "is stopped" if was_held else "had ended already"
+    detached.stop(folder, parsed.how)
+    how = f"is {_ENDED[parsed.how]}" if was_held else "had ended already"
     print(f"The run {folder.facts.name!r} {how}. Its results and logs are in {folder.path}.")
+    names = detached.pulled_names(folder)
+    if names and was_held and parsed.how == "stop":
+        print(f"It has left no {', '.join(names)}: notebook-accel interrupt would have kept what --pull names.")
     return 0

@@ -337,7 +337,10 @@ class ResultFiles:
     """
 
     def __init__(
-        self, descriptors: Sequence[int], by_value: Sequence[Any], set_variables: Callable[[dict[str, Any]], object]
+        self,
+        descriptors: Sequence[int],
+        by_value: Sequence[Any],
+        set_variables: Callable[[dict[str, Any]], object] | None,
     ) -> None:
         self.descriptors = descriptors
         self.by_value = by_value
@@ -376,7 +379,8 @@ class ResultFiles:
         Returns:
             The names that were set, and the reasons for those that can't be unpickled.
         """
-        if not os.fstat(self.descriptors[0]).st_size:  # the result was lost on its way from another machine
+        # The second happens if the result was lost on its way from another machine.
+        if self._set_variables is None or not os.fstat(self.descriptors[0]).st_size:
             self.close()
             return (), {}
         file = self._unpickle(first_rank, self.descriptors[0])
@@ -395,8 +399,9 @@ class ResultFiles:
         """Set a rank's variables. Each is set only once, since the notebook may reassign it afterwards."""
         values = self._opened[rank].values
         new = {key: obj for key, obj in values.items() if key and key not in self._bound}
-        self._set_variables(new)
-        self._bound |= dict.fromkeys(new)
+        if self._set_variables is not None:
+            self._set_variables(new)
+            self._bound |= dict.fromkeys(new)
 
     def close(self) -> None:
         """Close the files. Closing twice does no harm."""

@@ -46,6 +46,7 @@ class _Request(_SessionMessage, frozen=True, kw_only=True):
 
     number: int
     sent_s: float
+    import_path: list[str] = []  # the notebook's, whose new folders the rank adds to its own
 
 
 class Execute(_Request, frozen=True, kw_only=True):

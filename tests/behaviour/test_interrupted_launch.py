@@ -133,6 +133,37 @@ def test_interrupt_before_a_run_in_the_background_is_handed_over() -> None:
     processes.wait_until(lambda: _nothing_is_left(pids, files), "no rank is left, and no file for its result")
 
 
+def _interrupts_its_kernel(kernel_pid: int) -> str:
+    try:
+        if os.environ["RANK"] == "0":
+            os.kill(kernel_pid, signal.SIGINT)
+        time.sleep(600)
+    except KeyboardInterrupt:
+        return f"rank {os.environ['RANK']} has saved"
+    return ""
+
+
+def test_values_of_code_that_takes_the_interrupt_are_returned() -> None:
+    """As in a usual cell. After https://github.com/keras-team/keras/issues/122 and pytorch/pytorch#15805."""
+    values = notebook_launcher(_interrupts_its_kernel, (os.getpid(),), 2, use_cpu=True, view="none", grace_s=20)
+    assert values == ["rank 0 has saved", "rank 1 has saved"]
+
+
+def _saves_for_too_long(kernel_pid: int) -> None:
+    try:
+        os.kill(kernel_pid, signal.SIGINT)
+        time.sleep(600)
+    except KeyboardInterrupt:
+        time.sleep(600)
+
+
+def test_rank_that_is_terminated_while_it_saves_is_named_with_what_to_type() -> None:
+    with pytest.raises(KeyboardInterrupt) as raised:
+        notebook_launcher(_saves_for_too_long, (os.getpid(),), 1, use_cpu=True, view="none", grace_s=1)
+    [text] = raised.value._render_traceback_()  # type: ignore[attr-defined]
+    assert "rank 0 went on, and was terminated after the grace period: --grace_s 30 (grace_s=30) leaves" in text
+
+
 def test_attaching_that_is_interrupted_can_be_done_again(state_home: pathlib.Path) -> None:
     """The last of this module: the detached run takes the template along that the others share."""
     job = launcher.launch_function(time.sleep, (600,), {}, _CONFIG, detach=True)

@@ -273,3 +273,10 @@ def test_error_of_one_value_is_that_values_own(file: int) -> None:
     error = result_error({0: opening}, pulled=("x",))
     assert isinstance(error, PayloadError) and isinstance(error.__cause__, TypeError)
     assert "the result of rank 0 can't be unpickled here: TypeError" in str(error) and "all the same: x" in str(error)
+
+
+def test_names_that_nobody_takes_do_not_count_as_pulled() -> None:
+    """As with ``attach`` outside of a magic, which binds nothing."""
+    descriptors = [memory_files.memory_file("test")]
+    write_result_file(descriptors[0], {"history": [1, 2]}, rank=0, advice="")
+    assert ResultFiles(descriptors, (), None).set_saved_variables(0) == ((), {})

@@ -343,3 +343,43 @@ raise Broken("the text")"""
     with pytest.raises(RankFailedError, match=r"Broken"):
         session.execute(cell)
     assert repr(session.execute("6 * 7")) == "ranks 0-1: 42"
+
+
+@pytest.mark.parametrize(("kind", "is_kept"), [("ValueError", True), ("MemoryError", False)])
+def test_rank_lets_go_of_what_an_error_for_want_of_memory_had(session: Session, kind: str, is_kept: bool) -> None:
+    session.execute("""
+import gc, weakref
+gc.disable()
+class Big: pass
+def attempt(kind):
+    big = Big()
+    known.append(weakref.ref(big))
+    raise kind
+known = []""")
+    with pytest.raises(RankFailedError, match=kind):
+        session.execute(f"attempt({kind})")
+    assert repr(session.execute("known[0]() is not None")) == f"ranks 0-1: {is_kept}"
+    with pytest.raises(RankFailedError, match="KeyError"):
+        session.execute("attempt(KeyError)")
+    assert repr(session.execute("gc.enable(); [each() is not None for each in known]")) == "ranks 0-1: [False, True]"
+
+
+def test_folder_that_the_notebook_has_added_to_its_path_since(
+    session: Session, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "added_later.py").write_text("answer = 42\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert repr(session.execute("import added_later; added_later.answer")) == "ranks 0-1: 42"
+
+
+def test_value_of_a_cell_that_takes_the_interrupt(session: Session) -> None:
+    kernel_pid = os.getpid()
+    shown = session.execute(f"""
+import os, signal, time
+try:
+    if int(os.environ["RANK"]) == 0: os.kill({kernel_pid}, signal.SIGINT)
+    time.sleep(600)
+except KeyboardInterrupt:
+    found = "saved"
+found""")
+    assert repr(shown) == "ranks 0-1: 'saved'"

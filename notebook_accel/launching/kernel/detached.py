@@ -21,7 +21,7 @@ import msgspec
 
 from notebook_accel import VERSION, interrupts
 from notebook_accel.config import LaunchConfig
-from notebook_accel.errors import ConfigError, LaunchError, PayloadError, PreflightError, RunError
+from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, PayloadError, PreflightError, RunError
 from notebook_accel.launching import run_folders
 from notebook_accel.launching.kernel import detached_runs, foreground, local, preflight, registry, run_payload
 from notebook_accel.launching.kernel.detached_job import (
@@ -184,6 +184,13 @@ def _write_definitions(job: Job, folder: RunFolder) -> None:
         os.close(payload)
 
 
+def pulled_names(folder: RunFolder) -> tuple[str, ...]:
+    """Return the names that a run was launched with ``--pull`` for; none if its payload can't be read."""
+    with contextlib.suppress(NotebookAccelError, OSError):
+        return tuple(request_of(folder).spec.pull)
+    return ()
+
+
 def why_not(config: LaunchConfig) -> str:
     """Return the reason why a run with these options can't outlive its kernel; empty if it can."""
     if config.start_method in ("fork", "inline"):
@@ -309,13 +316,13 @@ def _wait_if_ending(folder: RunFolder) -> None:
         time.sleep(_PAUSE_S)
 
 
-def stop(folder: RunFolder) -> None:
-    """Stop a run, and wait until its agent is gone.
+def stop(folder: RunFolder, how: messages.How = "stop") -> None:
+    """Stop or interrupt a run, and wait until its agent is gone.
 
     Raises:
         RunError: The agent is not gone in time.
     """
-    send_order(folder, messages.End(job_id=folder.id, how="stop"))
+    send_order(folder, messages.End(job_id=folder.id, how=how))
     deadline_s = time.monotonic() + _STOP_DEADLINE_S + 3 * float(folder.facts.config.get("grace_s", 0.0))
     while folder.is_held:
         if time.monotonic() > deadline_s:

@@ -214,8 +214,10 @@ class Link(AgentLink[DetachedJob]):
         last = f" Its last known step is {steps:,}." if steps else ""
         if checkpoint := self._job.state.checkpoint:
             last += f" Its last checkpoint is in {clipped(plain_text(checkpoint))}."
-        again = f"%distributed again {shlex.quote(self._job.name)}"
-        fix = f"{again}: it continues from the checkpoint that it loads, if it loads one"
+        name = shlex.quote(self._job.name)
+        fix = f"%distributed again {name}: it continues from the checkpoint that it loads, if it loads one"
+        if facts.is_session:
+            fix = f"%distributed start --detach --name {name}, and run the cells again"
         if facts.boot_id != run_folders.boot_id():
             what = f"The run {self._job.name!r} was lost with the machine at {at}.{last}"
             error = SupervisorLostError(what, fix=fix)

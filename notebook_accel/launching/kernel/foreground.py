@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from notebook_accel.errors import RunError
+from notebook_accel.formatting import ranks_in_words
 from notebook_accel.interrupts import allowed, held
 from notebook_accel.launching.kernel import local
 from notebook_accel.launching.kernel.job import Job
@@ -32,7 +33,8 @@ _ANSWER_DEADLINE_S = 5.0  # the ranks have three seconds to send their stacks
 def run_in_foreground(launch: Callable[[], Job]) -> Results:
     """Launch a run, draw its view, wait for its end and return its results.
 
-    An interrupt goes to the ranks, which may end by themselves within the grace period; a second one kills them.
+    An interrupt goes to the ranks, which may end by themselves within the grace period; a second one kills them. If all
+    return a value even so, as code does that saves what it has so far, that is the run's result.
 
     Raises:
         RunError: The run has failed or was stopped.
@@ -56,8 +58,9 @@ def _follow(job: Job) -> None:
             _draw_until_done(job, view)
     except KeyboardInterrupt as interrupt:
         _end_interrupted(job, view)
-        _describe(interrupt, job)
-        raise
+        if job.status != "succeeded":  # else the user's code has taken the interrupt, and returned
+            _describe(interrupt, job)
+            raise
 
 
 def start_and_show(start: Callable[[], _JobType], show: Callable[[_JobType], object]) -> _JobType:
@@ -204,4 +207,8 @@ def _interrupted_in_words(job: Job, saved: Sequence[str], lost: Mapping[str, str
     stood = [f"  {line}" for line in job.where_ranks_stood()]
     kept = [f"  {', '.join(saved)}: pulled as it was then in rank 0"] if saved else []
     kept += [f"  not pulled: {why}" for why in lost.values()]
+    late = [rank.number for rank in job.ranks if rank.ended is not None and rank.ended.signal == signal.SIGTERM]
+    if late:
+        went_on = f"{ranks_in_words(late)} went on, and {'was' if len(late) == 1 else 'were'} terminated"
+        kept.append(f"  {went_on} after the grace period: --grace_s 30 (grace_s=30) leaves 30 s to save")
     return "\n".join([f"KeyboardInterrupt: {job.name!r} was interrupted, and {ended}.", *stood, *kept])

@@ -225,7 +225,7 @@ class Job(Handle):
         self.log_folder = log_folder
         ranks = range(spec.world_size)
         self.log_files = tuple(logs.log_file(log_folder, rank) for rank in ranks) if log_folder is not None else ()
-        self.result_files = ResultFiles(result_files, by_value, request.set_variables or (lambda _: None))
+        self.result_files = ResultFiles(result_files, by_value, request.set_variables)
         self._is_discarded = False
         self._can_be_asked_again = False
         self._lock = threading.Lock()
@@ -256,9 +256,9 @@ class Job(Handle):
     def _end_status(self) -> Status:
         if self._end_report.is_detached:
             return "detached"
-        if self._end_report.reason in ("stopped", "interrupted", "terminated"):
-            return "stopped"
-        return "succeeded" if self._has_all_results() else "failed"
+        if self._has_all_results():
+            return "succeeded"
+        return "stopped" if self._end_report.reason in ("stopped", "interrupted", "terminated") else "failed"
 
     @property
     def error(self) -> NotebookAccelError | None:
@@ -561,7 +561,7 @@ class Job(Handle):
             elif report.elsewhere is not None:
                 why = report.elsewhere.in_a_line
         elif status == "succeeded":
-            why = self.state.early_end
+            why = self.state.early_end or (f"interrupted {why}".strip() if report.reason else "")
         elif status == "detached" and report.error is not None:
             why = f"it goes on without this notebook: {report.error.fix}"
         ending, ending.first_rank = self.ending, self.first_rank
@@ -603,7 +603,9 @@ class Job(Handle):
                 send(order)
 
     def _has_all_results(self) -> bool:
-        return self._end_report.error is None and self._end_report.reason == "" and self.state.have_all_results
+        """Return whether every rank has a result, also if the user's code has taken an interrupt and returned."""
+        report = self._end_report
+        return report.error is None and report.reason in ("", "interrupted") and self.state.have_all_results
 
     def _make_error(self) -> NotebookAccelError:
         report = self._end_report

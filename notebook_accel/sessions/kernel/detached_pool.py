@@ -159,6 +159,11 @@ class DetachedRankPool(RankPool):
                 f"[{kept[first].title}, the last code of the earlier notebook, has failed on rank {first}]\n"
                 f"{failed[first].traceback.rstrip()}\n"
             )
+        elif titles := list(dict.fromkeys(each.title for each in kept.values() if each.title)):
+            sys.stderr.write(
+                f"[the last code of the earlier notebook was {', '.join(titles)}; %distributed logs shows what the "
+                "ranks have printed meanwhile]\n"
+            )
 
 
 def find(which: str) -> RunFolder:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from notebook_accel import environment
 from notebook_accel.config import LaunchConfig
 from notebook_accel.errors import ConfigError, LaunchError, NotebookAccelError, RunError, RunStoppedError
 from notebook_accel.formatting import ranks_in_words
@@ -143,7 +144,7 @@ class RankPool:
         ``Session.pull`` do, and a ``RunError`` if a rank is dead.
         """
         self.chosen(ranks)  # refuse before waiting
-        with self._turn(title, on_status):
+        with self._turn(title, on_status) as interrupts:
             chosen = self.chosen(ranks)
             parcels = self.namespace_sync.pack(inputs, chosen)
             resent = sorted({name for parcel in parcels for name in parcel.resent})
@@ -156,7 +157,10 @@ class RankPool:
                 if on_status is not None:
                     on_status("running")
                 self._send_and_settle(request)
-                return self._conclude(request, parcels, is_pull=make is messages.Pull)
+                answers = self._conclude(request, parcels, is_pull=make is messages.Pull)
+                if request.interrupt is not None:
+                    interrupts.forget_taken()  # the code has taken it, and returned
+                return answers
             finally:
                 self.job.expect_steps([])
                 self._connections.drop(request)
@@ -366,14 +370,15 @@ class RankPool:
         **fields: Any,
     ) -> PendingRequest:
         """Create a request from the fields of its message. With ``is_user_code``, its output is shown."""
-        number, sent_s = next(self._numbers), time.monotonic()
+        number = next(self._numbers)
+        fields |= {"number": number, "sent_s": time.monotonic(), "import_path": environment.import_path()}
         outgoing: dict[int, tuple[bytes, Sequence[int]]] = {}
         for parcel in parcels:
-            body = messages.encode(make(number=number, sent_s=sent_s, delivery=parcel.delivery, **fields))
+            body = messages.encode(make(delivery=parcel.delivery, **fields))
             outgoing |= {rank: (body, [parcel.descriptor]) for rank in parcel.ranks}
         have_all = [rank for rank in ranks if rank not in outgoing]
         if have_all:
-            plain = messages.encode(make(number=number, sent_s=sent_s, **fields))
+            plain = messages.encode(make(**fields))
             outgoing |= dict.fromkeys(have_all, (plain, ()))
         return PendingRequest(
             number,
@@ -419,8 +424,8 @@ class RankPool:
                 raise RunStoppedError(self._closed_text)
             self._group_recovery.after(self.alive, is_broken=any(reply.breaks_group for reply in replies.values()))
             raise self._failure(request, replies)
-        if request.interrupt is not None:  # it came when all ranks had just finished
-            raise request.interrupt
+        if request.interrupt is not None and not isinstance(request.interrupt, KeyboardInterrupt):
+            raise request.interrupt  # by a signal handler of the notebook's
         values = self._values(request, is_pull=is_pull)
         return {rank: (reply, values.get(rank)) for rank, reply in replies.items()}
 

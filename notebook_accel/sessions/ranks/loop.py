@@ -145,6 +145,7 @@ class _SessionRank:
         def act() -> dict[str, Any]:
             begun_ns = time.time_ns()
             try:
+                sys.path += [folder for folder in request.import_path if folder not in sys.path]
                 call = self._open_delivery(request, message)
                 return _HANDLERS[type(request)](self, request) if call is None else self._call(request, call)
             finally:
@@ -203,6 +204,7 @@ class _SessionRank:
             if isinstance(error, KeyboardInterrupt):
                 modes.restore()
             fields = self._failed(error)
+            del error  # its traceback has this frame, and the cycle would keep the user's tensors alive
         if os.getpid() != self._pid:
             failure.end_fork(None, self._spec)
         return fields
@@ -217,11 +219,16 @@ class _SessionRank:
         failed = failure.describe(error, self._spec, self._tracker.definitions)
         frames = traceback.walk_tb(error.__traceback__)
         breaks = isinstance(error, KeyboardInterrupt) or failed.lost_peer
-        return {
+        fields = {
             "failed": failed,
             "missing": getattr(error, "name", None) or "" if isinstance(error, NameError) else "",
             "breaks_group": breaks or any(frame.f_code.co_name == _BACKWARD for frame, _ in frames),
         }
+        if isinstance(error, (MemoryError, RuntimeError)):
+            memory = importlib.import_module("notebook_accel.utils.memory")  # not at the top: it needs torch
+            if memory.should_reduce_batch_size(error):
+                _clear_frames(error)  # or the next attempt, with smaller batches, lacks the same memory
+        return fields
 
     def _sealed(self, fields: dict[str, Any], opened: contextlib.ExitStack) -> tuple[dict[str, Any], list[int]]:
         values, gathered = fields.pop("values"), fields.pop("gathered", None) or gathering.Gathered()
@@ -388,6 +395,16 @@ def _title(request: Any) -> str:
 def _import_training(module: str) -> Any:
     """Import a module that needs torch. Not at the top: the kernel imports this module, and must not import torch."""
     return importlib.import_module(f"notebook_accel.training.{module}")
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of the variables of the frames of an error, and of the errors that it followed."""
+    known: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in known:
+        known.add(id(following))
+        traceback.clear_frames(following.__traceback__)
+        following = following.__cause__ or following.__context__
 
 
 def _bundle(value: Any) -> dict[str, str]:

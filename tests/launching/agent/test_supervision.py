@@ -109,6 +109,17 @@ def test_rank_is_signalled_though_its_template_has_not_reported_it_yet(loopback:
     assert "KeyboardInterrupt" in [rank.failed.kind for rank in job.ranks if job.wait(1.0) and rank.failed is not None]
 
 
+def test_run_whose_ranks_take_an_interrupt_and_return_has_its_results(loopback: Loopback) -> None:
+    job = loopback.launch()
+    for rank in loopback.ranks:
+        rank.ignores = DEAF
+    job.interrupt()
+    loopback.settle()
+    for rank in loopback.ranks:
+        rank.finish(rank.number)
+    assert (job.results(1.0), job.status, job.ending.why) == ([0, 1], "succeeded", "interrupted")
+
+
 @pytest.mark.parametrize(("how", "signals"), [("interrupt", [SIGINT, SIGTERM, SIGKILL]), ("stop", [SIGTERM, SIGKILL])])
 def test_deaf_rank_gets_a_stronger_signal_after_each_grace_however_often_it_is_ended(
     loopback: Loopback, how: str, signals: list[int]

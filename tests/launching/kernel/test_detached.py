@@ -458,6 +458,18 @@ def test_command_line_lists_shows_and_stops_it_and_cleans_up(loopback: Loopback,
         job.logs(0)
 
 
+def test_command_line_interrupts_and_says_what_a_stop_has_lost(
+    loopback: Loopback, here: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detached, "pulled_names", lambda _: ("history",))
+    for command, said in (("interrupt", "interrupted, and has ended"), ("stop", "stopped")):
+        loopback.launch(name=command, detach=True)
+        told = here(command, command).stdout
+        assert told.startswith(f"The run {command!r} is {said}. Its results and logs are in /")
+        assert ("It has left no history: notebook-accel interrupt would" in told) == (command == "stop")
+    assert [summary.status for summary in detached_runs.summaries()] == ["stopped", "stopped"]
+
+
 def test_log_of_a_rank_that_never_began_is_no_error(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
