@@ -204,12 +204,12 @@ class Loopback:
 
     def _start_process(self, command: list[str], **_: Any) -> _Process:
         """Start the twin of a process of ours. See ``processes.bootstrap`` for its command line."""
-        module, descriptor, *_ = command[4 + int(command[3]) :]
+        module, descriptor, _, *options = command[4 + int(command[3]) :]
         connection = Connection.from_descriptor(os.dup(int(descriptor)))
         if module.rpartition(".")[2] == "template":
             self.templates.append(Template(self, connection))
             return self.templates[-1]
-        self.agents.append(AgentProcess(self, connection))
+        self.agents.append(AgentProcess(self, connection, is_daemon="daemon" in options))
         return self.agents[-1]
 
     def _rank(self, pid: int) -> Rank | None:
@@ -300,8 +300,10 @@ class _Process:
 class AgentProcess(_Process):
     """A real agent."""
 
-    def __init__(self, loopback: Loopback, connection: Connection) -> None:
+    def __init__(self, loopback: Loopback, connection: Connection, *, is_daemon: bool) -> None:
         super().__init__(loopback)
+        if is_daemon:
+            self.returncode = 0  # the parent of a daemon exits at once
         self._connection = connection
         self._actor = _Actor(loopback, target=self._run, name="agent", daemon=True)
         self._actor.start()

@@ -121,7 +121,10 @@ class RenewGroup(_Request, frozen=True, kw_only=True):
 
 
 class Settle(_Request, frozen=True, kw_only=True):
-    """Do nothing but answer. By then earlier interrupts have arrived, so that they can't hit later requests."""
+    """Tell whether an interrupt came after the user's code had ended.
+
+    By the answer earlier interrupts have arrived, so that they can't hit later requests.
+    """
 
 
 class Detach(_Request, frozen=True, kw_only=True):
@@ -192,8 +195,8 @@ class Reply(_SessionMessage, frozen=True, kw_only=True):
     steps: int = 0  # number of steps that the rank has counted so far
     # For ``InspectGroup``: number of calls in each process group; ``None`` without a group.
     group_calls: list[int] | None = None
-    # The answer to a ``LookUp``, the names of a ``CountAsPulled`` that the rank has, the losses of a ``RenewGroup``, or
-    # the reason why a ``Debug`` is refused.
+    # The answer to a ``LookUp``, the names of a ``CountAsPulled`` that the rank has, the losses of a ``RenewGroup``, a
+    # word if the interrupt before a ``Settle`` was late, or the reason why a ``Debug`` is refused.
     lines: list[str] = []
 
 

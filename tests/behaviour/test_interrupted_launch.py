@@ -133,8 +133,11 @@ def test_interrupt_before_a_run_in_the_background_is_handed_over() -> None:
     processes.wait_until(lambda: _nothing_is_left(pids, files), "no rank is left, and no file for its result")
 
 
-def _interrupts_its_kernel(kernel_pid: int) -> str:
+def _interrupts_its_kernel(kernel_pid: int, folder: str) -> str:
     try:
+        pathlib.Path(folder, os.environ["RANK"]).touch()
+        while len(os.listdir(folder)) < 2:
+            time.sleep(0.01)
         if os.environ["RANK"] == "0":
             os.kill(kernel_pid, signal.SIGINT)
         time.sleep(600)
@@ -143,9 +146,10 @@ def _interrupts_its_kernel(kernel_pid: int) -> str:
     return ""
 
 
-def test_values_of_code_that_takes_the_interrupt_are_returned() -> None:
+def test_values_of_code_that_takes_the_interrupt_are_returned(tmp_path: pathlib.Path) -> None:
     """As in a usual cell. After https://github.com/keras-team/keras/issues/122 and pytorch/pytorch#15805."""
-    values = notebook_launcher(_interrupts_its_kernel, (os.getpid(),), 2, use_cpu=True, view="none", grace_s=20)
+    given = os.getpid(), str(tmp_path)
+    values = notebook_launcher(_interrupts_its_kernel, given, 2, use_cpu=True, view="none", grace_s=20)
     assert values == ["rank 0 has saved", "rank 1 has saved"]
 
 

@@ -309,7 +309,7 @@ def test_whatever_ends_the_waiting_ends_the_cell(prepared: Session, capsys: pyte
 
 
 def test_rank_that_catches_the_interrupt_has_ended_its_cell(prepared: Session) -> None:
-    with interrupted(prepared, runs):
+    with interrupted(prepared, runs, is_taken=True):
         prepared.execute("try:\n    time.sleep(100)\nexcept KeyboardInterrupt:\n    caught = True")
     assert repr(prepared.execute("caught")) == "ranks 0-1: True"
     assert goes_on(prepared)

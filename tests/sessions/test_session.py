@@ -372,12 +372,14 @@ def test_folder_that_the_notebook_has_added_to_its_path_since(
     assert repr(session.execute("import added_later; added_later.answer")) == "ranks 0-1: 42"
 
 
-def test_value_of_a_cell_that_takes_the_interrupt(session: Session) -> None:
-    kernel_pid = os.getpid()
+def test_value_of_a_cell_that_takes_the_interrupt(session: Session, tmp_path: pathlib.Path) -> None:
     shown = session.execute(f"""
-import os, signal, time
+import os, pathlib, signal, time
+folder, rank = pathlib.Path({str(tmp_path)!r}), os.environ["RANK"]
 try:
-    if int(os.environ["RANK"]) == 0: os.kill({kernel_pid}, signal.SIGINT)
+    (folder / rank).touch()
+    while len(list(folder.iterdir())) < 2: time.sleep(0.01)
+    if rank == "0": os.kill({os.getpid()}, signal.SIGINT)
     time.sleep(600)
 except KeyboardInterrupt:
     found = "saved"

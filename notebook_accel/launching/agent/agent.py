@@ -530,10 +530,20 @@ def _open_store(run: Run) -> messages.Broken | None:
     return None
 
 
-def main(kernel_descriptor: str, kernel_pid: str) -> None:
-    """Run the agent. The kernel starts a new interpreter that calls this."""
+def main(kernel_descriptor: str, kernel_pid: str, daemon: str = "") -> None:
+    """Run the agent. The kernel starts a new interpreter that calls this.
+
+    As a ``daemon``, for a run that is detached from its start, it is an orphan, which init reaps. So whoever kills a
+    kernel with all its descendants doesn't kill the run.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the kernel handles a terminal's Ctrl-C and tells the agent
-    end_with_parent(int(kernel_pid))
+    if not daemon:
+        end_with_parent(int(kernel_pid))
+    elif os.fork():
+        os._exit(0)
+    else:
+        os.setsid()
+        os.set_inheritable(int(kernel_descriptor), False)
     agent = Agent(Kernel(Connection.from_descriptor(int(kernel_descriptor)), int(kernel_pid)))
     agent.handle_sigterm()
     agent.serve()

@@ -216,12 +216,14 @@ class AgentProcess:
     """An agent's process on this machine, the connection to it, and the log of it and its templates.
 
     A thread starts the process and waits for its end: Linux would kill the agent with the thread that has started it.
+    With ``is_daemon``, the process ends at once, and the agent is a fork of it that is nobody's child.
 
     Raises:
         OSError: The system refuses the process, or a file.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_daemon: bool = False) -> None:
+        self._arguments = ["daemon"] if is_daemon else []
         self.connection, theirs = Connection.pair()
         self.connection.set_send_deadline(_SEND_DEADLINE_S)
         self.log = memory_files.memory_file("notebook-accel-agent-log")
@@ -239,7 +241,9 @@ class AgentProcess:
     def _run(self, theirs: Connection, started: concurrent.futures.Future[subprocess.Popen[bytes]]) -> None:
         try:
             process = subprocess.Popen(
-                bootstrap("notebook_accel.launching.agent.agent", str(theirs.fileno()), str(os.getpid())),
+                bootstrap(
+                    "notebook_accel.launching.agent.agent", str(theirs.fileno()), str(os.getpid()), *self._arguments
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
                 stderr=self.log,
@@ -278,13 +282,13 @@ class AgentProcess:
 class LocalAgent(AgentLink[RunReceiver]):
     """The link to this machine's agent, and the thread that reads its messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_daemon: bool = False) -> None:
         super().__init__()
         self.is_lost = False
         self._is_closing = False
         self._answer = _Answer()
         try:
-            self.process = AgentProcess()
+            self.process = AgentProcess(is_daemon=is_daemon)
         except (OSError, RuntimeError) as error:  # a RuntimeError if the system refuses a thread
             raise ProcessStartError(f"The agent process could not be started: {error}.") from None
         self.process.connection.set_receive_deadline(_LOOK_PERIOD_S)
@@ -307,11 +311,6 @@ class LocalAgent(AgentLink[RunReceiver]):
         except LaunchError:
             self.forget(job)
             raise
-
-    @property
-    def is_idle(self) -> bool:
-        """True if the agent can serve a run, and serves none."""
-        return not self.is_lost and not self._jobs
 
     def launch_detached(self, job: DetachedJob, payload: int, lock: int) -> None:
         """Start the first run of this agent, and detach both from this process. See ``LocalEngine.launch_detached``."""

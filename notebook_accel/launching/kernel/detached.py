@@ -65,7 +65,6 @@ def _start(job: DetachedJob, payload: int, lock: int, release: Callable[[], None
     local.engine().launch_detached(job, payload, lock)
     release()
     Link(job).attach()
-    _warm()
 
 
 def _renamed(request: LaunchRequest, name: str) -> LaunchRequest:
@@ -142,14 +141,9 @@ def let_go(job: Job, name: str = "", *, is_session_told: bool = False) -> RunFol
     preflight.warn(preflight.check_detached())
     with interrupts.held():
         folder = _detach(job, name)
-    _warm()
-    return folder
-
-
-def _warm() -> None:
-    """Start an agent and a template for later launches: the detached run has taken its own along."""
     with contextlib.suppress(Exception):  # the run is detached already, so a failure here doesn't matter
-        local.engine().warm_in_kernel()
+        local.engine().warm_in_kernel()  # the run has taken its agent and template along
+    return folder
 
 
 def _detach(job: Job, name: str) -> RunFolder:

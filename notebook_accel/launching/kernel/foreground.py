@@ -57,8 +57,9 @@ def _follow(job: Job) -> None:
             view = _open(job)
             _draw_until_done(job, view)
     except KeyboardInterrupt as interrupt:
+        came_late = job.state.have_all_results
         _end_interrupted(job, view)
-        if job.status != "succeeded":  # else the user's code has taken the interrupt, and returned
+        if came_late or job.status != "succeeded":  # else the user's code has taken the interrupt, and returned
             _describe(interrupt, job)
             raise
 

@@ -472,7 +472,8 @@ class Job(Handle):
             if self.done and self.saves and first.failed is None and not first.has_result:
                 why = f"{', '.join(self.spec.pull)}: rank {self.first_rank} was ended before it could send them"
                 return (), dict.fromkeys(self.spec.pull[:1], why)
-            if not self.done or not self.result_files.are_open or self._has_all_results():
+            is_success = self._has_all_results() and not self._end_report.reason
+            if not self.done or not self.result_files.are_open or is_success:
                 return (), {}
             return self.result_files.set_saved_variables(self.first_rank)
 

@@ -68,21 +68,20 @@ class LocalEngine:
             template.close()
 
     def launch_detached(self, job: DetachedJob, payload: int, lock: int) -> None:
-        """Start ranks in an agent that leaves this process at once. ``lock`` holds the lock of the job's folder.
+        """Start ranks in an agent of their own, which leaves this process at once.
+
+        ``lock`` holds the lock of the job's folder.
 
         Raises:
             ProcessStartError: The agent can't be started, or refuses the run.
         """
-        with self._lock:
-            agent = self._running_agent() if self._agent is None or self._agent.is_idle else LocalAgent()
-            try:
-                agent.prepare(job.config)
-                agent.launch_detached(job, payload, lock)
-            except BaseException:
-                agent.close()
-                raise
-            if agent is self._agent:
-                self._agent = None
+        agent = LocalAgent(is_daemon=True)
+        try:
+            agent.prepare(job.config)
+            agent.launch_detached(job, payload, lock)
+        except BaseException:
+            agent.close()
+            raise
 
     def detach(self, job: Job, folder: RunFolder, lock: int) -> None:
         """Detach a run and its agent from this process. Another agent serves later launches.

@@ -90,11 +90,16 @@ def deferred() -> Iterator[None]:
         allow()
 
 
-def discard_deferred(before_s: float) -> None:
-    """Discard a SIGINT that was deferred before this ``time.monotonic()``: it was meant for code that has ended."""
+def discard_deferred(before_s: float) -> bool:
+    """Discard a SIGINT that was deferred before this ``time.monotonic()``: it was meant for code that has ended.
+
+    Returns whether there was one.
+    """
     global _deferred_s
-    if _deferred_s is not None and _deferred_s < before_s:
+    was_late = _deferred_s is not None and _deferred_s < before_s
+    if was_late:
         _deferred_s = None
+    return was_late
 
 
 def _on_sigint(*_: object) -> None:

@@ -122,6 +122,7 @@ class PendingRequest(RankRequest):
     stacks: Callable[[float], Stacks] | None
     interrupted: list[int] = dataclasses.field(default_factory=list)  # by the kernel or because another rank failed
     killed: list[int] = dataclasses.field(default_factory=list)  # ranks that ignored the interrupt
+    was_taken: bool = False  # the user's code has got the interrupt
     interrupt: BaseException | None = None  # the first one, or another exception that ended the wait
     _interrupt_s: float | None = None
     _is_reported: bool = False

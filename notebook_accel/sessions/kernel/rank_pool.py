@@ -410,7 +410,8 @@ class RankPool:
         # to the connection afterwards; so each interrupted rank answers one more, empty request.
         interrupted = [rank for rank in request.interrupted if rank in self.alive]
         if interrupted:
-            self._ask(messages.Settle, interrupted)
+            settled = self._ask(messages.Settle, interrupted)
+            request.was_taken = any(not reply.lines for reply in settled.values())
 
     def _conclude(self, request: PendingRequest, parcels: list[Parcel], *, is_pull: bool) -> dict[int, Answer]:
         """Record the ranks' variables, show their output, and return their answers or raise their failure."""
@@ -424,8 +425,9 @@ class RankPool:
                 raise RunStoppedError(self._closed_text)
             self._group_recovery.after(self.alive, is_broken=any(reply.breaks_group for reply in replies.values()))
             raise self._failure(request, replies)
-        if request.interrupt is not None and not isinstance(request.interrupt, KeyboardInterrupt):
-            raise request.interrupt  # by a signal handler of the notebook's
+        has_been_handled = request.was_taken and isinstance(request.interrupt, KeyboardInterrupt)
+        if request.interrupt is not None and not has_been_handled:  # it came when all ranks had just finished
+            raise request.interrupt
         values = self._values(request, is_pull=is_pull)
         return {rank: (reply, values.get(rank)) for rank, reply in replies.items()}
 

@@ -85,6 +85,7 @@ class _SessionRank:
         self._user_modules = UserModules()
         self._pid = os.getpid()
         self._lacks_delivery = False
+        self._interrupt_was_late = False  # it has come after the end of the code that it was meant for
         self._traceback: types.TracebackType | None = None  # of the last error in user code
         world_size = int(os.environ["WORLD_SIZE"])
         self._spec = JobSpec(
@@ -191,7 +192,7 @@ class _SessionRank:
         """Carry out a request. Interrupts that arrived after it was sent are raised in the user's code."""
         modes = torch_state.Modes()
         try:
-            interruption.discard_deferred(request.sent_s)
+            self._interrupt_was_late = interruption.discard_deferred(request.sent_s)
             if type(request) in _INTERRUPTIBLE:
                 interruption.allow()
             fields = act()
@@ -353,6 +354,9 @@ class _SessionRank:
                         return request.line
         return ""
 
+    def _settle(self, _request: messages.Settle) -> dict[str, Any]:
+        return {"lines": ["late"] if self._interrupt_was_late else []}
+
     def _inspect_group(self, _request: messages.InspectGroup) -> dict[str, Any]:
         _import_training("loader_position").ACTIVE_ITERATIONS.abandon()
         return {"group_calls": _import_training("backends.group_recovery").collective_counts()}
@@ -377,7 +381,7 @@ _HANDLERS: dict[type, Callable[..., dict[str, Any]]] = {  # of requests other th
     messages.LookUp: _SessionRank._look_up,
     messages.Debug: _SessionRank._debug,
     messages.InspectGroup: _SessionRank._inspect_group,
-    messages.Settle: lambda *_: {},
+    messages.Settle: _SessionRank._settle,
     messages.RenewGroup: _SessionRank._renew_group,
     messages.Detach: _SessionRank._detach,
 }

@@ -359,7 +359,7 @@ def test_launch_that_the_agent_refuses_starts_no_rank_and_leaves_no_folder(
     assert loopback.launch(detach=True).name == "night"
 
 
-def test_launch_beside_another_run_gets_an_agent_of_its_own(loopback: Loopback) -> None:
+def test_detached_launch_has_an_agent_of_its_own(loopback: Loopback) -> None:
     here, detached_job = loopback.launch(name="day"), loopback.launch(detach=True)
     assert len(loopback.agents) == 2
     loopback.engine.close()
