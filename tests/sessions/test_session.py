@@ -375,11 +375,11 @@ def test_folder_that_the_notebook_has_added_to_its_path_since(
 def test_value_of_a_cell_that_takes_the_interrupt(session: Session, tmp_path: pathlib.Path) -> None:
     shown = session.execute(f"""
 import os, pathlib, signal, time
-folder, rank = pathlib.Path({str(tmp_path)!r}), os.environ["RANK"]
+marks, mine = pathlib.Path({str(tmp_path)!r}), os.environ["RANK"]
 try:
-    (folder / rank).touch()
-    while len(list(folder.iterdir())) < 2: time.sleep(0.01)
-    if rank == "0": os.kill({os.getpid()}, signal.SIGINT)
+    (marks / mine).touch()
+    while len(list(marks.iterdir())) < 2: time.sleep(0.01)
+    if mine == "0": os.kill({os.getpid()}, signal.SIGINT)
     time.sleep(600)
 except KeyboardInterrupt:
     found = "saved"

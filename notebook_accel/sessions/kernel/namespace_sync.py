@@ -11,6 +11,7 @@ a tensor or a model's parameter was written to, which torch counts. Writes into 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -83,6 +84,7 @@ class NamespaceSync:
         self._ranks = [_SentVariables() for _ in range(world_size)]
         self._objects: dict[int, Callable[[], Any]] = {}
         self._numbers: dict[int, int] = {}
+        self._gone: collections.deque[_Numbered] = collections.deque()  # references to objects that are gone
         self._next = 0
 
     # State of the ranks ---------------------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ class NamespaceSync:
     @property
     def origins(self) -> Mapping[int, Any]:
         """The notebook's objects by the numbers by which values from ranks refer to them."""
-        return {number: refer() for number, refer in self._objects.items()}
+        return {number: obj for number, refer in self._objects.items() if (obj := refer()) is not None}
 
     # Pulled values ---------------------------------------------------------------------------------------------------
 
@@ -248,19 +250,32 @@ class NamespaceSync:
         number = self._numbers.get(id(obj))
         if number is not None and self._objects[number]() is obj:
             return number
+        while self._gone:
+            gone = self._gone.popleft()
+            self._objects.pop(gone.number, None)
+            if self._numbers.get(gone.key) == gone.number:
+                del self._numbers[gone.key]
         number, self._next = self._next, self._next + 1
-        key = id(obj)
-
-        def gone(_: object) -> None:
-            self._objects.pop(number, None)
-            if self._numbers.get(key) == number:
-                del self._numbers[key]
-
         # Functions and classes are held strongly: a returned instance must belong to this very class.
         is_definition = isinstance(obj, (type, types.FunctionType))
-        self._objects[number] = (lambda: obj) if is_definition else weakref.ref(obj, gone)
-        self._numbers[key] = number
+        if is_definition:
+            self._objects[number] = lambda: obj
+        else:
+            self._objects[number] = reference = _Numbered(obj, self._gone.append)
+            reference.key, reference.number = id(obj), number
+        self._numbers[id(obj)] = number
         return number
+
+
+class _Numbered(weakref.ref[Any]):
+    """A weak reference to an object with a number, which joins a queue when the object is gone.
+
+    No Python code runs then: an interrupt that comes in a callback of a weak reference is lost.
+    """
+
+    __slots__ = ("key", "number")
+    key: int
+    number: int
 
 
 class _Changes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import sys
 import time
@@ -192,7 +193,9 @@ class _SessionRank:
         """Carry out a request. Interrupts that arrived after it was sent are raised in the user's code."""
         modes = torch_state.Modes()
         try:
-            self._interrupt_was_late = interruption.discard_deferred(request.sent_s)
+            # An interrupt may have been sent before a Settle and be handled here after it was sent.
+            before_s = math.inf if isinstance(request, messages.Settle) else request.sent_s
+            self._interrupt_was_late = interruption.discard_deferred(before_s)
             if type(request) in _INTERRUPTIBLE:
                 interruption.allow()
             fields = act()
