@@ -124,7 +124,7 @@ class Journal:
         """Add a message of the agent, and return its number."""
         self._told += 1
         self._batch.append((self._told, self._clock(), message))
-        self._batch_bytes += len(bytes(message.event)) if isinstance(message, messages.Said) else 0
+        self._batch_bytes += len(message.event) if isinstance(message, messages.Said) else 0
         if self._is_in_folder or len(self._batch) >= _BATCH_MESSAGES or self._batch_bytes >= _BATCH_BYTES:
             self._write_batch()
         return self._told

@@ -188,12 +188,12 @@ class Agent:
 
     def _detach(self, told: messages.Detach, message: Message) -> None:
         """Disconnect from the kernel if the run is going on and is the agent's only one."""
-        _, *results = message.descriptors or [-1]  # the first is the folder's lock, held as long as this process lives
-        run = self._find(told.job_id)
+        run, folder = self._find(told.job_id), RunFolder(pathlib.Path(told.folder))
         if run is None:
             self._tell_kernel(messages.Detached(job_id=told.job_id, why="it has ended"))
-        elif self._leave_kernel(run, RunFolder(pathlib.Path(told.folder)), is_whole=message.is_whole):
-            run.outlive_kernel(RunFolder(pathlib.Path(told.folder)), results)
+        elif self._leave_kernel(run, folder, is_whole=message.is_whole):
+            # The first descriptor is the folder's lock, held as long as this process lives.
+            run.outlive_kernel(folder, message.descriptors[1:])
             return
         close_all(message.descriptors)
 
